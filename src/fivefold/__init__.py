@@ -1,0 +1,1 @@
+"""fivefold: train any Hugging Face causal language model, unchanged, in five dimensions of parallelism."""
