@@ -1,0 +1,326 @@
+"""The run file: one YAML file that says everything about a training run, and nothing about devices.
+
+Every key has a default and a description with its unit. Strings such as `8k`, `1%` or `train:4096` are read here,
+once; what the rest of the library sees is resolved and frozen. Reading the file itself, with the line of every key
+for the errors, is `runfile`'s.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fivefold.config_errors import READ_MORE, Key, explained
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.models.shapes import shape_folder
+from fivefold.runfile import RunFile
+from fivefold.units import parse_count, parse_fraction, parse_length
+
+DEMO = Path(__file__).with_name("demo.yaml")
+DEFAULT_MAX_STEPS = 1000
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number")
+    return value
+
+
+def _sources(value: Any) -> Any:
+    """One path, one source or a list of both, as a list of sources."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+def _fraction_or_sources(value: Any) -> Any:
+    if isinstance(value, list | tuple | dict):
+        return _sources(value)
+    written = str(value).strip()
+    if isinstance(value, str) and not (written[:1].isdigit() and written[-1:] in "%0123456789."):
+        return _sources(value)
+    return parse_fraction(value)
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+Length = Annotated[int, BeforeValidator(parse_length)]
+Whole = Annotated[int, BeforeValidator(_no_bool)]
+Number = Annotated[float, BeforeValidator(_no_bool)]
+Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, validate_default=True
+    )
+
+
+class ModelSection(Section):
+    name_or_path: str = Field(
+        default="demo", description="hub id, local Hugging Face folder, config.json or built-in shape"
+    )
+    init: Literal["pretrained", "random"] = Field(default="pretrained", description="where the first weights come from")
+    overrides: dict[str, Any] = Field(default={}, description="keys of the model's config.json to set")
+
+
+class TokenizerSection(Section):
+    name_or_path: str = Field(
+        default="auto",
+        description="auto: the model's; byte: built in; train:8192: BPE of that many tokens; or a name or path",
+    )
+
+    @field_validator("name_or_path")
+    @classmethod
+    def _resolve_size(cls, value: str) -> str:
+        kind, colon, size = value.partition(":")
+        if kind != "train" or not colon:
+            return value
+        if parse_length(size) < 257:
+            raise ValueError(f"{value} is too small: a byte-level vocabulary has 257 tokens or more")
+        return f"train:{parse_length(size)}"
+
+    @property
+    def trained_size(self) -> int | None:
+        """Vocabulary size, in tokens, of a tokenizer to be trained on the corpus; None when it exists already."""
+        kind, colon, size = self.name_or_path.partition(":")
+        return int(size) if kind == "train" and colon else None
+
+
+class DataSource(Section):
+    path: str = Field(description="file, folder, glob, token store, hub:org/name or python-stdlib")
+    format: str = Field(default="auto", description="auto (by the name's ending), txt, jsonl, parquet, tokens")
+    text_key: str = Field(default="text", description="key that holds the text of a record")
+    weight: Number = Field(
+        default=1.0, gt=0, description="how often its documents are drawn, relative to the other sources"
+    )
+
+
+class DataSection(Section):
+    train: Annotated[tuple[DataSource, ...], BeforeValidator(_sources), Field(min_length=1)] = Field(
+        default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources"
+    )
+    validation: Annotated[float | tuple[DataSource, ...], BeforeValidator(_fraction_or_sources)] = Field(
+        default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources"
+    )
+    seq_length: Length = Field(default=8192, ge=1, description="tokens per row; 8k = 8192")
+    packing: bool = Field(
+        default=True, description="several whole documents per row; attention never crosses a document"
+    )
+
+
+class TrainSection(Section):
+    max_steps: Count | None = Field(
+        default=None, ge=1, description="optimizer steps; 1000 when max_tokens is not set either"
+    )
+    max_tokens: Count | None = Field(default=None, ge=1, description="tokens of training, instead of max_steps; 500M")
+    global_batch_size: Whole = Field(default=64, ge=1, description="rows per optimizer step, over all devices")
+    micro_batch_size: Whole = Field(default=1, ge=1, description="rows per forward pass of one data rank")
+    seed: Whole = Field(default=1234, ge=0, description="fixes the initial weights and the order of the rows")
+    compile: Literal["auto"] | bool = Field(
+        default="auto", description="torch.compile of each block: auto, true, false"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = [key for key in ("max_steps", "max_tokens") if values.get(key) is not None]
+        if len(given) == 2:
+            raise ValueError("max_steps and max_tokens are both set; keep one")
+        return values if given else {**values, "max_steps": DEFAULT_MAX_STEPS}
+
+
+class OptimizerSection(Section):
+    name: Literal["adamw"] = Field(default="adamw", description="the optimizer")
+    learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
+    betas: tuple[Number, Number] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
+    eps: Number = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: Number = Field(default=0.1, ge=0, description="decoupled decay; norms and biases are exempt")
+    max_grad_norm: Number = Field(
+        default=1.0, ge=0, description="clips the norm of the whole gradient; 0 = no clipping"
+    )
+
+
+class SchedulerSection(Section):
+    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        default="cosine", description="shape after the warm-up"
+    )
+    warmup_steps: Count = Field(default=100, ge=0, description="optimizer steps from 0 to the peak learning rate")
+    min_lr_ratio: Number = Field(default=0.1, ge=0, le=1, description="last learning rate as a part of the peak")
+
+
+class LayoutSection(Section):
+    """The part of a `Layout` written under `layout:`; `Layout` itself checks the values."""
+
+    dp_replicate: Whole = Field(default=1, description="full copies of the shards, all-reduced once a step; devices")
+    dp_shard: Whole = Field(default=-1, description="FSDP shards; devices, -1 = the rest")
+    tp: Whole = Field(default=1, description="tensor parallel; devices")
+    cp: Whole = Field(default=1, description="context parallel; devices")
+    pp: Whole = Field(default=1, description="pipeline stages; devices")
+    ep: Whole = Field(default=1, description="expert parallel; devices, taken from dp_shard, cp and tp")
+    zero: Whole = Field(default=3, description="ZeRO stage 1, 2 or 3 inside dp_shard x cp")
+    sequence_parallel: bool = Field(default=True, description="split the sequence over tp between the matmuls")
+    expert_tp: bool = Field(default=False, description="split each expert over tp")
+    pp_schedule: str = Field(default="1f1b", description="order of the micro batches in the pipeline")
+    pp_virtual: Whole = Field(default=1, description="stages per pipeline rank")
+    pp_split: str = Field(default="auto", description="layers per stage, as 8-8-8-6")
+    cp_method: str = Field(default="auto", description="auto, ring, allgather, ulysses or RxU")
+
+
+class PrecisionSection(Section):
+    compute: Literal["bf16", "fp32", "fp64"] = Field(
+        default="bf16", description="dtype of the forward and backward pass"
+    )
+    reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the gradient reduction")
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(default="none", description="scaling of fp8 matmuls")
+
+
+class MemorySection(Section):
+    recompute: Literal["none", "selective", "full"] = Field(default="none", description="activations computed twice")
+    offload_activations: bool = Field(default=False, description="keep saved activations in host memory")
+    offload_optimizer: bool = Field(default=False, description="keep optimizer state in host memory")
+    loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
+
+    @field_validator("loss_chunks")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("pieces are 1 or more")
+        return value
+
+
+class CheckpointSection(Section):
+    every: Every = Field(default=250, description="optimizer steps between checkpoints; 0 = only the last")
+    keep: Whole = Field(default=3, ge=1, description="newest checkpoints kept")
+    asynchronous: bool = Field(default=True, alias="async", description="write while training goes on")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="auto goes on from the newest checkpoint that agrees"
+    )
+    export_hf: bool = Field(default=False, description="write a Hugging Face folder at the end")
+
+
+class EvalSection(Section):
+    every: Every = Field(default=250, description="optimizer steps between evaluations; 0 = never")
+    max_tokens: Count = Field(default=1_000_000, ge=1, description="tokens of one evaluation; 1M")
+
+
+class SampleSection(Section):
+    every: Every = Field(default=250, description="optimizer steps between samples; 0 = never")
+    prompts: tuple[str, ...] = Field(default=(), description="texts to continue; none = no samples")
+
+
+class LogSection(Section):
+    every: Annotated[Every, Field(ge=1)] = Field(default=1, description="optimizer steps between metrics rows")
+    to: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        default=("jsonl",), description="where metrics go"
+    )
+
+
+class RunSection(Section):
+    name: str = Field(default="demo", min_length=1, description="name of the run; a file's own name when it is not set")
+    dir: str = Field(default="runs", min_length=1, description="folder that holds the runs")
+
+
+class RunConfig(Section):
+    """A resolved run file. `layout` is assembled from the section of that name and the options kept elsewhere."""
+
+    model: ModelSection = Field(default=ModelSection())
+    tokenizer: TokenizerSection = Field(default=TokenizerSection())
+    data: DataSection = Field(default=DataSection())
+    train: TrainSection = Field(default=TrainSection())
+    optimizer: OptimizerSection = Field(default=OptimizerSection())
+    scheduler: SchedulerSection = Field(default=SchedulerSection())
+    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
+    precision: PrecisionSection = Field(default=PrecisionSection())
+    memory: MemorySection = Field(default=MemorySection())
+    checkpoint: CheckpointSection = Field(default=CheckpointSection())
+    eval: EvalSection = Field(default=EvalSection())
+    sample: SampleSection = Field(default=SampleSection())
+    log: LogSection = Field(default=LogSection())
+    run: RunSection = Field(default=RunSection())
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the run is spread and executed. Raises `UserError` when a degree or an option is out of its range."""
+        return Layout(
+            **self.layout_section.model_dump(),
+            micro_batch_size=self.train.micro_batch_size,
+            recompute=self.memory.recompute,
+            offload_activations=self.memory.offload_activations,
+            offload_optimizer=self.memory.offload_optimizer,
+            precision=self.precision.compute,
+            fp8=self.precision.fp8,
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder, `run.dir/run.name`."""
+        return Path(self.run.dir) / self.run.name
+
+    def to_yaml(self) -> str:
+        """The resolved run file; `load_config` reads it back to an equal config."""
+        return str(yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True))
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file, or the built-in demo when `path` is None, and set `key=value` overrides on top.
+
+    Precedence: defaults, then the file, then the overrides in their order. Raises `UserError` with the file and
+    line of the key, the likely fix and where to read more.
+    """
+    file = RunFile.read(DEMO, name="built-in demo.yaml") if path is None else RunFile.read(Path(path))
+    if path is not None:
+        file.set_default(("run", "name"), Path(path).stem)
+    for override in overrides:
+        file.override(override)
+    try:
+        config = RunConfig.model_validate(file.tree)
+    except ValidationError as error:
+        raise explained(error, file, list(keys())) from None
+    try:
+        config.layout  # noqa: B018  (assembled here so that its errors carry the file's name)
+    except UserError as error:
+        place = file.place(("layout", error.what.split()[0]))
+        raise UserError(f"{place} layout: {error.what}", fix=error.fix, more=READ_MORE) from None
+    return config
+
+
+def check_supported(config: RunConfig) -> None:
+    """Raise `UserError` for what the run file may say but this version cannot run yet."""
+    layout, memory = config.layout, config.memory
+    for key, asked, instead in (
+        ("layout.pp", layout.pp > 1, "1"),
+        ("layout.cp", layout.cp > 1, "1"),
+        ("layout.ep", layout.ep > 1, "1"),
+        ("precision.fp8", config.precision.fp8 != "none", "none"),
+        ("memory.recompute", memory.recompute == "selective", "none or full"),
+        ("memory.offload_activations", memory.offload_activations, "false"),
+        ("memory.offload_optimizer", memory.offload_optimizer, "false"),
+        ("log.to", not set(config.log.to) <= {"jsonl", "tensorboard"}, "[jsonl] or [jsonl, tensorboard]"),
+    ):
+        if asked:
+            value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
+            value = list(value) if isinstance(value, tuple) else str(value).lower()
+            raise UserError(f"{key} {value} is not built yet", fix=f"set {key}: {instead}")
+    if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
+        raise UserError(
+            f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",
+            fix="set model.init: random, or name a Hugging Face folder or hub id",
+        )
+
+
+def keys() -> Iterator[Key]:
+    """Every key of the run file, in the order of the file."""
+    for section_name, section in RunConfig.model_fields.items():
+        name = section.alias or section_name
+        for key, field in type(section.default).model_fields.items():
+            default = field.get_default()
+            yield Key(f"{name}.{field.alias or key}", default, field.description or "")
+            if isinstance(default, tuple) and default and isinstance(default[0], DataSource):
+                for inner, of_source in DataSource.model_fields.items():
+                    yield Key(f"{name}.{key}[].{inner}", of_source.get_default(), of_source.description or "")

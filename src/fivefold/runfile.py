@@ -1,0 +1,210 @@
+"""Reading a run file: YAML with the line of every key, and `key=value` overrides on top.
+
+What the keys mean is `config`'s; this module only knows where each one was written, so that an error can say
+`run.yaml:7`. `layout: shard2.tp2+mb2` is spelled out here into the keys that it stands for.
+"""
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+
+Path_ = tuple[str | int, ...]  # a place inside the tree: ("data", "train", 0, "path")
+
+COMMAND_LINE = "command line"
+
+# Options of a layout's text that the run file keeps in another section.
+_KEPT_ELSEWHERE = {
+    "micro_batch_size": ("train", "micro_batch_size"),
+    "recompute": ("memory", "recompute"),
+    "offload_activations": ("memory", "offload_activations"),
+    "offload_optimizer": ("memory", "offload_optimizer"),
+    "precision": ("precision", "compute"),
+    "fp8": ("precision", "fp8"),
+}
+
+# Two ways to say the same thing: an override of one drops what the file says of the other.
+_RIVALS = {("train", "max_steps"): ("train", "max_tokens"), ("train", "max_tokens"): ("train", "max_steps")}
+
+
+@dataclass
+class RunFile:
+    """The tree of a run file while it is being put together, and the place where each of its keys was written."""
+
+    name: str
+    tree: dict[str, Any] = field(default_factory=dict)
+    places: dict[Path_, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, *, name: str | None = None) -> "RunFile":
+        """Raises `UserError` when the file is missing, is not YAML, or says a key twice."""
+        file = cls(name or _shown(path))
+        node = _compose(path, file.name)
+        if node is not None:
+            file.tree = file._built(node, ())
+            if not isinstance(file.tree, dict):
+                raise UserError(
+                    f"{file.name}:1 is not a run file",
+                    fix="it is made of sections, such as model: {name_or_path: demo}",
+                )
+        file._spell_out_layout(file.place(("layout",)))
+        return file
+
+    def place(self, path: Path_) -> str:
+        """Where a key, or the nearest section around it, was written: `run.yaml:7`, `command line`."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return self.name
+
+    def written(self, location: Path_, *, missing: bool = False) -> Path_:
+        """The path of a schema location as it was written: without the parts that exist only in the schema."""
+        path: Path_ = ()
+        at: Any = self.tree
+        for part in location:
+            if (isinstance(at, dict) and part in at) or (isinstance(at, list) and isinstance(part, int)):
+                path, at = (*path, part), at[part]  # type: ignore[index]
+        return (*path, location[-1]) if missing else path
+
+    def set_default(self, path: tuple[str, str], value: Any) -> None:
+        """Set a key of a section that the file does not set."""
+        section = self.tree.setdefault(path[0], {})
+        if isinstance(section, dict):
+            section.setdefault(path[1], value)
+
+    def override(self, text: str) -> None:
+        """Apply one `key=value`; the value is read as YAML. Raises `UserError` when it is not of that form."""
+        dotted, equals, written = text.partition("=")
+        if not equals or not dotted.strip():
+            raise UserError(f"{COMMAND_LINE}: {text!r} is not key=value", fix="write train.max_steps=100, for example")
+        try:
+            value = yaml.safe_load(written)
+        except yaml.YAMLError:
+            raise UserError(
+                f"{COMMAND_LINE}: the value of {dotted} is not YAML: {written}", fix="quote it: key='\"...\"'"
+            ) from None
+        path = tuple(dotted.strip().split("."))
+        if path in _RIVALS and value is not None:
+            section = self.tree.get(path[0])
+            if isinstance(section, dict) and self.places.get(_RIVALS[path]) != COMMAND_LINE:
+                section.pop(_RIVALS[path][1], None)
+        if path == ("layout",) and isinstance(value, str):
+            self.tree["layout"] = value
+            self._spell_out_layout(COMMAND_LINE)
+            return
+        self._set(path, value)
+
+    def _set(self, path: tuple[str, ...], value: Any) -> None:
+        """Put a value at a path; a mapping joins the section that is there."""
+        if isinstance(value, dict) and value and path != ("data", "train"):
+            for key, inner in value.items():
+                self._set((*path, str(key)), inner)
+            return
+        at = self.tree
+        for depth, part in enumerate(path[:-1], start=1):
+            if not isinstance(at.setdefault(part, {}), dict) and at[part] is not None:
+                name = ".".join(path[:depth])
+                raise UserError(
+                    f"{COMMAND_LINE} {'.'.join(path)}: {name} is a {type(at[part]).__name__}, not a section",
+                    fix=f"set it whole: {name}=...",
+                )
+            if not at[part]:
+                at[part] = {}
+                self.places[path[:depth]] = COMMAND_LINE
+            at = at[part]
+        at[path[-1]] = value
+        for below in [place for place in self.places if place[: len(path)] == path]:
+            del self.places[below]
+        self.places[path] = COMMAND_LINE
+
+    def _spell_out_layout(self, place: str) -> None:
+        """Replace `layout: TEXT` by the keys it stands for."""
+        text = self.tree.get("layout")
+        if not isinstance(text, str):
+            return
+        if text == "auto":
+            raise UserError(
+                f"{place} layout: auto needs the planner, which is not built yet",
+                fix="set layout.dp_shard: -1 to spread over every device, or write a layout such as shard2.tp2",
+            )
+        try:
+            layout = Layout.parse(text)
+        except UserError as error:
+            raise UserError(f"{place} {error.what}", fix=error.fix, more=error.more) from None
+        section: dict[str, Any] = {}
+        for option in fields(Layout):
+            value = getattr(layout, option.name)
+            elsewhere = _KEPT_ELSEWHERE.get(option.name)
+            if elsewhere is None:
+                section[option.name] = value
+            elif value != option.default:
+                self._set_elsewhere(elsewhere, value, place, text)
+        self.tree["layout"] = section
+        self.places = {path: written for path, written in self.places.items() if path[:1] != ("layout",)}
+        self.places[("layout",)] = place
+
+    def _set_elsewhere(self, path: tuple[str, str], value: Any, place: str, text: str) -> None:
+        there = self.places.get(path)
+        if there is not None and place != COMMAND_LINE and self.tree[path[0]][path[1]] != value:
+            other = f"{there} says {self.tree[path[0]][path[1]]}"
+            raise UserError(
+                f"{place} layout {text} says {'.'.join(path)} is {value}, but {other}", fix="keep one of the two"
+            )
+        self._set(path, value)
+        self.places[path] = place
+
+    def _built(self, node: yaml.Node, path: Path_) -> Any:
+        """The value of a YAML node; notes the line of every key on the way. Raises `UserError` on a key said twice."""
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.places[(*path, index)] = self._line(item)
+            return [self._built(item, (*path, index)) for index, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            return yaml.SafeLoader("").construct_object(node)
+        built: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            if key in built:
+                name = ".".join(str(part) for part in (*path, key))
+                raise UserError(
+                    f"{self._line(key_node)} {name} is set twice", fix=f"the first is at {self.places[(*path, key)]}"
+                )
+            self.places[(*path, key)] = self._line(key_node)
+            built[key] = self._built(value_node, (*path, key))
+        return built
+
+    def _line(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
+
+
+def _compose(path: Path, name: str) -> yaml.Node | None:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            return yaml.compose(stream, Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise UserError(f"{name}: there is no such file", fix="without a file, fivefold train runs the demo") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name} cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"{name}:{mark.line + 1}" if mark else name
+        raise UserError(f"{at} is not YAML: {error.problem or error.context}", fix=_yaml_advice(error)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{name} is not YAML: {error}") from None
+
+
+def _yaml_advice(error: yaml.MarkedYAMLError) -> str:
+    if "\\t" in str(error.problem):
+        return "indent with spaces, not tabs"
+    return "look at the line above too: a missing colon, quote or bracket, or uneven indentation"
+
+
+def _shown(path: Path) -> str:
+    """The path as a person would type it from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
