@@ -1,0 +1,62 @@
+"""A micro batch: rows of pieces as the arrays a model step takes.
+
+Shapes: B rows (micro batch size), T tokens a row (seq_length rounded up to the layout's multiple).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORE = -100  # label of a position without a target
+
+
+@dataclass(frozen=True)
+class Piece:
+    """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], or [n - 1] if the last position has none."""
+
+    tokens: NDArray[np.unsignedinteger]
+    targets: NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """int64 [B, T] each; `labels` are already shifted: `labels[b, t]` is the target of position t, or -100.
+
+    `position_ids` restart at 0 for each piece and for the padding. `bounds` int32 [n + 1] delimits the pieces over the
+    flattened B * T tokens: 0 first, B * T last, every row start among them, the padding at a row's end a segment of its
+    own. `tokens` counts real input tokens, `targets` labels other than -100.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    bounds: NDArray[np.int32]
+    tokens: int
+    targets: int
+
+
+def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -> MicroBatch:
+    """The micro batch of `rows`, each padded at its end to `row_length` tokens. An empty row is all padding."""
+    shape = (len(rows), row_length)
+    input_ids = np.full(shape, pad_id, np.int64)
+    labels = np.full(shape, IGNORE, np.int64)
+    position_ids = np.empty(shape, np.int64)
+    bounds, counting = [0], np.arange(row_length, dtype=np.int64)
+    tokens = targets = 0
+    for b, row in enumerate(rows):
+        t = 0
+        for piece in row:
+            end = t + len(piece.tokens)
+            input_ids[b, t:end] = piece.tokens
+            labels[b, t : t + len(piece.targets)] = piece.targets
+            position_ids[b, t:end] = counting[: end - t]
+            bounds.append(b * row_length + end)
+            targets += len(piece.targets)
+            t = end
+        tokens += t
+        if t < row_length:
+            position_ids[b, t:] = counting[: row_length - t]
+            bounds.append((b + 1) * row_length)
+    return MicroBatch(input_ids, labels, position_ids, np.array(bounds, np.int32), tokens, targets)

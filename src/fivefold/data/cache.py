@@ -1,0 +1,117 @@
+"""The content-addressed cache: what was built once from the same bytes and options is never built again.
+
+An entry is a folder named by the hash of everything that went into it. It is written beside its final place and renamed
+there, under a file lock, so that a reader sees the whole entry or none and concurrent processes build it once.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+from fivefold.errors import UserError
+
+# (stage in words, done, total): the unit is bytes of text; `done` never passes `total`.
+Progress = Callable[[str, int, int], None]
+
+_REMEMBER_DIGEST_FROM = 16 * 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
+_SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its time stamp
+
+
+def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
+    """`override`, else `$FIVEFOLD_CACHE`, else `$XDG_CACHE_HOME/fivefold`, else `~/.cache/fivefold`."""
+    if override is not None:
+        return override
+    if named := environ.get("FIVEFOLD_CACHE"):
+        return Path(named).expanduser()
+    if xdg := environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "fivefold"
+    return Path.home() / ".cache" / "fivefold"
+
+
+def key_of(*parts: object) -> str:
+    """A name for the JSON-like `parts` (str, int, float, bool, None, lists and dicts of them)."""
+    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def entry(folder: Path, *, is_valid: Callable[[Path], bool], build: Callable[[Path], None]) -> Path:
+    """`folder`, built by `build(empty folder)` if it is not there or `is_valid(folder)` is false (a damaged entry).
+
+    Of several processes that ask at once one builds and the others wait.
+    Raises UserError if the cache cannot be written.
+    """
+    if is_valid(folder):
+        return folder
+    with _locked(folder):
+        if not is_valid(folder):  # another process may have built it while this one waited
+            _build_beside(folder, build)
+    return folder
+
+
+def file_digest(path: Path, root: Path) -> str:
+    """Hash of the contents of `path`. A big file's digest is remembered by its place, size and time stamp."""
+    stat = path.stat()
+    if stat.st_size < _REMEMBER_DIGEST_FROM or time.time() - stat.st_mtime < _SETTLED_SECONDS:
+        return _hash_file(path)
+    note = root / "digests" / key_of(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    try:
+        return note.read_text()
+    except FileNotFoundError:
+        digest = _hash_file(path)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(note, digest)
+    return digest
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small text file so that no reader ever sees half of it."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def _hash_file(path: Path) -> str:
+    state = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = (folder.parent / f"{folder.name}.lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the cache folder {folder.parent}: {error.strerror}",
+            fix="point FIVEFOLD_CACHE to a folder you can write to",
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build_beside(folder: Path, build: Callable[[Path], None]) -> None:
+    prefix = f".{folder.name}."
+    for left_behind in folder.parent.glob(f"{prefix}*"):  # the lock is ours: a builder that died left these
+        shutil.rmtree(left_behind, ignore_errors=True)
+    beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        build(beside)
+        beside.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder}: {error.strerror or error}", fix="free space, or move FIVEFOLD_CACHE"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

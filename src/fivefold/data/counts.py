@@ -1,0 +1,65 @@
+"""What became of the documents, in numbers for the screen."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """One side, training or validation. `tokens` and `targets` are those that an epoch gives to the model."""
+
+    spans: int  # documents, or what the validation split left of them in one piece
+    split: int  # spans longer than a row, cut over several
+    without_target: int  # pieces of a single token, left out: it predicts nothing
+    rows: int
+    tokens: int
+    targets: int
+    padding: int  # tokens of padding up to seq_length
+
+    @property
+    def fill_pct(self) -> float:
+        """How full the rows are, in percent."""
+        return 100 * self.tokens / max(1, self.tokens + self.padding)
+
+
+@dataclass(frozen=True)
+class DataCounts:
+    """Everything that was read, what was left out, and the rows of both sides."""
+
+    files: int
+    files_left_out: int  # lying in a source's folder, of a kind no format reads
+    documents: int
+    tokens: int
+    seq_length: int
+    train: RowCounts
+    validation: RowCounts | None
+    validation_asked: bool
+    repeated: int  # validation blocks (16,384 tokens) that stand in the training text too
+
+    def lines(self) -> list[str]:
+        """Two to four short lines."""
+        lines = [
+            f"{self.documents:,} documents in {self.files:,} files, {self.tokens:,} tokens",
+            f"train       {_rows(self.train, self.seq_length)}",
+            f"validation  {_rows(self.validation, self.seq_length) if self.validation else 'none'}",
+        ]
+        if remarks := self._remarks():
+            lines.append("note        " + "; ".join(remarks))
+        return lines
+
+    def _remarks(self) -> list[str]:
+        alone = self.train.without_target + (self.validation.without_target if self.validation else 0)
+        remarks = []
+        if self.validation_asked and not (self.validation and self.validation.rows):
+            remarks.append("the text is too short to hold some of it out (blocks of 16,384 tokens)")
+        if self.files_left_out:
+            remarks.append(f"{self.files_left_out:,} files of an unknown kind left out")
+        if alone:
+            remarks.append(f"{alone:,} single tokens without a target left out")
+        if self.repeated:
+            remarks.append(f"{self.repeated:,} validation blocks also stand in the training text")
+        return remarks
+
+
+def _rows(counts: RowCounts, seq_length: int) -> str:
+    split = f", {counts.split:,} documents split over rows" if counts.split else ""
+    return f"{counts.rows:,} rows of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"

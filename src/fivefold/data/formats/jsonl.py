@@ -1,0 +1,94 @@
+"""JSON Lines: a record is a document, its text under `text_key`. Blank lines are passed over."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.data.source import Format, Source
+from fivefold.errors import UserError
+
+_KEYS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class JsonLines(Format):
+    """Read line by line: memory holds one record."""
+
+    def documents(self, path: Path, source: Source) -> Iterator[str]:
+        records = 0
+        with path.open("rb") as file:
+            for row, line in enumerate(file, start=1):
+                if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
+                    records += 1
+                    yield _text(line, source, f"{source.label}: {path}:{row}")
+        if not records:
+            raise UserError(
+                f"{source.label}: {path}:1: the file is empty", fix="remove it, or name the files with a glob"
+            )
+
+    def options(self, source: Source) -> dict[str, str]:
+        return {"text_key": source.text_key}
+
+
+def _text(line: bytes, source: Source, where: str) -> str:
+    record = _record(line, where)
+    fix = f"set {source.label}.text_key to the key of the text"
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix='one {"text": "..."} per line')
+    if source.text_key not in record:
+        raise UserError(
+            f"{where}: no key {source.text_key!r}; the keys are {_listed(record)}", fix=_suggest(record, source, fix)
+        )
+    text = record[source.text_key]
+    if not isinstance(text, str):
+        raise UserError(
+            f"{where}: {source.text_key!r} holds a {type(text).__name__}, not a string",
+            fix=_suggest(record, source, fix),
+        )
+    if b"\\u" in line:
+        _refuse_surrogates(text, where)
+    return text
+
+
+def _record(line: bytes, where: str) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start} of the row",
+            fix="write the file as UTF-8",
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}",
+            fix="one JSON object per line; a file that is one long JSON list has to be rewritten",
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
+
+
+def _refuse_surrogates(text: str, where: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: half of a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start}",
+            fix="it stands for no character; remove it or write the file again from its origin",
+        ) from error
+
+
+def _listed(record: dict[str, object]) -> str:
+    names = [repr(name) for name in list(record)[:_KEYS_SHOWN]]
+    return ", ".join(names + ["..."] * (len(record) > _KEYS_SHOWN)) or "none at all"
+
+
+def _suggest(record: dict[str, object], source: Source, otherwise: str) -> str:
+    """The fix as it would be typed, if one key looks like the text: the longest string."""
+    texts = {name: value for name, value in record.items() if isinstance(value, str) and name != source.text_key}
+    if not texts:
+        return otherwise
+    return f"set {source.label}.text_key: {max(texts, key=lambda name: len(texts[name]))}"
+
+
+FORMAT = JsonLines(name="jsonl", suffixes=(".jsonl", ".ndjson"))

@@ -1,0 +1,26 @@
+"""A token store made by us (a folder with tokens.bin), used directly as a source."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.data.source import Format
+from fivefold.data.store import is_store
+
+
+@dataclass(frozen=True)
+class StoreFormat(Format):
+    """Its tokens must come from the run's tokenizer; that is checked where both are known."""
+
+    def matches(self, path: Path) -> bool:
+        return is_store(path)
+
+    def files(self, path: Path) -> Sequence[Path] | None:
+        return (path,) if is_store(path) else None
+
+    @property
+    def holds_tokens(self) -> bool:
+        return True
+
+
+FORMAT = StoreFormat(name="tokens")

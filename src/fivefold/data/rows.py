@@ -1,0 +1,173 @@
+"""Packed rows: the index from a row to its pieces, and the batches of a data rank.
+
+The index lies memory-mapped in the cache, so that opening it costs nothing and any row is found at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.data.batch import MicroBatch, Piece, assemble
+from fivefold.data.counts import RowCounts
+from fivefold.data.order import RowOrder
+from fivefold.data.pack import one_per_row, pack
+from fivefold.data.split import Int64s, Pieces, pieces_of
+from fivefold.data.store import TokenStore
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Row r is the pieces `offsets[r]` to `offsets[r + 1]`: `pieces` [pieces], `offsets` int64 [rows + 1]."""
+
+    pieces: Pieces
+    offsets: Int64s
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays, one .npy each, into the new folder `folder`."""
+        folder.mkdir()
+        pieces = self.pieces
+        arrays: list[NDArray[Any]] = [pieces.start, pieces.length, pieces.has_next, self.offsets]
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            np.save(folder / f"{name}.npy", array)
+
+    @classmethod
+    def load(cls, folder: Path) -> "RowIndex":
+        """The saved index, mapped. Raises OSError, EOFError or ValueError if it is not whole."""
+        start, length, has_next, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+        if not len(start) == len(length) == len(has_next) == int(offsets[-1]):
+            raise ValueError(f"{folder}: the arrays do not belong together")
+        return cls(Pieces(start, length, has_next), offsets)
+
+
+_ARRAYS = ("start", "length", "has_next", "offsets")
+
+
+def build_index(start: Int64s, length: Int64s, *, seq_length: int, packing: bool) -> tuple[RowIndex, RowCounts]:
+    """The rows of the spans (`start`, `length`: int64 [spans]), and what was cut, left out and padded on the way."""
+    cut = pieces_of(start, length, seq_length)
+    pieces = cut.select(cut.targets > 0)
+    offsets, order = pack(pieces.length, seq_length) if packing else one_per_row(len(pieces))
+    index = RowIndex(Pieces(pieces.start[order], pieces.length[order], pieces.has_next[order]), offsets)
+    tokens = int(pieces.length.sum())
+    counts = RowCounts(
+        spans=len(start),
+        split=int((length > seq_length).sum()),
+        without_target=len(cut) - len(pieces),
+        rows=len(index),
+        tokens=tokens,
+        targets=int(pieces.targets.sum()),
+        padding=len(index) * seq_length - tokens,
+    )
+    return index, counts
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """The rows of one side, training or validation."""
+
+    index: RowIndex
+    stores: tuple[TokenStore, ...]
+    counts: RowCounts
+    seq_length: int
+    pad_id: int
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(
+        self,
+        step: int,
+        *,
+        global_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        micro_batch_size: int,
+        row_multiple: int,
+    ) -> list[MicroBatch]:
+        """The micro batches of `data_rank` for step `step` (from 0), in order of accumulation.
+
+        The batch is rows `[step * G, (step + 1) * G)` of the endless order of the seed; micro batch a of rank d of R is
+        its rows `[(a * R + d) * M, (a * R + d + 1) * M)`: the rows of a step are the same for every layout.
+        """
+        accumulation, rest = divmod(global_batch_size, data_ranks * micro_batch_size)
+        if rest or not accumulation:
+            raise ValueError(
+                f"global_batch_size {global_batch_size} is no multiple of "
+                f"{data_ranks} data ranks x micro_batch_size {micro_batch_size}"
+            )
+        firsts = [
+            step * global_batch_size + (micro * data_ranks + data_rank) * micro_batch_size
+            for micro in range(accumulation)
+        ]
+        places = [[self._order[first + b] for b in range(micro_batch_size)] for first in firsts]
+        return [self.rows(place, row_multiple=row_multiple) for place in places]
+
+    def sequential(
+        self,
+        *,
+        data_rank: int,
+        data_ranks: int,
+        micro_batch_size: int,
+        row_multiple: int,
+        max_tokens: int | None = None,
+    ) -> Iterator[MicroBatch]:
+        """Every row once in file order, for evaluation. The rows are dealt as in `batch`; every rank gets equally many
+        micro batches, the last filled with rows of padding. Stops with the row that reaches `max_tokens` input tokens.
+        """
+        rows = self.rows_within(max_tokens)
+        for first in range(0, rows, data_ranks * micro_batch_size):
+            mine = range(first + data_rank * micro_batch_size, first + (data_rank + 1) * micro_batch_size)
+            yield self.rows([row if row < rows else None for row in mine], row_multiple=row_multiple)
+
+    def rows_within(self, max_tokens: int | None) -> int:
+        """How many rows, in file order, hold `max_tokens` input tokens (all of them for None)."""
+        if max_tokens is None:
+            return len(self)
+        before = np.cumsum(self.row_tokens) - self.row_tokens
+        return int(np.searchsorted(before, max_tokens))
+
+    @cached_property
+    def row_tokens(self) -> NDArray[np.int64]:
+        """Real input tokens of each row, int64 [rows]."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        lengths = np.asarray(self.index.pieces.length, np.int64)
+        return np.add.reduceat(lengths, self.index.offsets[:-1])
+
+    def rows(self, rows: Sequence[int | None], *, row_multiple: int) -> MicroBatch:
+        """The micro batch of these rows; None stands for a row of padding."""
+        length = -(-self.seq_length // row_multiple) * row_multiple
+        contents = [[] if row is None else self._pieces(row) for row in rows]
+        return assemble(contents, row_length=length, pad_id=self.pad_id)
+
+    def _pieces(self, row: int) -> list[Piece]:
+        pieces = self.index.pieces
+        here = slice(int(self.index.offsets[row]), int(self.index.offsets[row + 1]))
+        spans = zip(
+            pieces.start[here].tolist(), pieces.length[here].tolist(), pieces.has_next[here].tolist(), strict=True
+        )
+        return [self._piece(start, length, has_next) for start, length, has_next in spans]
+
+    def _piece(self, start: int, length: int, has_next: bool) -> Piece:
+        which = int(np.searchsorted(self._bases, start, side="right")) - 1
+        tokens, at = self.stores[which].tokens, start - int(self._bases[which])
+        return Piece(tokens[at : at + length], tokens[at + 1 : at + length + has_next])
+
+    @cached_property
+    def _bases(self) -> Int64s:
+        """Where each store starts in the count over all of them."""
+        sizes = [store.meta.tokens for store in self.stores]
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[:-1], dtype=np.int64)])
+
+    @cached_property
+    def _order(self) -> RowOrder:
+        return RowOrder(len(self), self.seed)

@@ -1,0 +1,161 @@
+"""Where documents come from: a source of the run file, the files it names, and what a format must know to read them."""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.errors import UserError
+
+MORE = "formats: txt, jsonl, python-stdlib, a token store, and folders or globs of them"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `data.train` or `data.validation`; `label` is how messages name it (`data.train[0]`)."""
+
+    path: str
+    label: str
+    format: str = "auto"
+    text_key: str = "text"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one kind of file becomes documents. A new one is a file in `formats/`: a subclass and its instance FORMAT."""
+
+    name: str
+    suffixes: tuple[str, ...] = ()
+
+    def matches(self, path: Path) -> bool:
+        """Whether `format: auto` reads `path` with this format."""
+        return path.suffix.lower() in self.suffixes
+
+    def documents(self, path: Path, source: Source) -> Iterator[str]:
+        """The documents of one file, in file order. Raises UserError naming the file and the row (from 1)."""
+        raise NotImplementedError
+
+    def files(self, path: Path) -> Sequence[Path] | None:
+        """The files behind a `path` that is more than a file (a virtual corpus, a folder with a meaning), else None."""
+        return None
+
+    def options(self, source: Source) -> dict[str, str]:
+        """The options that change what `documents` gives: part of the cache key."""
+        return {}
+
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether `path` already holds tokens: a token store, used as it is."""
+        return False
+
+
+@dataclass(frozen=True)
+class FileList:
+    """The files of one source, each with its format, in the order in which their documents stand; what was left out."""
+
+    source: Source
+    files: tuple[tuple[Path, Format], ...]
+    left_out: tuple[Path, ...] = ()
+
+    @property
+    def store(self) -> Path | None:
+        """The token store, if that is what the source is."""
+        return self.files[0][0] if self.files[0][1].holds_tokens else None
+
+
+def resolve(source: Source, formats: Sequence[Format]) -> FileList:
+    """The files `source` names. Raises UserError for what is not there, what no format reads, what is not built yet."""
+    _refuse_later_formats(source)
+    path = Path(source.path).expanduser()
+    forced = _named_format(source, formats)
+    whole = next((form for form in formats if form.files(path) is not None and forced in (None, form)), None)
+    if whole:
+        return FileList(source, tuple((file, whole) for file in whole.files(path) or ()))
+    if path.is_dir():
+        return _pick(source, _walk(path), formats, forced, strict=False)
+    if path.exists():
+        return _pick(source, [path], formats, forced, strict=True)
+    if glob.has_magic(source.path):
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        return _pick(source, [file for file in found if file.is_file()], formats, forced, strict=True)
+    raise UserError(
+        f"{source.label}: {source.path} does not exist", fix=f"paths are relative to {Path.cwd()}", more=MORE
+    )
+
+
+def _refuse_later_formats(source: Source) -> None:
+    kind = "hub:" if source.path.startswith("hub:") else "parquet" if _is_parquet(Path(source.path), source) else None
+    if kind:
+        raise UserError(
+            f"{source.label}: {source.path}: {kind} sources are not built yet",
+            fix="write the texts to a .jsonl file",
+            more=MORE,
+        )
+
+
+def _is_parquet(path: Path, source: Source) -> bool:
+    return source.format == "parquet" or (source.format == "auto" and path.suffix.lower() == ".parquet")
+
+
+def _named_format(source: Source, formats: Sequence[Format]) -> Format | None:
+    if source.format == "auto":
+        return None
+    for form in formats:
+        if form.name == source.format:
+            return form
+    names = ", ".join(form.name for form in formats)
+    raise UserError(f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}")
+
+
+def _walk(folder: Path) -> list[Path]:
+    """Every file below `folder` except hidden ones, sorted by path."""
+    found = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(where, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _pick(
+    source: Source, paths: list[Path], formats: Sequence[Format], forced: Format | None, *, strict: bool
+) -> FileList:
+    """A format for each file. In a folder (not strict) other files may lie around: they are left out and counted."""
+    picked: list[tuple[Path, Format]] = []
+    left_out: list[Path] = []
+    for path in paths:
+        form = _format_of(path, formats, forced, strict=strict)
+        if form:
+            picked.append((path, form))
+        elif strict or _is_parquet(path, source):
+            raise _unknown(source, path, formats)
+        else:
+            left_out.append(path)
+    if not picked:
+        seen = sorted({path.suffix or path.name for path in left_out})[:5]
+        saw = f" (saw {', '.join(seen)})" if seen else ""
+        raise UserError(
+            f"{source.label}: {source.path} matches no file that can be read{saw}",
+            fix="name the format and a glob of the files: {path: 'notes/*.rst', format: txt}",
+            more=MORE,
+        )
+    return FileList(source, tuple(picked), tuple(left_out))
+
+
+def _format_of(path: Path, formats: Sequence[Format], forced: Format | None, *, strict: bool) -> Format | None:
+    if forced:
+        return forced if strict or forced.matches(path) else None
+    return next((form for form in formats if form.matches(path)), None)
+
+
+def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
+    if _is_parquet(path, source):
+        return UserError(
+            f"{source.label}: {path}: parquet sources are not built yet", fix="write the texts to a .jsonl file"
+        )
+    known = ", ".join(suffix for form in formats for suffix in form.suffixes)
+    return UserError(
+        f"{source.label}: {path}: no format reads the suffix {path.suffix!r} (known: {known})",
+        fix=f"say what it holds: set {source.label}.format: txt (or jsonl)",
+        more=MORE,
+    )

@@ -1,0 +1,262 @@
+"""The tokenizer of a run: always a Hugging Face folder, whether it is the model's, built in, or trained on the corpus.
+
+`tokenizers` alone is used (importing `transformers` costs seconds); the folders load in `AutoTokenizer` all the same.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.data.cache import Progress, entry, file_digest, key_of, write_atomically
+from fivefold.data.source import FileList
+from fivefold.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+EOS = "<|endoftext|>"
+_BYTES = 256
+_TRAIN_VERSION = 1  # raise when what `train:N` gives changes
+_SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
+_SAMPLE_FILES = 2048
+_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+_MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """A tokenizer folder and what can be said without loading it. `digest` is its identity: contents and EOS."""
+
+    folder: Path
+    digest: str
+    vocab_size: int
+    eos_token_id: int
+
+    def load(self) -> "Tokenizer":
+        """The tokenizer, which then neither cuts nor pads."""
+        return _read(self.folder / "tokenizer.json")
+
+
+def find_tokenizer(
+    name: str, *, model: str, corpus: Sequence[FileList], root: Path, progress: Progress | None = None
+) -> TokenizerInfo:
+    """The tokenizer that `tokenizer.name_or_path: name` means; built in the cache at `root` if need be.
+
+    `corpus` is what `train:N` learns from. Raises UserError if there is no such tokenizer, or it has no EOS.
+    """
+    if name == "byte":
+        return _inspect(_cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder)), root)
+    if name.startswith("train:"):
+        size = _vocabulary_size(name)
+        files = [
+            [form.name, form.options(one.source), file_digest(path, root)] for one in corpus for path, form in one.files
+        ]
+        parts = ["train", _TRAIN_VERSION, _SAMPLE_CHARACTERS, size, files]
+        return _inspect(_cached(root, parts, lambda folder: _save(_train(size, corpus, progress), folder)), root)
+    return _inspect(_folder_of(model, auto=True) if name == "auto" else _folder_of(name, auto=False), root)
+
+
+def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path:
+    folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
+    return entry(folder, is_valid=lambda folder: (folder / "tokenizer_config.json").is_file(), build=build)
+
+
+def _vocabulary_size(name: str) -> int:
+    digits = name.removeprefix("train:")
+    smallest = _BYTES + 1
+    if not digits.isdigit() or int(digits) < smallest:
+        raise UserError(
+            f"tokenizer.name_or_path: {name!r}: the vocabulary needs {smallest} entries or more (the bytes and {EOS})",
+            fix="tokenizer.name_or_path=train:8192",
+        )
+    return int(digits)
+
+
+# A Hugging Face folder.
+
+
+def _folder_of(name: str, *, auto: bool) -> Path:
+    path = Path(name).expanduser()
+    folder = path.parent if path.is_file() else path
+    if folder.is_dir():
+        if (folder / "tokenizer.json").is_file():
+            return folder
+        raise _no_tokenizer(f"{folder} holds no tokenizer.json", auto)
+    if _looks_like_hub_id(name):
+        return _from_hub(name, auto)
+    raise _no_tokenizer(f"the model {name!r} comes without a tokenizer" if auto else f"no folder {name!r}", auto)
+
+
+def _no_tokenizer(what: str, auto: bool) -> UserError:
+    key = "tokenizer.name_or_path" + (" (auto: the model's own)" if auto else "")
+    return UserError(f"{key}: {what}", fix="tokenizer.name_or_path=byte, or train:8192", more=_MORE)
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def _from_hub(name: str, auto: bool) -> Path:
+    """The tokenizer files of a hub id: those already on this machine, else downloaded (the user named the id)."""
+    from huggingface_hub import snapshot_download
+
+    for offline in (True, False):
+        try:
+            folder = Path(
+                snapshot_download(name, allow_patterns=["tokenizer*.json", *_CONFIG_FILES], local_files_only=offline)
+            )
+        except Exception as error:
+            if not offline:
+                raise _no_tokenizer(
+                    f"cannot fetch {name!r} from the hub: {str(error).splitlines()[0]}", auto
+                ) from error
+            continue
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    raise _no_tokenizer(f"{name!r} on the hub has no tokenizer.json", auto)
+
+
+def _inspect(folder: Path, root: Path) -> TokenizerInfo:
+    """Size and EOS of a folder, remembered by its files' contents: parsing a large tokenizer.json takes a second."""
+    digests = [
+        file_digest(folder / name, root) for name in ("tokenizer.json", *_CONFIG_FILES) if (folder / name).is_file()
+    ]
+    note = root / "tokenizers" / f"info-{key_of(digests)}.json"
+    try:
+        facts = json.loads(note.read_text())
+    except (OSError, ValueError):
+        facts = _facts(folder, digests[0])
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(note, json.dumps(facts))
+    return TokenizerInfo(folder=folder, **facts)
+
+
+def _facts(folder: Path, digest: str) -> dict[str, Any]:
+    vocabulary: dict[str, int] = _read(folder / "tokenizer.json").get_vocab(with_added_tokens=True)
+    eos = _eos_id(folder, vocabulary)
+    info = TokenizerInfo(folder, key_of(digest, eos), max(eos, *vocabulary.values()) + 1, eos)
+    return {name: value for name, value in asdict(info).items() if name != "folder"}
+
+
+def _read(path: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(
+            f"{path}: not a tokenizer: {error}", fix="copy the file from its origin again", more=_MORE
+        ) from error
+    tokenizer.no_truncation()  # a tokenizer.json may carry both from whoever saved it
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _eos_id(folder: Path, vocabulary: dict[str, int]) -> int:
+    """EOS as the tokenizer's own files name it, else as the model's config.json does."""
+    for name in _CONFIG_FILES:
+        facts = _read_json(folder / name)
+        token = facts.get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if content is not None and content in vocabulary:
+            return vocabulary[content]
+        number = facts.get("eos_token_id") if name == "config.json" else None
+        first = number[0] if isinstance(number, list) and number else number
+        if isinstance(first, int):
+            return first
+    raise UserError(
+        f"the tokenizer in {folder} has no EOS token, and every document must end with one",
+        fix='add "eos_token" to its tokenizer_config.json',
+        more=_MORE,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
+    return facts if isinstance(facts, dict) else {}
+
+
+# The two that are ours: byte-level, so that every text is representable and decodes to itself.
+
+
+def _byte_tokenizer() -> "Tokenizer":
+    """Token i is byte i; 256 is EOS."""
+    return _byte_level({character: byte for byte, character in enumerate(_byte_characters())} | {EOS: _BYTES})
+
+
+def _byte_characters() -> Iterator[str]:
+    """The printable stand-in of each byte, 0 to 255, as byte-level BPE writes them (GPT-2): printable Latin-1
+    characters stand for themselves, the others for characters from 256 on."""
+    others = iter(range(256, 512))
+    for byte in range(_BYTES):
+        printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
+        yield chr(byte if printable else next(others))
+
+
+def _byte_level(vocabulary: dict[str, int] | None) -> "Tokenizer":
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]) if vocabulary else models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if vocabulary:
+        tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    return tokenizer
+
+
+def _train(size: int, corpus: Sequence[FileList], progress: Progress | None) -> "Tokenizer":
+    from tokenizers import pre_tokenizers, trainers
+
+    if progress:
+        progress("training the tokenizer", 0, 1)
+    tokenizer = _byte_level(None)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(corpus), trainer)
+    if progress:
+        progress("training the tokenizer", 1, 1)
+    return tokenizer
+
+
+def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
+    """The first characters of evenly spaced files, each file by its share of the bytes: the same sample every time."""
+    for one in corpus:
+        if one.store:
+            raise UserError(
+                f"{one.source.label}: a token store holds no text to train a tokenizer on",
+                fix="set tokenizer.name_or_path to the tokenizer folder the store was made with",
+            )
+    files = [(one.source, path, form) for one in corpus for path, form in one.files]
+    files = files[:: -(-len(files) // _SAMPLE_FILES)]
+    sizes = [path.stat().st_size for _, path, _ in files]
+    share = min(1.0, _SAMPLE_CHARACTERS / max(1, sum(sizes)))
+    for (source, path, form), size in zip(files, sizes, strict=True):
+        budget = int(size * share) + 1
+        for text in form.documents(path, source):
+            yield text[:budget]
+            budget -= len(text)
+            if budget <= 0:
+                break
+
+
+def _save(tokenizer: "Tokenizer", folder: Path) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**9,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
