@@ -1,0 +1,144 @@
+"""Attention of every model: causal, grouped-query, documents packed in a row kept apart.
+
+`transformers` calls `attention_forward` in place of its own functions (see `register`). Without `bounds` each row is
+one document. With `bounds`, the cumulative document bounds of the micro batch (`MicroBatch.bounds`), no document
+sees another. A quadratic mask exists in neither case.
+
+Legend: B rows, T positions, H query heads, S key positions, D head size; G key/value heads (H is a multiple of G).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fivefold.errors import UserError
+from fivefold.models import surfaces
+from fivefold.models.packed import packed_attention
+
+NAME = "fivefold"
+
+# What some models ask of attention that is not built here; dropping any of these would train a different model.
+_UNSUPPORTED = {
+    "softcap": "soft-capping of attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "head_mask": "a head mask",
+}
+
+
+def register() -> None:
+    """Offer this attention to `transformers` under `NAME`. Calling it again changes nothing."""
+    surfaces.register_attention(NAME, attention_forward, no_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    bounds: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of the models, in the signature of `transformers`.
+
+    query [B,H,T,D], key and value [B,G,S,D] -> ([B,T,H,D], None). `bounds`: int32 [n+1] on the CPU, 0 first, B*T
+    last, every row start included. S > T is generation with a cache: the queries are the last T of S positions.
+    Raises `UserError` for dropout, masks, and forms of attention that would otherwise be dropped without a word.
+    """
+    _refuse(module, attention_mask, dropout, kwargs)
+    rows, _, length, _ = query.shape
+    _refuse_biting_window(sliding_window, key.shape[2])
+    if bounds is not None and bounds.shape[0] != rows + 1:
+        out_BTHD, _ = packed_attention(query, key, value, bounds, _scale(scaling, query))
+        return out_BTHD, None
+    causal = length > 1
+    cached = causal and key.shape[2] != length
+    out_BHTD = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_last_positions(length, key.shape[2], query.device) if cached else None,
+        is_causal=causal and not cached,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out_BHTD.transpose(1, 2), None
+
+
+def no_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """The mask function of the models: never a mask, and a `UserError` where leaving it out would be wrong."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UserError(
+            "the attention mask hides tokens (a padded batch), which fivefold's attention does not do",
+            fix="pass rows without padding, or packed documents with their bounds",
+        )
+    if int(q_offset) + int(q_length) != int(kv_offset) + int(kv_length):
+        raise UserError(
+            "the key/value cache holds positions that are not written yet (a static cache)",
+            fix="use a dynamic cache",
+        )
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor | None = None,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """The plain twin of `attention_forward`: every score written out under a dense mask. Same shapes."""
+    rows, heads, length, _ = query.shape
+    keys = key.shape[2]
+    groups = heads // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    seen = _last_positions(length, keys, query.device).expand(rows, 1, length, keys)
+    if bounds is not None:
+        token = torch.arange(rows * length).view(rows, length)
+        document = torch.bucketize(token, bounds.long(), right=True).to(query.device)
+        seen = seen & (document[:, None, :, None] == document[:, None, None, :])
+    scores = (query @ key.transpose(-1, -2) * _scale(scaling, query)).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def _scale(scaling: float | None, query: torch.Tensor) -> float:
+    return float(query.shape[-1]) ** -0.5 if scaling is None else float(scaling)
+
+
+def _last_positions(length: int, keys: int, device: torch.device) -> torch.Tensor:
+    """[T, S], True where query t, which stands at position S - T + t, sees key s."""
+    return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+
+
+def _refuse(module: nn.Module, mask: torch.Tensor | None, dropout: float, kwargs: Mapping[str, Any]) -> None:
+    if dropout:
+        raise UserError(f"attention dropout {dropout} is not supported", fix="set model.overrides.attention_dropout: 0")
+    if mask is not None:
+        raise UserError("a dense attention mask was passed", fix="leave attention_mask out; documents go in bounds")
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise UserError(f"{type(module).__name__} asks for attention that is not causal, which is not supported")
+    for name, what in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise UserError(f"{type(module).__name__} asks for {what} ({name}), which is not supported yet")
+
+
+def _refuse_biting_window(window: int | None, keys: int) -> None:
+    """A sliding window as long as the row changes nothing; a shorter one is not built yet."""
+    if window is not None and keys > window:
+        raise UserError(
+            f"sliding-window attention ({window} positions) over rows of {keys} is not supported yet",
+            fix=f"set data.seq_length to {window} or less, or model.overrides.sliding_window: null",
+        )

@@ -1,0 +1,130 @@
+"""From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fivefold.errors import UserError
+from fivefold.models import attention as own_attention
+from fivefold.models import surfaces
+
+# Keys of older config.json files, which `transformers` folds into `rope_parameters`.
+_OLD_ROPE = ("rope_theta", "rope_scaling")
+_ALWAYS = {"dtype", "torch_dtype", *_OLD_ROPE}
+
+
+def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The config of a local Hugging Face folder, a `config.json`, a built-in shape name, or a hub id.
+
+    `overrides` replace keys of that `config.json`; values that it leaves to the class are derived afterwards.
+    Raises `UserError` for a name that cannot be read, an unknown model type or override, and for folders that want
+    their own code run.
+    """
+    values = _read(name_or_path)
+    if "auto_map" in values:
+        raise UserError(
+            f"{name_or_path} brings its own model code (auto_map in config.json), and no code from a model folder is "
+            "executed",
+            fix="use a model whose class is part of transformers, or remove auto_map if its model_type is one",
+        )
+    model_type = values.get("model_type", "")
+    cls = surfaces.config_class(model_type)
+    if cls is None:
+        raise UserError(f"{name_or_path}: transformers has no model type {model_type!r}")
+    _check_keys(overrides or {}, surfaces.config_keys(cls) | set(values) | _ALWAYS)
+    try:
+        config = surfaces.make_config(model_type, _merge(values, overrides or {}))
+    except Exception as error:  # the validators of transformers raise several kinds
+        raise UserError(f"{name_or_path}: the model's config is not valid: {error}") from error
+    _check_taken(config, overrides or {})
+    return config
+
+
+def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NAME) -> PreTrainedModel:
+    """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
+
+    Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
+    Raises `UserError` if the config has no causal language model, or asks for attention dropout.
+    """
+    own_attention.register()
+    if getattr(hf_config, "attention_dropout", 0.0):
+        raise UserError(
+            f"attention_dropout {hf_config.attention_dropout} is not supported",
+            fix="set model.overrides.attention_dropout: 0",
+        )
+    try:
+        model = surfaces.causal_lm_on_meta(hf_config, attention)
+    except ValueError as error:
+        raise UserError(f"no causal language model for model type {hf_config.model_type!r}: {error}") from error
+    model.config.use_cache = False
+    return model
+
+
+def _read(name_or_path: str | Path) -> dict[str, Any]:
+    source = _built_in(str(name_or_path)) or name_or_path
+    path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"{path} holds no config.json", fix="name a Hugging Face model folder")
+    try:
+        return surfaces.read_config_dict(source)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model {str(name_or_path)!r} is neither a local folder, a config.json, a built-in shape, nor a hub id "
+            f"that can be read: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _built_in(name: str) -> Path | None:
+    """The config of a shape that ships with the package."""
+    if importlib.util.find_spec("fivefold.models.shapes") is None:
+        return None
+    resolve = getattr(importlib.import_module("fivefold.models.shapes"), "resolve", None)
+    return resolve(name) if resolve else None
+
+
+def _check_keys(overrides: Mapping[str, Any], known: set[str]) -> None:
+    for key in overrides:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            raise UserError(
+                f"model.overrides.{key} is not a key of this model's config",
+                fix=f"did you mean model.overrides.{close[0]}?" if close else None,
+            )
+
+
+def _merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = _one_rope(values)
+    for key, value in _one_rope(overrides).items():
+        old = merged.get(key)
+        merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    types, count = merged.get("layer_types"), overrides.get("num_hidden_layers")
+    if count is not None and types and "layer_types" not in overrides:
+        merged["layer_types"] = types[:count] if count <= len(types) else None
+    return merged
+
+
+def _one_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of older files as the `rope_parameters` of newer ones."""
+    if not any(values.get(key) is not None for key in _OLD_ROPE):
+        return dict(values)
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    if values.get("rope_theta") is not None:
+        rope["rope_theta"] = values["rope_theta"]
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    return {key: value for key, value in values.items() if key not in _OLD_ROPE} | {"rope_parameters": rope}
+
+
+def _check_taken(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
+    """An override that the config class dropped or changed would train another model than the one asked for."""
+    for key, value in overrides.items():
+        if key in _ALWAYS or isinstance(value, dict):
+            continue
+        taken = getattr(config, key, None)
+        if taken != value:
+            raise UserError(f"model.overrides.{key}: {value!r} has no effect on {config.model_type} (it is {taken!r})")

@@ -1,0 +1,138 @@
+"""The one file that reads private or semi-private surfaces of `transformers`.
+
+`tests/models/test_surfaces.py` holds one contract test per family: when a new minor of `transformers` moves one of
+these surfaces, those tests fail and this file is the only one to mend.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.initialization
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
+PLAN_STYLES: Mapping[str, str] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "replicated_with_grad_allreduce": "local",
+}
+
+# The initialisers that `_init_weights` reaches, by the name under which both namespaces offer them.
+INITIALISERS = (
+    "uniform_", "normal_", "constant_", "ones_", "zeros_", "eye_", "dirac_", "xavier_uniform_", "xavier_normal_",
+    "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_", "sparse_", "copy_",
+)  # fmt: skip
+
+
+# Configs -------------------------------------------------------------------------------------------------------------
+
+
+def read_config_dict(source: str | Path) -> dict[str, Any]:
+    """The raw `config.json` of a local folder, a file, or a hub id, as written."""
+    values, _ = PreTrainedConfig.get_config_dict(str(source))
+    return dict(values)
+
+
+def config_class(model_type: str) -> type[PreTrainedConfig] | None:
+    """The config class registered for `model_type`, or None."""
+    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (it has no .get of its own)
+
+
+def config_keys(cls: type[PreTrainedConfig]) -> set[str]:
+    """Every key that a `config.json` of this class may hold."""
+    return set(cls().to_dict()) | set(cls.attribute_map)
+
+
+def make_config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
+    """A config of `model_type` from the values of a `config.json`."""
+    return AutoConfig.for_model(model_type, **{k: v for k, v in values.items() if k != "model_type"})
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The causal language model of `config`, in fp32 on the meta device, with the named attention function."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
+
+
+def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Offer an attention function, and the mask function that goes with it, to every model under `name`."""
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The name of the attention function that the model calls."""
+    return str(model.config._attn_implementation)
+
+
+def base_prefix(model: PreTrainedModel) -> str:
+    """The name of the submodule that holds everything but the head (`model` for most families)."""
+    return str(model.base_model_prefix)
+
+
+def block_classes(model: PreTrainedModel) -> set[str]:
+    """Class names of the decoder blocks, as the model states them."""
+    return set(model._no_split_modules or ())
+
+
+def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The model's own plan: module name pattern (`*` = a layer index), from the root of the model -> style."""
+    base = base_prefix(model)
+    body = {f"{base}.{name}": style for name, style in (model.config.base_model_tp_plan or {}).items()}
+    return body | dict(type(model)._tp_plan or {})
+
+
+def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
+    """Parameters that are another's name: {name that is not stored: name that is}."""
+    return dict(model.all_tied_weights_keys)
+
+
+def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
+    """Regular expressions of checkpoint keys that the model says may be left unread."""
+    return set(model._keys_to_ignore_on_load_unexpected or ())
+
+
+# Initialisation ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def intercepted_initialisers(receive: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Every initialiser called inside is passed to `receive(name, args, kwargs)` and is not run."""
+
+    def stand_in(name: str) -> Callable[..., torch.Tensor]:
+        def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            receive(name, (tensor, *args), kwargs)
+            return tensor
+
+        return initialise
+
+    places = [(space, name) for space in (transformers.initialization, nn.init) for name in INITIALISERS]
+    originals = [(space, name, getattr(space, name)) for space, name in places if hasattr(space, name)]
+    try:
+        for space, name, _ in originals:
+            setattr(space, name, stand_in(name))
+        yield
+    finally:
+        for space, name, function in originals:
+            setattr(space, name, function)
+
+
+def initialise_again(model: PreTrainedModel) -> None:
+    """Run the model's own initialisation over every module, whether or not it has run before."""
+    marked: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
+    for item in marked:
+        if hasattr(item, "_is_hf_initialized"):
+            del item._is_hf_initialized
+    model.initialize_weights()

@@ -1,0 +1,202 @@
+"""The models' attention against its plain twin: values, gradients, packing, generation, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from fivefold.errors import UserError
+from fivefold.models import kernels, packed
+from fivefold.models.attention import attention_forward, no_mask, reference_attention
+from fivefold.models.build import build_meta
+
+# Rows x positions, and the bounds of the documents in them: prime lengths, documents of 1 token, a padding tail.
+PACKINGS = {
+    "one document a row": (2, 13, [0, 13, 26]),
+    "prime lengths": (1, 31, [0, 7, 18, 31]),
+    "one-token documents": (2, 5, [0, 1, 2, 5, 6, 7, 8, 9, 10]),
+    "equal lengths across rows": (3, 12, [0, 4, 8, 12, 17, 24, 28, 32, 36]),
+    "padding tail": (2, 16, [0, 11, 16, 21, 24, 32]),
+}
+HEADS = [(4, 4), (6, 2), (5, 1)]
+PRECISIONS = [torch.float64, torch.float32, torch.bfloat16]
+
+
+class Attention(nn.Module):
+    is_causal = True
+
+
+def inputs(rows, length, heads, kv_heads, *, keys=None, dtype=torch.float64, requires_grad=True):
+    torch.manual_seed(0)
+    keys = keys or length
+    shapes = [(rows, length, heads, 8), (rows, keys, kv_heads, 8), (rows, keys, kv_heads, 8)]
+    tensors = [torch.randn(shape, dtype=torch.float64).to(dtype).transpose(1, 2) for shape in shapes]
+    return [tensor.requires_grad_(requires_grad) for tensor in tensors]
+
+
+def forward(query, key, value, bounds=None, scaling=None, **kwargs):
+    return attention_forward(Attention(), query, key, value, None, scaling=scaling, bounds=bounds, **kwargs)[0]
+
+
+def assert_close(ours, exact):
+    """Within a few roundings of the type, relative to the largest value: inputs, scores, weights, output, gradient."""
+    assert (ours.double() - exact).abs().max() <= 4 * torch.finfo(ours.dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_packed_values_and_gradients_match_the_twin(heads, kv_heads, packing, kernel, monkeypatch):
+    monkeypatch.setattr(packed, "_kernel", lambda query: kernel)
+    rows, length, edges = PACKINGS[packing]
+    bounds = torch.tensor(edges, dtype=torch.int32)
+    tensors = inputs(rows, length, heads, kv_heads)
+    ours, twin = forward(*tensors, bounds, 0.3), reference_attention(*tensors, bounds, 0.3)
+    assert (ours - twin).abs().max() <= 1e-12
+    weight = torch.randn_like(ours)
+    for mine, theirs in zip(
+        torch.autograd.grad((ours * weight).sum(), tensors),
+        torch.autograd.grad((twin * weight).sum(), tensors),
+        strict=True,
+    ):
+        assert (mine - theirs).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+def test_every_precision(dtype):
+    tensors = inputs(2, 16, 6, 2, dtype=dtype)
+    bounds = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
+    ours = forward(*tensors, bounds)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    twin = reference_attention(*exact, bounds)
+    assert ours.dtype == dtype
+    assert_close(ours, twin)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
+    ):
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("length", "keys"), [(1, 9), (3, 9), (9, 9), (1, 1)])
+def test_generation_with_a_cache_sees_the_last_positions(length, keys):
+    tensors = inputs(2, length, 6, 2, keys=keys)
+    assert (forward(*tensors) - reference_attention(*tensors)).abs().max() <= 1e-12
+
+
+def test_cached_steps_equal_the_whole_row():
+    query, key, value = inputs(1, 7, 6, 2, requires_grad=False)
+    steps = [forward(query[:, :, a:b], key[:, :, :b], value[:, :, :b]) for a, b in ((0, 3), (3, 5), (5, 6), (6, 7))]
+    assert (torch.cat(steps, 1) - forward(query, key, value)).abs().max() <= 1e-12
+
+
+def test_nothing_leaks_between_documents():
+    bounds = torch.tensor([0, 5, 11, 16], dtype=torch.int32)
+    query, key, value = inputs(1, 16, 6, 2, requires_grad=False)
+    before = forward(query, key, value, bounds)
+    for tensor in (query, key, value):
+        tensor[:, :, 2] += 1.0
+    after = forward(query, key, value, bounds)
+    assert torch.equal(before[:, 5:], after[:, 5:]) and torch.equal(before[:, :2], after[:, :2])
+    assert not torch.equal(before[:, 2:5], after[:, 2:5])
+
+
+def test_the_variable_length_kernel_takes_our_arguments():
+    """Without a GPU: what the CUDA kernels promise on the meta device has the shapes that `packed.py` counts on."""
+    shapes = [(26, 6, 8), (26, 2, 8), (26, 2, 8)]
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    bounds = torch.empty(5, dtype=torch.int32, device="meta")
+    out, lse = kernels.varlen_forward(q, k, v, bounds, 8, 0.3)
+    assert out.shape == q.shape and lse.shape == (6, 26)
+    grads = kernels.varlen_backward(out, q, k, v, out, lse, bounds, 8, 0.3)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_packed_documents_on_a_gpu(heads, kv_heads, dtype):
+    bounds = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
+    tensors = [t.detach().cuda().requires_grad_() for t in inputs(2, 16, heads, kv_heads, dtype=dtype)]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    ours, twin = forward(*tensors, bounds), reference_attention(*exact, bounds)
+    assert_close(ours, twin)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
+    ):
+        assert_close(mine, theirs)
+
+
+def test_the_operator_keeps_the_rules_of_custom_operators():
+    bounds = torch.tensor([0, 7, 13, 18, 26], dtype=torch.int32)
+    torch.library.opcheck(packed.packed_attention, (*inputs(2, 13, 6, 2), bounds, 0.3))
+
+
+@pytest.mark.parametrize("edges", [[0, 13], [0, 5, 26], [1, 13, 26]])
+def test_bounds_that_are_no_documents_are_a_bug(edges):
+    tensors = inputs(2, 13, 4, 4)
+    with pytest.raises(AssertionError):
+        packed.packed_attention(*tensors, torch.tensor(edges, dtype=torch.int32), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "word"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, "dense"),
+        ({"sliding_window": 4}, "sliding-window"),
+        ({"softcap": 50.0}, "soft-capping"),
+        ({"s_aux": torch.ones(4)}, "sinks"),
+        ({"is_causal": False}, "not causal"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_supported_is_refused_not_dropped(kwargs, word):
+    query, key, value = inputs(1, 5, 4, 4)
+    with pytest.raises(UserError, match=word):
+        attention_forward(Attention(), query, key, value, **{"attention_mask": None, **kwargs})
+
+
+def test_a_window_as_long_as_the_row_changes_nothing():
+    tensors = inputs(1, 5, 4, 4)
+    assert torch.equal(forward(*tensors, sliding_window=5), forward(*tensors))
+
+
+def test_the_mask_function_refuses_padding_and_static_caches():
+    assert no_mask(q_length=4, kv_length=4, attention_mask=torch.ones(2, 4, dtype=torch.bool)) is None
+    assert no_mask(q_length=1, kv_length=3, q_offset=6, kv_offset=4) is None
+    with pytest.raises(UserError, match="padded batch"):
+        no_mask(q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
+    with pytest.raises(UserError, match="static cache"):
+        no_mask(q_length=3, kv_length=64, q_offset=torch.tensor(0))
+
+
+def test_dropout_in_the_config_is_refused_when_the_model_is_built():
+    with pytest.raises(UserError, match="attention_dropout"):
+        build_meta(LlamaConfig(attention_dropout=0.1, num_hidden_layers=1))
+
+
+def test_a_compiled_block_is_one_graph_whatever_the_documents():
+    """`aot_eager` traces forward and backward with no graph break; `bounds` of other lengths do not break it."""
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = build_meta(config).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    block = model.model.layers[0]
+    hidden = torch.randn(2, 12, 32)
+    position = torch.rand(2, 12, 8)
+    embeddings = (position.cos(), position.sin())
+
+    def run(layer, bounds):
+        leaf = hidden.clone().requires_grad_()
+        out = layer(leaf, position_embeddings=embeddings, bounds=bounds)
+        return out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]
+
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for edges in ([0, 5, 12, 24], [0, 12, 15, 18, 24], [0, 12, 24]):
+        bounds = torch.tensor(edges, dtype=torch.int32)
+        for mine, theirs in zip(run(compiled, bounds), run(block, bounds), strict=True):
+            assert (mine - theirs).abs().max() <= 1e-5
