@@ -14,7 +14,7 @@ IGNORE = -100  # label of a position without a target
 
 @dataclass(frozen=True)
 class Piece:
-    """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], or [n - 1] if the last position has none."""
+    """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none."""
 
     tokens: NDArray[np.unsignedinteger]
     targets: NDArray[np.unsignedinteger]

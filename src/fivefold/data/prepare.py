@@ -29,8 +29,8 @@ Stores = tuple[TokenStore, ...]
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """What a run reads. `tokenizer_dir` is a Hugging Face folder; `fingerprint` names the rows by their origin:
-    contents, tokenizer, split, seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
+    """What a run reads. `tokenizer_dir` is a Hugging Face folder; `fingerprint` names the rows by origin: contents,
+    tokenizer, split, seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
 
     tokenizer_dir: Path
     vocab_size: int

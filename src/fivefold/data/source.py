@@ -125,6 +125,8 @@ def _pick(
     left_out: list[Path] = []
     for path in paths:
         form = _format_of(path, formats, forced, strict=strict)
+        if form and not os.access(path, os.R_OK):
+            raise UserError(f"{source.label}: {path} cannot be read: permission denied", fix=f"chmod u+r {path}")
         if form:
             picked.append((path, form))
         elif strict or _is_parquet(path, source):
