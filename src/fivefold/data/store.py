@@ -27,6 +27,7 @@ _VERSION = 1
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
+_TELLINGS = 200  # how often progress is told at most: a display may be slower than a short document
 
 
 @dataclass(frozen=True)
@@ -178,14 +179,15 @@ def _hash(tokens: NDArray[np.unsignedinteger]) -> int:
 def _documents(files: FileList, progress: Progress | None) -> Iterator[str]:
     """Every document of the source; tells `progress` how many of the bytes are behind us."""
     sizes = [path.stat().st_size for path, _ in files.files]
-    total, behind = sum(sizes), 0
+    total, behind, told = sum(sizes), 0, 0
     for (path, form), size in zip(files.files, sizes, strict=True):
         read = 0
         for text in form.documents(path, files.source):
             yield text
             read = min(size, read + len(text))
-            if progress:
-                progress(f"tokenising {files.source.path}", behind + read, total)
+            if progress and (behind + read - told) * _TELLINGS >= total:
+                told = behind + read
+                progress(f"tokenising {files.source.path}", told, total)
         behind += size
     if progress:
         progress(f"tokenising {files.source.path}", total, total)

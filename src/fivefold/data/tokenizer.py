@@ -50,6 +50,7 @@ def find_tokenizer(
         return _inspect(_cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder)), root)
     if name.startswith("train:"):
         size = _vocabulary_size(name)
+        _refuse_stores(corpus)
         files = [
             [form.name, form.options(one.source), file_digest(path, root)] for one in corpus for path, form in one.files
         ]
@@ -61,6 +62,15 @@ def find_tokenizer(
 def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path:
     folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
     return entry(folder, is_valid=lambda folder: (folder / "tokenizer_config.json").is_file(), build=build)
+
+
+def _refuse_stores(corpus: Sequence[FileList]) -> None:
+    for one in corpus:
+        if one.store:
+            raise UserError(
+                f"{one.source.label}: a token store holds no text to train a tokenizer on",
+                fix="set tokenizer.name_or_path to the tokenizer folder the store was made with",
+            )
 
 
 def _vocabulary_size(name: str) -> int:
@@ -231,12 +241,6 @@ def _train(size: int, corpus: Sequence[FileList], progress: Progress | None) -> 
 
 def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
     """The first characters of evenly spaced files, each file by its share of the bytes: the same sample every time."""
-    for one in corpus:
-        if one.store:
-            raise UserError(
-                f"{one.source.label}: a token store holds no text to train a tokenizer on",
-                fix="set tokenizer.name_or_path to the tokenizer folder the store was made with",
-            )
     files = [(one.source, path, form) for one in corpus for path, form in one.files]
     files = files[:: -(-len(files) // _SAMPLE_FILES)]
     sizes = [path.stat().st_size for _, path, _ in files]

@@ -1,0 +1,192 @@
+"""What can be read, in which order, and what is said about what cannot."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.data import PreparedData, formats, prepare
+from fivefold.data.source import Source, resolve
+from fivefold.errors import UserError
+from tests.data.helpers import byte_tokens, config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
+
+SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"
+
+
+def documents(data: PreparedData) -> list[bytes]:
+    """The documents that training reads, in order (each shorter than a row, not packed)."""
+    return [bytes(tokens[:-1]) for batch in whole(data.train) for tokens, _ in pieces(batch)]
+
+
+def read(folder: Path, train: Any, **changes: Any) -> list[bytes]:
+    return documents(prepare(config_for(train, packing=False, **changes), cache=folder / "cache"))
+
+
+def refusal(folder: Path, train: Any, **changes: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        prepare(config_for(train, **changes), cache=folder / "cache")
+    assert caught.value.exit_code == 2 and caught.value.fix
+    return caught.value
+
+
+def test_a_folder_is_read_below_itself_sorted_with_formats_mixed(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    (corpus / "b").mkdir(parents=True)
+    (corpus / ".hidden").mkdir()
+    (corpus / "c.txt").write_text("last")
+    write_jsonl(corpus / "b" / "two.jsonl", ["second", "third"])
+    (corpus / "a.txt").write_text("first")
+    (corpus / ".hidden" / "x.txt").write_text("never")
+    (corpus / "README.md").write_text("never")
+    data = prepare(config_for(corpus, packing=False), cache=tmp_path / "cache")
+    assert documents(data) == [b"first", b"second", b"third", b"last"]
+    assert (data.counts.files, data.counts.files_left_out, data.counts.documents) == (3, 1, 4)
+    assert "1 files of an unknown kind left out" in data.counts.lines()[-1]
+
+
+def test_globs_and_forced_formats(tmp_path: Path) -> None:
+    for name in ("b.rst", "a.rst", "c.txt"):
+        (tmp_path / name).write_text(f"text of {name}")
+    assert read(tmp_path, str(tmp_path / "*.txt")) == [b"text of c.txt"]
+    forced = [{"path": str(tmp_path / "*.rst"), "format": "txt"}]
+    assert read(tmp_path, forced) == [b"text of a.rst", b"text of b.rst"]
+    assert "no format reads the suffix '.rst'" in refusal(tmp_path, str(tmp_path / "*.rst")).what
+
+
+def test_text_is_kept_as_it_is_but_for_a_byte_order_mark(tmp_path: Path) -> None:
+    text = "\ufeffa\r\nb\x00\u2028c \U0001f600\n\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x\\ud83d\\ude00"}\r\n\r\n{"text": "y"}')
+    assert read(tmp_path, tmp_path / "a.txt") == [text.removeprefix("\ufeff").encode()]
+    assert read(tmp_path, tmp_path / "b.jsonl") == ["x\U0001f600".encode(), b"y"]
+
+
+def test_a_token_store_is_a_source(tmp_path: Path) -> None:
+    texts = random_texts(0, 31, longest=59)
+    from_text = prepare_texts(tmp_path, texts, packing=False)
+    (store,) = (tmp_path / "cache" / "stores").glob("*/meta.json")
+    assert read(tmp_path, store.parent) == documents(from_text)
+    refused = refusal(tmp_path, store.parent, tokenizer=_other_tokenizer(tmp_path))
+    assert "was made with another tokenizer (257 entries; the run's has 300)" in refused.what
+    (store.parent / "tokens.bin").write_bytes(b"short")
+    assert "is damaged" in refusal(tmp_path, store.parent).what
+
+
+def _other_tokenizer(folder: Path) -> Path:
+    text = write_jsonl(folder / "other.jsonl", random_texts(1, 211))
+    return prepare(config_for(text, tokenizer="train:300"), cache=folder / "cache").tokenizer_dir
+
+
+def test_a_token_store_cannot_train_a_tokenizer(tmp_path: Path) -> None:
+    prepare_texts(tmp_path, ["text"])
+    (store,) = (tmp_path / "cache" / "stores").glob("*/meta.json")
+    assert "holds no text to train a tokenizer on" in refusal(tmp_path, store.parent, tokenizer="train:300").what
+
+
+def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    (plugins / "poem.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fivefold.data.source import Format\n"
+        "@dataclass(frozen=True)\n"
+        "class Poem(Format):\n"
+        "    def documents(self, path, source):\n"
+        "        yield from path.read_text().split('---')\n"
+        "FORMAT = Poem(name='poem', suffixes=('.poem',))\n"
+    )
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(plugins)])
+    (tmp_path / "my.poem").write_text("one---two")
+    assert read(tmp_path, tmp_path / "my.poem") == [b"one", b"two"]
+
+
+BAD_ROWS = {
+    b'{"body": "a", "id": "1"}': ("no key 'text'; the keys are 'body', 'id'", "set data.train[0].text_key: body"),
+    b'{"n": 1}': ("no key 'text'; the keys are 'n'", "set data.train[0].text_key to the key of the text"),
+    b"{}": ("no key 'text'; the keys are none at all", "text_key"),
+    b'{"text": 5}': ("'text' holds a int, not a string", "text_key"),
+    b'{"text": null, "raw": "x"}': ("'text' holds a NoneType, not a string", "set data.train[0].text_key: raw"),
+    b'["a"]': ("a JSON list, not an object", "per line"),
+    b'{"text": "a"': ("not JSON: Expecting ',' delimiter at column 13", "one JSON object per line"),
+    b'{"text": "\xff"}': ("not UTF-8: byte 0xff at offset 10 of the row", "UTF-8"),
+    b'{"text": "a\\ud800"}': ("half of a surrogate pair, \\ud800, at character 1", "remove it"),
+}
+
+
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_a_bad_record_names_file_and_row(tmp_path: Path, row: bytes) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + row + b'\n{"text": "fine"}\n')
+    what, fix = BAD_ROWS[row]
+    error = refusal(tmp_path, path)
+    assert error.what == f"data.train[0]: {path}:3: {what}"
+    assert fix in str(error.fix)
+    assert not list((tmp_path / "cache").glob("stores/*/*"))
+
+
+def test_the_text_key_is_followed_and_named_with_its_source(tmp_path: Path) -> None:
+    good = write_jsonl(tmp_path / "good.jsonl", ["a", "b"], key="body")
+    bad = write_jsonl(tmp_path / "bad.jsonl", ["a", "b"], key="txet")
+    assert read(tmp_path, [{"path": str(good), "text_key": "body"}]) == [b"a", b"b"]
+    held = [{"path": str(good), "text_key": "body"}, {"path": str(bad), "text_key": "body"}]
+    error = refusal(tmp_path, held[:1], validation=held)
+    assert error.what.startswith(f"data.validation[1]: {bad}:1: no key 'body'")
+    assert error.fix == "set data.validation[1].text_key: txet"
+
+
+def test_bad_text_names_file_line_and_byte(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("one\ntwo\ncaf\xe9\n".encode("latin1"))
+    assert f"{latin}:3: not UTF-8: byte 0xe9 at byte offset 11" in refusal(tmp_path, latin).what
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
+def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / "good.txt").write_text("fine")
+    assert f"{tmp_path / name}:1: the file is empty" in refusal(tmp_path, tmp_path).what
+
+
+def test_what_is_not_there_or_not_built_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.parquet").touch()
+    (tmp_path / "odd.xyz").write_text("text")
+    (tmp_path / "nothing").mkdir()
+    cases = {
+        "missing.txt": "missing.txt does not exist",
+        "*.jsonl": "*.jsonl matches no file that can be read",
+        "nothing": "matches no file that can be read",
+        "odd.xyz": "no format reads the suffix '.xyz' (known: .jsonl, .ndjson, .txt, .text)",
+        "table.parquet": "parquet sources are not built yet",
+        "*.parquet": "parquet sources are not built yet",
+    }
+    for path, what in cases.items():
+        assert what in refusal(tmp_path, tmp_path / path).what
+    assert "hub: sources are not built yet" in refusal(tmp_path, "hub:org/name").what
+    assert "parquet sources are not built yet" in refusal(tmp_path, tmp_path).what  # a folder that holds one
+    odd = [{"path": str(tmp_path / "odd.xyz"), "format": "csv"}]
+    assert "data.train[0].format: there is no format 'csv'" in refusal(tmp_path, odd).what
+
+
+def test_weights_and_texts_without_a_target_are_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["", ""])
+    assert "mixtures by weight are not available yet" in refusal(tmp_path, [{"path": str(path), "weight": 0.5}]).what
+    assert "no document has two tokens or more (2 documents)" in refusal(tmp_path, path).what
+
+
+def test_the_standard_library_is_the_same_files_every_time_and_no_tests() -> None:
+    source, known = Source("python-stdlib", "data.train[0]"), formats.discover()
+    first, again = resolve(source, known), resolve(source, known)
+    assert first == again
+    names = [path.as_posix() for path, _ in first.files]
+    assert len(names) > 300 and any(name.endswith("/asyncio/tasks.py") for name in names)
+    assert not any(part in name for name in names for part in ("/test/", "/idlelib/", "site-packages", "/encodings/"))
+    texts = [text for path, form in first.files for text in form.documents(path, source)]
+    assert len(texts) == len(names) and 2_000_000 < sum(map(len, texts)) < 20_000_000
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not at hand")
+def test_a_long_text_is_one_document(tmp_path: Path) -> None:
+    data = prepare(config_for(SHAKESPEARE, seq_length=1021, validation=0.01), cache=tmp_path / "cache")
+    assert data.validation is not None
+    assert (data.counts.documents, data.counts.tokens) == (1, len(byte_tokens(SHAKESPEARE.read_text())))
+    assert data.counts.train.tokens + data.validation.counts.tokens >= data.counts.tokens - 3

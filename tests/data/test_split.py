@@ -1,0 +1,130 @@
+"""The validation split by the hash of a block's content, and the packing of pieces."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fivefold.data import PackedRows, prepare
+from fivefold.data.pack import pack
+from fivefold.data.store import BLOCK
+from tests.data.helpers import byte_tokens, config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
+
+
+def test_duplicates_stay_on_one_side(tmp_path: Path) -> None:
+    texts = random_texts(0, 101)
+    data = prepare_texts(tmp_path, texts * 3, validation=0.3, seq_length=509)
+    assert data.validation is not None
+    train, validation = _inputs(data.train), _inputs(data.validation)
+    assert train and validation and not set(train) & set(validation)
+    assert all(count % 3 == 0 for count in (train | validation).values())
+    documents = Counter(tuple(byte_tokens(text)) for text in texts * 3 if text)
+    assert train + validation == documents  # seq_length is longer than any of them
+
+
+def test_the_fraction_is_about_what_was_asked(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, [f"document {number}" for number in range(2000)], validation=0.1)
+    assert data.validation is not None
+    assert 150 < data.validation.counts.spans < 250
+
+
+def test_a_side_does_not_depend_on_the_other_documents(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(211)]
+    (tmp_path / "less").mkdir()
+    all_of_them = prepare_texts(tmp_path, texts, validation=0.2).validation
+    without_some = prepare_texts(tmp_path / "less", texts[::2], validation=0.2).validation
+    assert all_of_them and without_some
+    assert set(_inputs(without_some)) == set(_inputs(all_of_them)) & {tuple(byte_tokens(text)) for text in texts[::2]}
+
+
+def test_a_long_document_is_split_by_blocks_and_no_target_crosses(tmp_path: Path) -> None:
+    text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 11 * BLOCK + 577))
+    data = prepare_texts(tmp_path, [text], validation=0.2, seq_length=4099)
+    tokens = byte_tokens(text)
+    assert data.validation is not None
+    train, validation = data.counts.train, data.validation.counts
+    assert train.spans > 1 and validation.spans >= 1
+    assert train.tokens + validation.tokens + train.without_target + validation.without_target == len(tokens)
+    # A span's last token has no target, and every span but the document's last ends inside the document.
+    assert train.targets + validation.targets == len(tokens) - train.spans - validation.spans
+    blocks = {side: _blocks(rows, tokens) for side, rows in (("train", data.train), ("held", data.validation))}
+    assert not blocks["train"] & blocks["held"] and blocks["train"] | blocks["held"] == set(range(12))
+
+
+@pytest.mark.parametrize("fraction", [0.000001, 0.999999])
+def test_each_side_gets_a_block_when_there_are_two(tmp_path: Path, fraction: float) -> None:
+    data = prepare_texts(tmp_path, ["one", "another", "one", ""], validation=fraction)
+    assert data.validation is not None
+    assert sorted(_inputs(data.train)) + sorted(_inputs(data.validation)) in (
+        [tuple(byte_tokens("one")), tuple(byte_tokens("another"))],
+        [tuple(byte_tokens("another")), tuple(byte_tokens("one"))],
+    )
+
+
+def test_a_single_block_is_training_text_and_that_is_said(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, ["only", "only", ""], validation=0.5)
+    assert data.validation is None and len(data.train) == 1
+    assert "too short to hold some of it out" in data.counts.lines()[-1]
+
+
+def test_a_validation_list_is_read_like_train_and_repeats_are_counted(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", ["one", "two", "three"])
+    held = write_jsonl(tmp_path / "held.jsonl", ["two", "four", ""])
+    config = config_for(train, validation=[{"path": str(held)}])
+    data = prepare(config, cache=tmp_path / "cache")
+    assert data.validation is not None and data.counts.repeated == 1
+    assert _inputs(data.validation) == Counter(tuple(byte_tokens(text)) for text in ("two", "four"))
+    assert "1 validation blocks also stand in the training text" in data.counts.lines()[-1]
+
+
+def test_sources_are_read_one_after_the_other(tmp_path: Path) -> None:
+    paths = [
+        write_jsonl(tmp_path / f"{name}.jsonl", texts) for name, texts in (("a", ["one"]), ("b", ["two", "three"]))
+    ]
+    data = prepare(config_for([{"path": str(path)} for path in paths], packing=False), cache=tmp_path / "cache")
+    read = [tokens for batch in whole(data.train) for tokens, _ in pieces(batch)]
+    assert read == [byte_tokens(text) for text in ("one", "two", "three")]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 61, 1024])
+@pytest.mark.parametrize("seed", range(3))
+def test_packing_places_every_piece_once_in_order_and_within_capacity(capacity: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, capacity + 1, 1009).astype(np.int32)
+    offsets, order = pack(lengths, capacity)
+    rows = [order[start:end].tolist() for start, end in pairwise(offsets)]
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert all(lengths[row].sum() <= capacity for row in rows)
+    assert all(row == sorted(row) for row in rows)
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    # Best fit decreasing needs at most 11/9 of the best number of rows, and 6/9 of one more.
+    assert len(rows) <= 11 / 9 * -(-int(lengths.sum()) // capacity) + 1 or _more_than_half(lengths, capacity) == len(
+        rows
+    )
+
+
+def _more_than_half(lengths: np.ndarray, capacity: int) -> int:
+    """A lower bound of the rows: no two of these fit together."""
+    return int((2 * lengths > capacity).sum())
+
+
+def test_packing_nothing_gives_no_row() -> None:
+    offsets, order = pack(np.zeros(0, np.int32), 7)
+    assert offsets.tolist() == [0] and order.tolist() == []
+
+
+def _inputs(rows: PackedRows) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(tokens) for batch in whole(rows) for tokens, _ in pieces(batch))
+
+
+def _blocks(rows: PackedRows, tokens: list[int]) -> set[int]:
+    """Which blocks of the document the rows are from."""
+    text = bytes(token % 256 for token in tokens)
+    found = set()
+    for batch in whole(rows):
+        for inputs, _ in pieces(batch):
+            start = text.index(bytes(token % 256 for token in inputs))
+            found |= {start // BLOCK, (start + len(inputs) - 1) // BLOCK}
+    return found

@@ -1,0 +1,146 @@
+"""The tokenizers: built in, trained, and of a Hugging Face folder; each a folder that `transformers` loads."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.data import PreparedData, prepare
+from fivefold.errors import UserError
+from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
+
+TEXT = "def f(x):\n\treturn 'caf\xe9 \U0001f600'  # \x00 \r\n  <|endoftext|x\n"
+
+
+def trained(folder: Path, size: int = 331, **changes: Any) -> PreparedData:
+    return prepare_texts(folder, random_texts(0, 211), tokenizer=f"train:{size}", **changes)
+
+
+@pytest.mark.parametrize("name", ["byte", "train:331"])
+def test_the_folder_loads_in_transformers_and_gives_back_every_text(tmp_path: Path, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    data = prepare_texts(tmp_path, [*random_texts(0, 211), TEXT], tokenizer=name, packing=False, seq_length=997)
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
+    assert len(tokenizer) == data.vocab_size
+    assert tokenizer.eos_token_id == data.eos_token_id
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode([*ids, data.eos_token_id], skip_special_tokens=True) == TEXT
+    read = [tokens for batch in whole(data.train) for tokens, _ in pieces(batch)]
+    assert read[-1] == [*ids, data.eos_token_id]  # what training reads is what transformers encodes
+
+
+def test_byte_is_the_bytes_and_eos(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, ["a" * 3], validation=0)
+    assert (data.vocab_size, data.eos_token_id) == (257, 256)
+    everything = bytes(range(128)).decode() + "".join(map(chr, range(128, 2000)))
+    (tmp_path / "all.txt").write_bytes(everything.encode())
+    rows = prepare(config_for(tmp_path / "all.txt", seq_length=8191), cache=tmp_path / "cache").train
+    assert bytes(pieces(whole(rows)[0])[0][0][:-1]) == everything.encode()
+
+
+def test_training_has_the_size_asked_and_is_the_same_every_time(tmp_path: Path) -> None:
+    first = trained(tmp_path / "a").tokenizer_dir if (tmp_path / "a").mkdir() is None else None
+    again = trained(tmp_path / "b").tokenizer_dir if (tmp_path / "b").mkdir() is None else None
+    assert first and again and first != again
+    assert (first / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
+    assert trained(tmp_path / "a").vocab_size == 331
+    assert trained(tmp_path / "a", 332).vocab_size == 332
+
+
+def test_training_needs_room_for_the_bytes(tmp_path: Path) -> None:
+    from fivefold.data.tokenizer import find_tokenizer
+
+    with pytest.raises(UserError, match="needs 257 entries or more"):
+        find_tokenizer("train:256", model="", corpus=[], root=tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with a tokenizer that would add a BOS, cut and pad if it were let."""
+    target = tmp_path / "model"
+    shutil.copytree(trained(tmp_path).tokenizer_dir, target)
+    facts = json.loads((target / "tokenizer.json").read_text())
+    facts["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    facts["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    facts["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (target / "tokenizer.json").write_text(json.dumps(facts))
+    return target
+
+
+@pytest.mark.parametrize("way", ["auto", "path", "file"])
+def test_a_hugging_face_folder_neither_adds_cuts_nor_pads(tmp_path: Path, folder: Path, way: str) -> None:
+    (folder / "config.json").write_text("{}")
+    named: dict[str, Any] = {
+        "auto": {"tokenizer": "auto", "model": folder},
+        "path": {"tokenizer": folder},
+        "file": {"tokenizer": "auto", "model": folder / "config.json"},
+    }[way]
+    data = prepare_texts(tmp_path, random_texts(0, 211), packing=False, **named)
+    assert data.tokenizer_dir == folder
+    plain = trained(tmp_path, packing=False)
+    assert [b.input_ids.tolist() for b in whole(data.train)] == [b.input_ids.tolist() for b in whole(plain.train)]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "config", "expected"),
+    [
+        ({"eos_token": {"content": "<|endoftext|>"}}, {"eos_token_id": 5}, 0),
+        ({"eos_token": None}, {"eos_token_id": 5}, 5),
+        ({}, {"eos_token_id": [7, 5]}, 7),
+    ],
+)
+def test_eos_is_what_the_tokenizer_says_else_the_model(
+    tmp_path: Path, folder: Path, tokenizer_config: Any, config: Any, expected: int
+) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    (folder / "config.json").write_text(json.dumps(config))
+    assert prepare_texts(tmp_path, ["some text"], tokenizer=folder).eos_token_id == expected
+
+
+def test_a_tokenizer_without_eos_or_without_a_file_is_refused(tmp_path: Path, folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has no EOS token, and every document must end with one"):
+        prepare_texts(tmp_path, ["text"], tokenizer=folder)
+    (folder / "tokenizer.json").write_text("{]")
+    with pytest.raises(UserError, match="not a tokenizer"):
+        prepare_texts(tmp_path, ["text"], tokenizer=folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        prepare_texts(tmp_path, ["text"], tokenizer=folder)
+    with pytest.raises(UserError, match="the model 'demo' comes without a tokenizer"):
+        prepare_texts(tmp_path, ["text"], tokenizer="auto")
+    with pytest.raises(UserError, match="no folder 'nowhere'"):
+        prepare_texts(tmp_path, ["text"], tokenizer="nowhere")
+
+
+def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path, folder: Path) -> None:
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    facts["added_tokens"].append({**facts["added_tokens"][0], "id": 70_001, "content": "<|far|>"})
+    facts["model"]["vocab"]["<|far|>"] = 70_001
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|far|>"}))
+    data = prepare_texts(tmp_path, ["abc"], tokenizer=folder)
+    assert (data.vocab_size, data.eos_token_id) == (70_002, 70_001)
+    assert pieces(whole(data.train)[0])[0][1][-1] == 70_001
+
+
+def test_unused_text_does_not_change_the_trained_tokenizer(tmp_path: Path) -> None:
+    """The tokenizer is trained on the training sources: a validation list leaves it alone."""
+    held = write_jsonl(tmp_path / "held.jsonl", ["zzzz"])
+    assert trained(tmp_path).tokenizer_dir == trained(tmp_path, validation=[{"path": str(held)}]).tokenizer_dir
