@@ -290,6 +290,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def parse_config(text: str) -> RunConfig:
+    """The config that `to_yaml` wrote: how a resolved run file travels to another process."""
+    return RunConfig.model_validate(yaml.safe_load(text))
+
+
 def check_supported(config: RunConfig) -> None:
     """Raise `UserError` for what the run file may say but this version cannot run yet."""
     layout, memory = config.layout, config.memory

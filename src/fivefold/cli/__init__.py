@@ -1,0 +1,74 @@
+"""The command line. One file per verb, each of which calls one library function; torch is imported by none of them.
+
+Errors are three lines on standard error: what is wrong and where, the likely fix, where to read more. A traceback
+appears under `--debug` only. Exit codes: 0 fine, 1 the thing asked about failed, 2 the request is wrong.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+import typer
+
+from fivefold.cli import doctor, export, generate, train
+from fivefold.errors import RunFailed, UserError
+
+INTERRUPTED = 130
+
+# Listed in this order; the first line of the docstring is the verb's line.
+VERBS: dict[str, Callable[..., None]] = {
+    "train": train.train,
+    "generate": generate.generate,
+    "export": export.export,
+    "doctor": doctor.doctor,
+}
+
+app = typer.Typer(name="fivefold", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+for _name, _verb in VERBS.items():
+    app.command(_name)(_verb)
+
+
+@app.callback(invoke_without_command=True)
+def verbs(context: typer.Context) -> None:
+    """Train any Hugging Face language model, unchanged, in five dimensions of parallelism."""
+    if context.invoked_subcommand is None:
+        print((verbs.__doc__ or "").strip() + "\n")
+        for name, verb in VERBS.items():
+            print(f"  fivefold {name:<10} {(verb.__doc__ or '').strip().splitlines()[0].rstrip('.')}")
+        print("\nstart here: fivefold train      options of a verb: fivefold VERB --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given, prog_name="fivefold", standalone_mode=False)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        code = INTERRUPTED
+    except UserError as error:
+        code = _say(error, debug="--debug" in given)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # anything but a usage error of typer's
+            code = _say(_unexpected(error), debug="--debug" in given)
+        else:
+            verb = next((word for word in given if word in VERBS), None)
+            help_line = f"fivefold {verb} --help" if verb else "fivefold --help"
+            code = _say(UserError(error.format_message(), fix=help_line), debug=False)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say(error: UserError, *, debug: bool) -> int:
+    """Print the three lines, and under `--debug` where they come from."""
+    if debug:
+        inner = getattr(error, "traceback", "") or "".join(traceback.format_exception(error.__cause__ or error))
+        print(inner, file=sys.stderr)
+    print(error, file=sys.stderr)
+    return error.exit_code
+
+
+def _unexpected(error: Exception) -> UserError:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    failure = RunFailed(f"{type(error).__name__}: {first_line}", fix="this is a bug of fivefold; --debug shows where")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,5 @@
+"""`python -m fivefold.cli`, for launchers that start a module: `torchrun --nproc 2 -m fivefold.cli train run.yaml`."""
+
+from fivefold.cli import main
+
+main()

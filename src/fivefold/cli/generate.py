@@ -1,0 +1,36 @@
+"""`fivefold generate`."""
+
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Debug
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, a Hugging Face folder or a hub id.")
+    ],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among the K likeliest tokens; 0 = among all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Fixes the choices.")] = 1234,
+    debug: Debug = False,
+) -> None:
+    """Continue a text with a trained model.
+
+    Example: fivefold generate runs/demo --prompt "def "
+    """
+    from fivefold.generate import main
+
+    main(
+        model,
+        prompt,
+        layout=layout,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )

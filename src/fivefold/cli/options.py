@@ -1,0 +1,8 @@
+"""Options that several verbs have."""
+
+from typing import Annotated
+
+import typer
+
+# Read by `fivefold.cli.main`, which prints every error; the verbs only list it in their help.
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]

@@ -1,0 +1,68 @@
+"""`fivefold train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Debug
+from fivefold.errors import UserError
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN.yaml key=value",
+            help="A run file (none: the built-in demo), and keys to set on top of it.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Workers to start. Default: every GPU, or 2 on CPU.", show_default=False),
+    ] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key of the run file, and stop.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model: the run file's, or the built-in demo.
+
+    Examples: fivefold train    fivefold train run.yaml train.max_steps=100 layout=shard2.tp2
+    """
+    if keys:
+        print_keys()
+        return
+    path, overrides = split_arguments(arguments or [])
+    from fivefold.launch.local import run
+
+    run(path, overrides, nproc=nproc)
+
+
+def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The run file, if the first argument is one, and the overrides. Raises `UserError` on a second file."""
+    path = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
+    overrides = arguments[1:] if path else arguments
+    for each in overrides:
+        if "=" not in each:
+            raise UserError(
+                f"{each} is neither the run file, which comes first, nor key=value",
+                fix="fivefold train RUN.yaml key=value ...",
+            )
+    return path, overrides
+
+
+def print_keys() -> None:
+    """Every key with its default and what it means."""
+    from fivefold.config import keys
+
+    for key in keys():
+        default = "" if key.default is None else f"  [{_plain(key.default)}]"
+        print(f"{key.name}{default}\n    {key.help}")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(getattr(item, "path", str(item)) for item in value) or "none"
+    return str(value)

@@ -1,0 +1,1 @@
+"""Starting worker processes, or finding the ones that something else has started."""

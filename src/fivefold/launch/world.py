@@ -1,0 +1,223 @@
+"""The world of a worker: its rank, its device and its neighbours. The one module that reads the environment.
+
+A world comes from `torchrun` (and everything that speaks its variables: Kubeflow, Ray Train, SageMaker), from
+`srun`, or is a single process. `find_world` only reads; `join` opens the process group and closes it again.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from fivefold.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any compile, shorter than a wasted night
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all: `rank` of `size`, `local_rank` of `local_size` on this machine.
+
+    `device` is `cpu` or `cuda:N`; `rendezvous` is where the ranks meet: `env://`, `tcp://host:port`, or empty for
+    a process on its own, which needs no network.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    device: str = "cpu"
+    backend: str = "gloo"
+    rendezvous: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that writes and speaks."""
+        return self.rank == 0
+
+
+def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> World | None:
+    """The world that something else started this process in, or None when it stands alone.
+
+    `device` is `auto`, `cpu` or `cuda`. Raises `UserError` when the variables are there but incomplete.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torchrun(device, env)
+    in_batch_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
+    if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env) and not in_batch_script:
+        return _from_srun(device, env)
+    return None
+
+
+def alone(device: str = "auto") -> World:
+    """The world of a single process."""
+    return _world(device)
+
+
+def device_kind(device: str) -> str:
+    """`auto` as `cuda` where a GPU is usable, else `cpu`. Raises `UserError` when `cuda` is asked for and absent."""
+    if device == "cpu":
+        return "cpu"
+    from torch import cuda
+
+    if cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise UserError(
+            "train.device is cuda, but torch sees no GPU", fix="set train.device: cpu, or run fivefold doctor"
+        )
+    return "cpu"
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def threads_per_worker(local_size: int) -> int:
+    """CPU threads of each of `local_size` workers that share this machine."""
+    return max(1, cores() // local_size)
+
+
+@contextmanager
+def join(world: World) -> Iterator[World]:
+    """Inside, `torch.distributed` is ready and the device is chosen; a group that exists already is left as it is."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads_per_worker(world.local_size))
+    if world.device != "cpu":
+        torch.cuda.set_device(world.device)
+    if dist.is_initialized():
+        yield world
+        return
+    _open_group(world)
+    try:
+        yield world
+    except BaseException:
+        # A NCCL group may wait for the peers that this failure leaves behind; the process ends anyway.
+        if world.backend == "gloo":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+@contextmanager
+def worker_environment(local_size: int) -> Iterator[None]:
+    """Inside, the environment is what local workers should inherit; afterwards it is what it was."""
+    wanted = {
+        "OMP_NUM_THREADS": str(threads_per_worker(local_size)),
+        # The agent's store is not shared with the workers: sharing it has hung at exit.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    before = dict(os.environ)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _open_group(world: World) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    device = torch.device(world.device) if world.device != "cpu" else None
+    if world.rendezvous:
+        where: dict[str, object] = {"init_method": world.rendezvous}
+    else:
+        where = {"store": HashStore()}
+    dist.init_process_group(
+        world.backend,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=TIMEOUT,
+        device_id=device,
+        **where,  # type: ignore[arg-type]
+    )
+
+
+def _from_torchrun(device: str, env: Mapping[str, str]) -> World:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not",
+            fix="start the workers with torchrun, or unset RANK and WORLD_SIZE to let fivefold start them",
+        )
+    size = int(env["WORLD_SIZE"])
+    return _world(
+        device,
+        rank=int(env["RANK"]),
+        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        size=size,
+        local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
+        rendezvous="env://",
+    )
+
+
+def _from_srun(device: str, env: Mapping[str, str]) -> World:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or LOOPBACK
+    size = int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
+    local_rank = int(env.get("SLURM_LOCALID", "0"))
+    layout = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
+    node = int(env.get("SLURM_NODEID", "0"))
+    local_size = layout[node] if node < len(layout) else max(local_rank + 1, size if nodes == LOOPBACK else 1)
+    host = env.get("MASTER_ADDR") or first_host(nodes)
+    port = env.get("MASTER_PORT") or _port(env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0"))
+    return _world(
+        device,
+        rank=int(env["SLURM_PROCID"]),
+        local_rank=local_rank,
+        size=size,
+        local_size=local_size,
+        rendezvous=f"tcp://{host}:{port}" if size > 1 else "",
+    )
+
+
+def _world(
+    device: str, *, rank: int = 0, local_rank: int = 0, size: int = 1, local_size: int = 1, rendezvous: str = ""
+) -> World:
+    kind = device_kind(device)
+    if kind == "cuda":
+        from torch import cuda
+
+        # A scheduler that shows each task only its own GPU makes that GPU number 0 everywhere.
+        kind = f"cuda:{local_rank % cuda.device_count()}"
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        size=size,
+        local_size=local_size,
+        device=kind,
+        backend="gloo" if kind == "cpu" else "nccl",
+        rendezvous=rendezvous,
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu-[003-007,012],login1` is `gpu-003`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's `4(x2),3` as `[4, 4, 3]`; empty when it is not given."""
+    counts: list[int] = []
+    for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(repeats or 1)
+    return counts
+
+
+def _port(job: str, step: str) -> int:
+    """A port that every task of a job step agrees on and that two steps of one machine rarely share."""
+    job_number, step_number = (int(text) if text.isdigit() else 0 for text in (job, step))
+    return 10_000 + (job_number * 16 + step_number) % 20_000

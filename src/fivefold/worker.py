@@ -1,0 +1,143 @@
+"""One worker process: `python -m fivefold.worker VERB REQUEST.json`.
+
+Reads its place in the world, joins it and calls the verb's body, `body(request, world)`; a verb that is not in the
+table names its body itself, as `package.module:function`. The first failure of a worker is left as a file
+beside the logs (never a pickle), where the process that started the workers finds it and says it once.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fivefold.config import parse_config
+from fivefold.errors import RunFailed, UserError
+from fivefold.launch.world import World, alone, find_world, join
+
+INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+
+
+def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
+    """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
+    with join(world):
+        _body(verb)(request, world)
+
+
+def main(verb: str, request_file: str) -> int:
+    """The exit code of this worker: 0, that of its error, 130 when interrupted."""
+    _die_with_parent()
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    logs = Path(request_file).parent
+    world = find_world(request["device"]) or alone(request["device"])
+    _log_to(logs / f"rank-{world.rank}.log", whole=not world.is_first)
+    try:
+        execute(verb, request, world)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        _leave_failure(logs, world.rank, error, kind="user")
+        return error.exit_code
+    except Exception as error:
+        logging.getLogger(__name__).exception("rank %s failed", world.rank)
+        _leave_failure(logs, world.rank, error, kind="crash")
+        return RunFailed.exit_code
+    return 0
+
+
+def _train(request: Mapping[str, Any], world: World) -> None:
+    from fivefold.training.run import train
+
+    train(parse_config(request["config"]), world)
+
+
+def _generate(request: Mapping[str, Any], world: World) -> None:
+    from fivefold.generate.run import generate
+
+    generate(request, world)
+
+
+Body = Callable[[Mapping[str, Any], World], object]
+_BODIES: dict[str, Body] = {"train": _train, "generate": _generate}
+
+
+def _body(verb: str) -> Body:
+    if verb in _BODIES:
+        return _BODIES[verb]
+    module, _, function = verb.partition(":")
+    body: Body = getattr(import_module(module), function)
+    return body
+
+
+def failure_file(logs: Path, rank: int) -> Path:
+    """Where rank `rank` leaves what went wrong."""
+    return logs / f"failure-{rank}.json"
+
+
+def _leave_failure(logs: Path, rank: int, error: Exception, *, kind: str) -> None:
+    said = error if isinstance(error, UserError) else UserError(_one_line(error))
+    failure = {
+        "kind": kind,
+        "rank": rank,
+        "time": time.time(),
+        "exit_code": error.exit_code if isinstance(error, UserError) else RunFailed.exit_code,
+        "what": said.what,
+        "fix": said.fix,
+        "more": said.more,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    unfinished = logs / f".failure-{rank}.json"
+    unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
+    unfinished.replace(failure_file(logs, rank))
+
+
+def _one_line(error: Exception) -> str:
+    """`RuntimeError: the first line of the message`, not the pages that C++ adds to it."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def _log_to(path: Path, *, whole: bool) -> None:
+    """Send logging to `path`; `whole` sends everything that this process prints there too."""
+    stream = path.open("w", encoding="utf-8", buffering=1)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    if whole:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for printed in (1, 2):
+            os.dup2(stream.fileno(), printed)
+
+
+def _die_with_parent() -> None:
+    """On Linux, end when the process that started this one ends, however it ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _end(code: int) -> None:
+    """End the process at once after a failure: threads of a broken process group must not keep it alive."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        exit_code = main(*sys.argv[1:])
+    except KeyboardInterrupt:  # while another one was being handled
+        exit_code = INTERRUPTED
+    _end(exit_code)
