@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -61,14 +62,17 @@ def test_the_key_is_the_content_not_the_name(tmp_path: Path) -> None:
 
 DAMAGE = ["stores/*/tokens.bin", "stores/*/offsets.npy", "stores/*/blocks.npy", "stores/*/meta.json"]
 DAMAGE += ["rows/*/counts.json", "rows/*/train/start.npy", "rows/*/train/offsets.npy", "rows/*/validation/length.npy"]
-DAMAGE += ["tokenizers/info-*.json", "tokenizers/*/tokenizer_config.json"]
+DAMAGE += ["tokenizers/info-*.json"]
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "gone"])
-@pytest.mark.parametrize("file", DAMAGE)
+@pytest.mark.parametrize(
+    ("file", "how"),
+    [
+        *product(DAMAGE, ["cut", "empty", "gone"]),
+        ("tokenizers/*/tokenizer_config.json", "gone"),
+    ],
+)
 def test_a_damaged_entry_is_made_anew(tmp_path: Path, file: str, how: str) -> None:
-    if file.endswith("tokenizer_config.json") and how != "gone":
-        pytest.skip("written whole or not at all: entries are renamed into place")
     texts = random_texts(0)
     before = prepare_texts(tmp_path, texts, validation=0.1)
     expected = rows(before)  # now: what is mapped must not be read once it is cut

@@ -41,7 +41,7 @@ def test_a_folder_is_read_below_itself_sorted_with_formats_mixed(tmp_path: Path)
     data = prepare(config_for(corpus, packing=False), cache=tmp_path / "cache")
     assert documents(data) == [b"first", b"second", b"third", b"last"]
     assert (data.counts.files, data.counts.files_left_out, data.counts.documents) == (3, 1, 4)
-    assert "1 files of an unknown kind left out" in data.counts.lines()[-1]
+    assert "1 file of an unknown kind left out" in data.counts.lines()[-1]
 
 
 def test_globs_and_forced_formats(tmp_path: Path) -> None:

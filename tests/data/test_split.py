@@ -76,7 +76,7 @@ def test_a_validation_list_is_read_like_train_and_repeats_are_counted(tmp_path: 
     data = prepare(config, cache=tmp_path / "cache")
     assert data.validation is not None and data.counts.repeated == 1
     assert _inputs(data.validation) == Counter(tuple(byte_tokens(text)) for text in ("two", "four"))
-    assert "1 validation blocks also stand in the training text" in data.counts.lines()[-1]
+    assert "in the training text too: 1 block of validation" in data.counts.lines()[-1]
 
 
 def test_sources_are_read_one_after_the_other(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class DataCounts:
     def lines(self) -> list[str]:
         """Two to four short lines."""
         lines = [
-            f"{self.documents:,} documents in {self.files:,} files, {self.tokens:,} tokens",
+            f"{_many(self.documents, 'document')} in {_many(self.files, 'file')}, {_many(self.tokens, 'token')}",
             f"train       {_rows(self.train, self.seq_length)}",
             f"validation  {_rows(self.validation, self.seq_length) if self.validation else 'none'}",
         ]
@@ -52,14 +52,18 @@ class DataCounts:
         if self.validation_asked and not (self.validation and self.validation.rows):
             remarks.append("the text is too short to hold some of it out (blocks of 16,384 tokens)")
         if self.files_left_out:
-            remarks.append(f"{self.files_left_out:,} files of an unknown kind left out")
+            remarks.append(f"{_many(self.files_left_out, 'file')} of an unknown kind left out")
         if alone:
-            remarks.append(f"{alone:,} single tokens without a target left out")
+            remarks.append(f"{_many(alone, 'piece')} of a single token left out (no target)")
         if self.repeated:
-            remarks.append(f"{self.repeated:,} validation blocks also stand in the training text")
+            remarks.append(f"in the training text too: {_many(self.repeated, 'block')} of validation")
         return remarks
 
 
 def _rows(counts: RowCounts, seq_length: int) -> str:
-    split = f", {counts.split:,} documents split over rows" if counts.split else ""
-    return f"{counts.rows:,} rows of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"
+    split = f", {_many(counts.split, 'document')} split over rows" if counts.split else ""
+    return f"{_many(counts.rows, 'row')} of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
