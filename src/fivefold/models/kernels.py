@@ -93,17 +93,22 @@ def dense_backward(
 ) -> Gradients:
     """As `cpu_backward`, by the definition: dS = P * (dO V' - sum(dO * O))."""
     shared = k.shape[1]
-    grad_NGRLD, q_NGRLD, lse_NGRL = (tensor.unflatten(1, (shared, -1)) for tensor in (grad, q, lse))
+    grad_NGRLD, q_NGRLD, lse_NGRL = (_by_shared(tensor, shared) for tensor in (grad, q, lse))
     weights = (_scores(q, k, scale) - lse_NGRL.unsqueeze(-1)).exp()
-    inner = (grad * out).sum(-1, keepdim=True).unflatten(1, (shared, -1))
+    inner = _by_shared((grad * out).sum(-1, keepdim=True), shared)
     dscores = weights * (grad_NGRLD @ v.unsqueeze(2).mT - inner) * scale
     dq = (dscores @ k.unsqueeze(2)).flatten(1, 2)
     return dq, (dscores.mT @ q_NGRLD).sum(2), (weights.mT @ grad_NGRLD).sum(2)
 
 
+def _by_shared(tensor_NHx: torch.Tensor, shared: int) -> torch.Tensor:
+    """[N,H,...] as [N,G,R,...]."""
+    return tensor_NHx.reshape(tensor_NHx.shape[0], shared, -1, *tensor_NHx.shape[2:])
+
+
 def _scores(q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, scale: float) -> torch.Tensor:
     """[N,G,R,L,L], minus infinity above the diagonal."""
-    scores: torch.Tensor = q_NHLD.unflatten(1, (k_NGLD.shape[1], -1)) @ k_NGLD.unsqueeze(2).mT * scale
+    scores: torch.Tensor = _by_shared(q_NHLD, k_NGLD.shape[1]) @ k_NGLD.unsqueeze(2).mT * scale
     length = scores.shape[-1]
     future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(future, float("-inf"))

@@ -129,6 +129,24 @@ def intercepted_initialisers(receive: Callable[[str, tuple[Any, ...], dict[str, 
             setattr(space, name, function)
 
 
+@contextmanager
+def untied(model: PreTrainedModel) -> Iterator[None]:
+    """Tied names hold tensors of their own inside, as in the constructor, which initialises first and ties later."""
+    originals = {name: model.get_parameter(name) for name in tied_parameters(model)}
+    try:
+        for name, tensor in originals.items():
+            _set_parameter(model, name, nn.Parameter(torch.empty_like(tensor)))
+        yield
+    finally:
+        for name, tensor in originals.items():
+            _set_parameter(model, name, tensor)
+
+
+def _set_parameter(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, tensor)
+
+
 def initialise_again(model: PreTrainedModel) -> None:
     """Run the model's own initialisation over every module, whether or not it has run before."""
     marked: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]

@@ -1,0 +1,186 @@
+"""Random numbers with random access: element i of a parameter depends on (seed, parameter name, i) and nothing else.
+
+Any region of a parameter can be drawn without drawing the rest, so initial weights are bit-equal for every layout and
+no process draws more than it keeps. The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", SC 2011): counter j gives the four 32-bit words of elements 4j to 4j+3. Normals come in pairs from two
+words (Box and Muller, 1958). All arithmetic between the words and the final rounding to fp32 is in fp64, so that a
+last-bit difference between the math libraries of two machines changes about one element in 10^8.
+
+Numbers are drawn in blocks of one size whatever is asked for: a vector unit may round the tail of an array otherwise
+than its body, and there is never a tail.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Words = npt.NDArray[np.uint64]
+Values = npt.NDArray[np.float32]
+Region = tuple[slice, ...]
+
+_BLOCK = 1 << 14  # counters at a time: 12 arrays of 128 KiB, which stay in the second-level cache
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal numbers of `mean` and standard deviation `std`."""
+
+    mean: float
+    std: float
+
+    def __call__(self, words: Words) -> npt.NDArray[np.float64]:
+        """words [4, n] -> values [4, n]."""
+        values = np.empty(words.shape)
+        for first in (0, 2):
+            radius = np.sqrt(-2.0 * np.log(_open_unit(words[first]))) * self.std
+            angle = words[first + 1] * (2.0 * math.pi / 2**32)
+            values[first] = radius * np.cos(angle) + self.mean
+            values[first + 1] = radius * np.sin(angle) + self.mean
+        return values
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform numbers between `low` and `high`."""
+
+    low: float
+    high: float
+
+    def __call__(self, words: Words) -> npt.NDArray[np.float64]:
+        """words [4, n] -> values [4, n]."""
+        return _open_unit(words) * (self.high - self.low) + self.low
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """Normal numbers of `mean` and `std`, none outside [`low`, `high`] (absolute, as in `torch.nn.init`)."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+
+    def __call__(self, words: Words) -> npt.NDArray[np.float64]:
+        """words [4, n] -> values [4, n], by the inverse of the cumulative distribution."""
+        first, last = (math.erf((edge - self.mean) / self.std / math.sqrt(2.0)) for edge in (self.low, self.high))
+        erf = torch.from_numpy(_open_unit(words) * (last - first) + first)
+        values = torch.erfinv(erf).numpy() * (self.std * math.sqrt(2.0)) + self.mean
+        return np.clip(values, self.low, self.high)
+
+
+Distribution = Normal | Uniform | TruncatedNormal
+
+
+@dataclass(frozen=True)
+class RandomStream:
+    """The numbers of one parameter of `shape` (the global shape), reached by region."""
+
+    seed: int
+    name: str
+    shape: tuple[int, ...]
+
+    def draw(self, region: Region, distribution: Distribution) -> torch.Tensor:
+        """The fp32 values of `region` (one slice of step 1 per dim), in blocks: temporaries stay below 64 MiB."""
+        bounds = [piece.indices(size)[:2] for piece, size in zip(region, self.shape, strict=True)]
+        result = np.empty([max(stop - start, 0) for start, stop in bounds], dtype=np.float32)
+        if result.size:
+            starts, run = _runs(bounds, self.shape)
+            self._fill(result.reshape(-1, run), starts, distribution)
+        return torch.from_numpy(result)
+
+    def _fill(self, out: Values, starts: npt.NDArray[np.uint64], distribution: Distribution) -> None:
+        """out [rows, run]: row r holds the elements from `starts[r]` on."""
+        generate = _generator(_key(self.seed, self.name), distribution)
+        rows_at_once = max(1, 4 * _BLOCK // out.shape[1])
+        for row in range(0, out.shape[0], rows_at_once):
+            for column in range(0, out.shape[1], 64 * _BLOCK):
+                piece = out[row : row + rows_at_once, column : column + 64 * _BLOCK]
+                _fill_piece(piece, starts[row : row + rows_at_once] + np.uint64(column), generate)
+
+
+def _fill_piece(out: Values, starts: npt.NDArray[np.uint64], generate: Callable[[Words], Values]) -> None:
+    """Draw the counters that cover each row, then cut each row out of what they give."""
+    first, skip = starts >> np.uint64(2), (starts & np.uint64(3)).astype(np.intp)
+    width = out.shape[1]
+    counters = -(-(width + int(skip.max())) // 4)
+    values = generate((first[:, None] + np.arange(counters, dtype=np.uint64)).reshape(-1)).reshape(len(out), -1)
+    if (skip == skip[0]).all():
+        out[:] = values[:, skip[0] : skip[0] + width]
+    else:
+        out[:] = np.take_along_axis(values, skip[:, None] + np.arange(width), axis=1)
+
+
+def _generator(key: tuple[int, int], distribution: Distribution) -> Callable[[Words], Values]:
+    """A function from counters [n] to their values [n, 4], blocks of `_BLOCK` counters at a time."""
+
+    def generate(counters: Words) -> Values:
+        values = np.empty((len(counters), 4), dtype=np.float32)
+        block = np.zeros(_BLOCK, dtype=np.uint64)
+        for start in range(0, len(counters), _BLOCK):
+            piece = counters[start : start + _BLOCK]
+            block[: len(piece)] = piece
+            values[start : start + _BLOCK] = distribution(philox(block, key)).T[: len(piece)]
+        return values
+
+    return generate
+
+
+def philox(counters: Words, key: tuple[int, int]) -> Words:
+    """Philox4x32-10 of 64-bit counters [n] -> 32-bit words [4, n], held in 64 bits."""
+    word = np.zeros((4, len(counters)), dtype=np.uint64)
+    np.bitwise_and(counters, _LOW, out=word[0])
+    np.right_shift(counters, _32, out=word[1])
+    product = np.empty((2, len(counters)), dtype=np.uint64)
+    for turn in range(10):
+        np.multiply(word[0], _MULTIPLIERS[0], out=product[0])
+        np.multiply(word[2], _MULTIPLIERS[1], out=product[1])
+        for side, (into, carried) in enumerate(((2, 3), (0, 1))):
+            turned = np.uint64((key[1 - side] + turn * _WEYL[1 - side]) & 0xFFFFFFFF)
+            np.right_shift(product[side], _32, out=word[into])
+            np.bitwise_xor(word[into], word[carried], out=word[into])
+            np.bitwise_xor(word[into], turned, out=word[into])
+            np.bitwise_and(product[side], _LOW, out=word[carried])
+    return word
+
+
+def _open_unit(words: Words) -> npt.NDArray[np.float64]:
+    """32-bit words as numbers strictly between 0 and 1."""
+    return (words.astype(np.float64) + 0.5) * 2.0**-32
+
+
+def _key(seed: int, name: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def _runs(bounds: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[npt.NDArray[np.uint64], int]:
+    """A region as runs of consecutive elements: where each starts in the flat parameter, and their one length."""
+    run, stride, first, dim = 1, 1, 0, len(shape) - 1
+    for dim in reversed(range(len(shape))):
+        start, stop = bounds[dim]
+        first, run, stride = first + start * stride, run * (stop - start), stride * shape[dim]
+        if stop - start != shape[dim]:
+            break
+    starts = np.array([first], dtype=np.uint64)
+    for (start, stop), step in _outer(bounds, shape, dim, stride):
+        starts = (np.arange(start, stop, dtype=np.uint64) * np.uint64(step))[:, None] + starts
+        starts = starts.reshape(-1)
+    return starts, run
+
+
+def _outer(
+    bounds: Sequence[tuple[int, int]], shape: Sequence[int], dim: int, stride: int
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """The dims before `dim`, innermost first, with the distance between their neighbours."""
+    for outer in reversed(range(dim)):
+        yield bounds[outer], stride
+        stride *= shape[outer]

@@ -1,0 +1,267 @@
+"""How a model initialises its parameters, read from its own `_init_weights` without drawing a number.
+
+The model, on the meta device, initialises itself once more with every initialiser intercepted: what each parameter
+and buffer would have received becomes its recipe, a list of `Op` where later ones overwrite earlier ones.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from fivefold.errors import UserError
+from fivefold.models import surfaces
+from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """Values computed by the model itself (rotary frequencies)."""
+
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Something that cannot be drawn in pieces; `reason` is for the user."""
+
+    reason: str
+
+
+Fill = Distribution | Constant | Copy | Unknown
+
+
+@dataclass(frozen=True)
+class Op:
+    """One initialiser applied to `region` (one slice per dim) of a parameter or buffer."""
+
+    fill: Fill
+    region: Region
+
+
+Recipe = Mapping[str, tuple[Op, ...]]
+
+
+def read_recipe(model: PreTrainedModel) -> Recipe:
+    """{name of a parameter or buffer: its ops, in order}; tied parameters under their first name only.
+
+    A name without ops is one that `_init_weights` leaves as its constructor made it. The model must be on the meta
+    device (`UserError` otherwise: it would lose its weights) and is left as it was.
+    """
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    with surfaces.untied(model):
+        recorder = _Recorder(model)
+        with surfaces.intercepted_initialisers(recorder.receive), recorder:
+            surfaces.initialise_again(model)
+    return {name: tuple(recorder.ops[name]) for name in names}
+
+
+def check_drawable(recipe: Recipe, names: Iterable[str]) -> None:
+    """Raise `UserError` for the first of `names` that the recipe cannot make."""
+    for name in names:
+        unknown = next((op.fill.reason for op in recipe[name] if isinstance(op.fill, Unknown)), None)
+        if unknown or not recipe[name]:
+            raise UserError(
+                f"{name} is initialised by {unknown}, which cannot be drawn in pieces"
+                if unknown
+                else f"{name} is not initialised by the model's _init_weights",
+                fix="start from pretrained weights (model.init: pretrained)",
+            )
+
+
+def draw(
+    ops: Iterable[Op], name: str, *, seed: int, shape: Sequence[int], region: Region, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values of `region` of the parameter `name` of global `shape`; random ones are drawn in fp32, then cast."""
+    bounds = [piece.indices(size)[:2] for piece, size in zip(region, shape, strict=True)]
+    values = torch.empty([stop - start for start, stop in bounds], dtype=dtype)
+    for op in ops:
+        both = [(max(a, piece.start), min(b, piece.stop)) for (a, b), piece in zip(bounds, op.region, strict=True)]
+        if all(start < stop for start, stop in both):
+            target = _within(both, [start for start, _ in bounds])
+            values[target] = _values(op, both, RandomStream(seed, name, tuple(shape))).to(dtype)
+    return values
+
+
+def buffer_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The values of every buffer of a model on meta, computed by the model's own initialisation."""
+    recipe, buffers = read_recipe(model), dict(model.named_buffers())
+    check_drawable(recipe, buffers)
+    return {
+        name: draw(
+            recipe[name],
+            name,
+            seed=0,
+            shape=buffer.shape,
+            region=tuple(slice(0, size) for size in buffer.shape),
+            dtype=buffer.dtype,
+        )
+        for name, buffer in buffers.items()
+    }
+
+
+def _values(op: Op, bounds: Sequence[tuple[int, int]], stream: RandomStream) -> torch.Tensor:
+    """What `op` gives inside `bounds`, which lie in its region."""
+    if isinstance(op.fill, Constant):
+        return torch.tensor(op.fill.value, dtype=torch.float64)
+    if isinstance(op.fill, Copy):
+        whole = op.fill.values.reshape([piece.stop - piece.start for piece in op.region])
+        return whole[_within(bounds, [piece.start for piece in op.region])]
+    assert not isinstance(op.fill, Unknown), f"check_drawable was not asked about {stream.name}"
+    return stream.draw(tuple(slice(start, stop) for start, stop in bounds), op.fill)
+
+
+def _within(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> Region:
+    return tuple(slice(start - zero, stop - zero) for (start, stop), zero in zip(bounds, origin, strict=True))
+
+
+class _Recorder(TorchDispatchMode):
+    """Receives intercepted initialisers; while active, writes to parameters by any other way are noted, not run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owners: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device.type != "meta":
+                raise UserError(f"{name} is not on the meta device; initialising it again would erase it")
+            self._owners[_storage(tensor)] = (name, tensor)
+        self.ops: dict[str, list[Op]] = {name: [] for name, _ in self._owners.values()}
+
+    def receive(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record one call of an initialiser."""
+        translate = _TRANSLATIONS.get(function)
+        self._record(args[0], translate(*args, **kwargs) if translate else Unknown(function))
+
+    def _record(self, target: torch.Tensor, fill: Fill) -> None:
+        """Later ops overwrite earlier ones, so one over the whole tensor starts its recipe anew."""
+        if (owner := self._owners.get(_storage(target))) is None:
+            return
+        name, whole = owner
+        region = _region(target, whole)
+        if region is None:
+            fill, region = Unknown("a view that is no region of slices"), tuple(slice(0, size) for size in whole.shape)
+        if target.shape == whole.shape:
+            self.ops[name].clear()
+        self.ops[name].append(Op(fill, region))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        if func._schema.is_mutable and isinstance(target, torch.Tensor) and _storage(target) in self._owners:
+            self._record(target, Unknown(f"{func} outside of an initialiser"))
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What a tensor and its views have in common, on meta too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _region(view: torch.Tensor, whole: torch.Tensor) -> Region | None:
+    """Which region of `whole` (contiguous) `view` is, a selected dim as a slice of length 1; None if it is none."""
+    offset, left = int(view.storage_offset()), list(zip(view.shape, view.stride(), strict=True))
+    region = []
+    for size, stride in zip(whole.shape, whole.stride(), strict=True):
+        start, offset = divmod(offset, stride)
+        length = 1
+        if left and left[0][1] == stride and left[0][0] <= size - start:
+            length, _ = left.pop(0)
+        region.append(slice(start, start + length))
+    return None if any(length != 1 for length, _ in left) else tuple(region)
+
+
+# What each initialiser draws. The fans of the variance-scaling ones come from the tensor that it was given, whole. ----
+
+
+def _xavier(tensor: torch.Tensor, gain: float) -> float:
+    return gain * math.sqrt(2.0 / sum(nn.init._calculate_fan_in_and_fan_out(tensor)))
+
+
+def _kaiming(tensor: torch.Tensor, a: float, mode: str, nonlinearity: str) -> float:
+    fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(tensor)
+    gain = nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]
+    return float(gain) / math.sqrt(fan_in if mode == "fan_in" else fan_out)
+
+
+def _symmetric(std: float) -> Uniform:
+    """The uniform distribution around 0 of this standard deviation."""
+    return Uniform(-math.sqrt(3.0) * std, math.sqrt(3.0) * std)
+
+
+def _uniform(tensor: torch.Tensor, a: float = 0.0, b: float = 1.0, generator: None = None) -> Uniform:
+    return Uniform(a, b)
+
+
+def _normal(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: None = None) -> Normal:
+    return Normal(mean, std)
+
+
+def _trunc_normal(
+    tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: None = None
+) -> TruncatedNormal:
+    return TruncatedNormal(mean, std, a, b)
+
+
+def _xavier_uniform(tensor: torch.Tensor, gain: float = 1.0, generator: None = None) -> Uniform:
+    return _symmetric(_xavier(tensor, gain))
+
+
+def _xavier_normal(tensor: torch.Tensor, gain: float = 1.0, generator: None = None) -> Normal:
+    return Normal(0.0, _xavier(tensor, gain))
+
+
+def _kaiming_uniform(
+    tensor: torch.Tensor,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: None = None,
+) -> Uniform:
+    return _symmetric(_kaiming(tensor, a, mode, nonlinearity))
+
+
+def _kaiming_normal(
+    tensor: torch.Tensor,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: None = None,
+) -> Normal:
+    return Normal(0.0, _kaiming(tensor, a, mode, nonlinearity))
+
+
+def _constant(tensor: torch.Tensor, val: float) -> Constant:
+    return Constant(float(val))
+
+
+def _copy(tensor: torch.Tensor, other: torch.Tensor) -> Copy | Unknown:
+    if other.device.type == "meta":
+        return Unknown("a copy of values that were computed on the meta device")
+    return Copy(other.detach().clone().expand(tensor.shape))
+
+
+_TRANSLATIONS: Mapping[str, Callable[..., Fill]] = {
+    "uniform_": _uniform,
+    "normal_": _normal,
+    "trunc_normal_": _trunc_normal,
+    "xavier_uniform_": _xavier_uniform,
+    "xavier_normal_": _xavier_normal,
+    "kaiming_uniform_": _kaiming_uniform,
+    "kaiming_normal_": _kaiming_normal,
+    "constant_": _constant,
+    "ones_": lambda tensor: Constant(1.0),
+    "zeros_": lambda tensor: Constant(0.0),
+    "copy_": _copy,
+}

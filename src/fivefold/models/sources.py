@@ -1,0 +1,208 @@
+"""Where weights come from: drawn, or read from safetensors; in both cases only the region that is asked for."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from fivefold.errors import UserError
+from fivefold.models import recipe as recipes
+from fivefold.models import surfaces
+from fivefold.models.random_stream import Region
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Buffers that old exports saved and every model computes for itself.
+_COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
+
+
+class TensorSource(Protocol):
+    """Tensors by name, read region by region on the CPU.
+
+    Names are those of the model's parameters (tied ones once) and persistent buffers.
+    """
+
+    def names(self) -> set[str]:
+        """Every name that can be read."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape."""
+        ...
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """The values of `region`, one slice of step 1 per dim; nothing else is drawn or read."""
+        ...
+
+
+def read_whole(source: TensorSource, name: str) -> torch.Tensor:
+    """All of a tensor."""
+    return source.read(name, tuple(slice(0, size) for size in source.shape(name)))
+
+
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the model holds: parameters (tied ones under one name) and persistent buffers."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: kept[name] for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in kept}
+
+
+class RandomInit:
+    """Weights drawn by the recipe of the model's own initialisation, in fp32.
+
+    Every element depends on the seed, the parameter's name and its global index alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """`model` is on the meta device and stays there. Raises `UserError` for initialisers not known here."""
+        self._seed = seed
+        self._recipe = recipes.read_recipe(model)
+        self._stored = {name: (tuple(t.shape), t.dtype) for name, t in stored_tensors(model).items()}
+        recipes.check_drawable(self._recipe, self._stored)
+
+    def names(self) -> set[str]:
+        """See `TensorSource`."""
+        return set(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._stored[name][0]
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """See `TensorSource`."""
+        shape, dtype = self._stored[name]
+        return recipes.draw(self._recipe[name], name, seed=self._seed, shape=shape, region=region, dtype=dtype)
+
+
+class SafetensorsFolder:
+    """The weights of a Hugging Face folder: `model.safetensors`, or the files that its index names.
+
+    Tensors keep the type they have in the file. A file is open only while a region is read, so that what stays in
+    memory is what was asked for.
+    """
+
+    def __init__(self, path: str | Path, model: PreTrainedModel) -> None:
+        """`model` (on meta is enough) says which names and shapes there must be.
+
+        Raises `UserError` for a folder without safetensors, file names that lead out of it, damaged files, and names
+        or shapes that are not those of the model.
+        """
+        self._folder = Path(path)
+        self._files = _locate(self._folder)
+        self._shapes = _shapes(self._files)
+        expected = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+        _check_names(self._folder, set(self._files), set(expected), model)
+        _check_shapes(self._folder, self._shapes, expected)
+        self._names = set(expected)
+
+    def names(self) -> set[str]:
+        """See `TensorSource`."""
+        return set(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._shapes[name]
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """See `TensorSource`."""
+        with _open(self._files[name]) as file:
+            if not region:
+                return torch.as_tensor(file.get_tensor(name))
+            return torch.as_tensor(file.get_slice(name)[tuple(region)])
+
+
+def _locate(folder: Path) -> dict[str, Path]:
+    """{tensor name: the file that holds it}."""
+    if (folder / _INDEX).is_file():
+        weight_map = _read_index(folder / _INDEX)
+        files = {file: _inside(folder, file) for file in set(weight_map.values())}
+        return {name: files[file] for name, file in weight_map.items()}
+    if (folder / _SINGLE).is_file():
+        path = _inside(folder, _SINGLE)
+        with _open(path) as file:
+            return dict.fromkeys(file.keys(), path)
+    pickled = sorted(file.name for file in folder.glob("*.bin"))
+    if pickled:
+        raise UserError(
+            f"{folder} holds its weights in {pickled[0]}, a pickle, which can run code when it is read",
+            fix="convert it once where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
+        )
+    raise UserError(
+        f"{folder} holds neither {_SINGLE} nor {_INDEX}", fix="to start from random weights: model.init: random"
+    )
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{path} is not an index of safetensors files: {error!r}") from error
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file `name` of the folder, which no name and no link may leave (but for the blobs of the hub's cache)."""
+    path, roots = folder / name, [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        roots.append(folder.resolve().parent.parent / "blobs")
+    parts = Path(name).parts
+    if ".." in parts or Path(name).is_absolute() or not any(path.resolve().is_relative_to(root) for root in roots):
+        raise UserError(f"{folder / _INDEX} names {name!r}, which is not inside the folder")
+    if not path.is_file():
+        raise UserError(f"{folder} lacks {name}, which its index names", fix="download the folder again")
+    return path
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}", fix="download the file again") from error
+
+
+def _shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for path in sorted(set(files.values())):
+        named = {name for name, where in files.items() if where == path}
+        with _open(path) as file:
+            absent = named - set(file.keys())
+            if absent:
+                raise UserError(f"{path} lacks {_some(absent)}, which the index places there")
+            shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in named})
+    return shapes
+
+
+def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTrainedModel) -> None:
+    tied = set(surfaces.tied_parameters(model))
+    ignored = [_COMPUTED, *(re.compile(pattern) for pattern in surfaces.unexpected_keys_to_ignore(model))]
+    unused = {name for name in found - expected - tied if not any(pattern.search(name) for pattern in ignored)}
+    missing = expected - found
+    if not missing and not unused:
+        return
+    prefix = f"{surfaces.base_prefix(model)}."
+    bare = missing and {name.removeprefix(prefix) for name in missing} <= unused
+    raise UserError(
+        f"{folder} does not hold the weights of {type(model).__name__}:"
+        + (f" missing {_some(missing)};" if missing else "")
+        + (f" not used {_some(unused)};" if unused else ""),
+        fix="it holds the base model without its head; save the causal language model" if bare else None,
+    )
+
+
+def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    wrong = [f"{name} is {found[name]} there, {shape} here" for name, shape in expected.items() if found[name] != shape]
+    if wrong:
+        raise UserError(
+            f"{folder} has other shapes than the model: {'; '.join(wrong[:4])}"
+            + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
+            fix="does model.overrides change a size that the weights were trained with?",
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")
