@@ -1,0 +1,205 @@
+"""`parallelize(model, layout)`: the one path by which every model is spread, whatever the layout.
+
+In order: cut for tensor parallelism, recompute and compile per block, FSDP, then memory is allocated and every rank
+fills its own part from a `TensorSource`. The model stays the `transformers` class with its own parameter names.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.in_memory import ModelTensors
+from fivefold.models.recipe import buffer_values
+from fivefold.models.sources import RandomInit, TensorSource
+from fivefold.parallel import data, loss, tensor
+from fivefold.parallel.collectives import Collective, StepShape, total
+from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.sharding import ShardSpec, local_regions
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a model lies over the current world: what `parallelize` leaves at `model.fivefold`."""
+
+    layout: Layout
+    mesh: Mesh
+    anatomy: Anatomy
+    shards: dict[str, ShardSpec]
+    units: tuple[data.Unit, ...]
+    tensor: tensor.TensorParallel | None
+    vocabulary: int  # rows of the vocabulary on this rank
+    reduce_dtype: torch.dtype
+
+    def regions(self, name: str) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """(global region, local region) pairs of this rank's part of parameter `name`."""
+        return local_regions(self.shards[name], self.mesh.tp_rank, self.mesh.fsdp_rank, self.mesh.fsdp_size)
+
+    def is_owner(self, name: str) -> bool:
+        """True where this rank's values of `name` are counted once: in the gradient norm, in a checkpoint."""
+        return self.mesh.is_first_copy and self.shards[name].is_owner(self.mesh.tp_rank)
+
+    def declare(self, shape: StepShape) -> tuple[Collective, ...]:
+        """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
+        local_shapes = {name: spec.local_shape(self.mesh.tp_rank) for name, spec in self.shards.items()}
+        parts = data.declare(self.units, local_shapes, self.layout, shape)
+        if self.tensor:
+            parts += tensor.declare(self.tensor, self.anatomy, shape, self._partial_gradient_bytes(shape))
+            parts += loss.declare(shape)
+        return total(parts)
+
+    def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
+        volume = {"tp": 0, "tp_kv": 0}
+        for name, axis in cast(tensor.TensorParallel, self.tensor).sums.items():
+            for _, local_region in self.regions(name):
+                volume[axis] += torch.Size([s.stop - s.start for s in local_region]).numel() * shape.master_bytes
+        return volume
+
+
+class LossInputs:
+    """One micro batch on this rank's device. Not a tensor container that FSDP knows, so it is passed on untouched.
+
+    `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `bounds`: int32 on
+    the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
+    scalar that the summed loss is multiplied by.
+    """
+
+    __slots__ = ("bounds", "input_ids", "labels", "position_ids", "scale")
+
+    def __init__(
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, *, bounds: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
+        self.bounds, self.scale = bounds, scale
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout,
+    *,
+    device: torch.device | str | None = None,
+    source: TensorSource | None = None,
+    seed: int = 1234,
+    reduce: str = "fp32",
+    loss_chunks: int | None = None,
+    compile_blocks: bool = False,
+) -> Any:
+    """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
+
+    Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
+    initialisation by the model's own recipe with `seed`. Adds `model.loss_sum(LossInputs)`, the summed cross
+    entropy, and the record `model.fivefold` (`Spread`).
+
+    Raises `UserError` when the layout does not fit the world or the model.
+    """
+    _check(layout)
+    device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    anatomy = Anatomy.of(model)
+    on_meta = next(model.parameters()).is_meta
+    source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
+    buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
+    specs = tensor.shard_specs(model, anatomy, layout.tp)
+    copies = tensor.HeadCounts.of(model.config).kv_copies(layout.tp) if layout.tp > 1 else 1
+    mesh = build_mesh(layout, device.type, kv_copies=copies)
+    model.to("meta")
+    fold = _tensor_parallel(model, anatomy, specs, mesh)
+    _wrap_blocks(model, anatomy, recompute=layout.recompute, compile_blocks=compile_blocks)
+    reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
+    model_units = data.units(model, anatomy)
+    model.to(data.master_dtype(layout.precision))
+    data.apply_data_parallel(model, anatomy, mesh, reduce_dtype=reduce_dtype)
+    vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
+    spread = Spread(layout, mesh, anatomy, specs, model_units, fold, vocabulary, reduce_dtype)
+    model.fivefold = spread
+    _materialise(model, spread, device)
+    fill(model, source)
+    for name, values in buffers.items():
+        model.get_buffer(name).copy_(values)
+    model.loss_sum = MethodType(partial(_loss_sum, loss_chunks=loss_chunks), model)
+    register_fsdp_forward_method(model, "loss_sum")
+    return model
+
+
+def fill(model: nn.Module, source: TensorSource) -> None:
+    """Overwrite every parameter with this rank's part of `source`, reading nothing else."""
+    spread = spread_of(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = tensor.local(parameter)
+            for global_region, local_region in spread.regions(name):
+                local[local_region].copy_(source.read(name, global_region))
+
+
+def spread_of(model: nn.Module) -> Spread:
+    """The record of a parallelized model."""
+    return cast(Spread, model.fivefold)
+
+
+def _check(layout: Layout) -> None:
+    layout.resolve(dist.get_world_size())
+    for fold in ("pp", "cp", "ep"):
+        if getattr(layout, fold) > 1:
+            raise UserError(f"layout {layout}: {fold} is not built yet", fix="use dp_replicate, dp_shard and tp")
+
+
+def _tensor_parallel(
+    model: nn.Module, anatomy: Anatomy, specs: dict[str, ShardSpec], mesh: Mesh
+) -> tensor.TensorParallel | None:
+    layout = mesh.layout
+    if layout.tp == 1:
+        return None
+    sequence_parallel = layout.sequence_parallel
+    return tensor.apply_tensor_parallel(model, anatomy, specs, mesh.tp_group, sequence_parallel=sequence_parallel)
+
+
+def _wrap_blocks(model: nn.Module, anatomy: Anatomy, *, recompute: str, compile_blocks: bool) -> None:
+    """Recompute and compile each block inside FSDP's hooks; names do not change."""
+    for name in anatomy.layers:
+        block = model.get_submodule(name)
+        forward = torch.compile(block.forward, dynamic=False) if compile_blocks else block.forward
+        if recompute == "full":
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        block.forward = forward
+
+
+def _materialise(model: nn.Module, spread: Spread, device: torch.device) -> None:
+    """Allocate the sharded parameters and the buffers. `to_empty` unties shared parameters: tie them again."""
+    model.to_empty(device=device)
+    if spread.anatomy.tied:
+        head, embedding = (model.get_submodule(path) for path in (spread.anatomy.head, spread.anatomy.embedding))
+        head.weight = embedding.weight
+
+
+def _loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Tensor:
+    """The summed cross entropy of one micro batch, times `inputs.scale`. Equal on all tp ranks."""
+    spread = spread_of(model)
+    fold = spread.tensor
+    base = model.get_submodule(spread.anatomy.base)
+    hidden = base(
+        input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds
+    ).last_hidden_state
+    if fold:
+        hidden = fold.enter(hidden)
+    sizes = loss.chunk_sizes(inputs.labels.numel(), spread.vocabulary, loss_chunks)
+    head_parameters = list(model.get_submodule(spread.anatomy.head).parameters())
+    with loss.head_only(model, spread.anatomy) as logits_of:
+        return _in_chunks(fold, logits_of, hidden, inputs, head_parameters, sizes)
+
+
+def _in_chunks(
+    fold: tensor.TensorParallel | None, logits_of: loss.Logits, hidden: Tensor, inputs: LossInputs,
+    head_parameters: list[Tensor], sizes: tuple[int, ...],
+) -> Tensor:  # fmt: skip
+    if fold is None:
+        return loss.chunked_loss(logits_of, hidden, inputs.labels, head_parameters, sizes, None, inputs.scale)
+    with fold.chunked_head():
+        return loss.chunked_loss(logits_of, hidden, inputs.labels, head_parameters, sizes, fold, inputs.scale)

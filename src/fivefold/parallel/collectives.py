@@ -1,0 +1,126 @@
+"""Collectives as data: what a fold declares, and what a run issued.
+
+Each fold declares its collectives beside the code that issues them (`declare` in data.py, tensor.py, loss.py,
+training/step.py). `record` observes the dispatcher; a test holds the two equal. Bytes are those of the larger
+buffer, the gathered or the unreduced one, on one rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, order=True)
+class Collective:
+    """`count` collectives of one kind over one mesh axis, `bytes` in all, per rank and optimizer step."""
+
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What the folds need to know of an optimizer step to declare their collectives.
+
+    `rows` x `tokens` is one micro batch, `loss_rows` the tokens of each loss chunk; sizes in bytes.
+    """
+
+    rows: int
+    tokens: int
+    hidden: int
+    micro_batches: int
+    loss_chunks: tuple[int, ...]
+    compute_bytes: int
+    master_bytes: int
+    reduce_bytes: int
+    zero: int
+    sequence_parallel: bool
+    recompute: str
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One micro batch's hidden states over all tokens."""
+        return self.rows * self.tokens * self.hidden * self.compute_bytes
+
+
+def total(parts: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Sum by (axis, kind), dropping empty rows."""
+    counts: Counter[tuple[str, str]] = Counter()
+    volume: Counter[tuple[str, str]] = Counter()
+    for part in parts:
+        counts[part.axis, part.kind] += part.count
+        volume[part.axis, part.kind] += part.bytes
+    return tuple(Collective(axis, kind, counts[axis, kind], volume[axis, kind]) for axis, kind in sorted(counts) if counts[axis, kind])
+
+
+def by_group(declared: Iterable[Collective], mesh: Mesh) -> tuple[Collective, ...]:
+    """Declared collectives under the names a recording gives them: an axis that spans the world is the world."""
+    spanning = mesh.spanning_axes
+    return total(Collective("world", c.kind, c.count, c.bytes) if c.axis in spanning else c for c in declared)
+
+
+# Operator name (namespaces c10d and _c10d_functional) -> (kind, which buffer is the larger one).
+_KINDS = {
+    "_allgather_base_": ("all_gather", "first"),
+    "all_gather_into_tensor": ("all_gather", "result"),
+    "_reduce_scatter_base_": ("reduce_scatter", "second"),
+    "reduce_scatter_tensor": ("reduce_scatter", "first"),
+    "allreduce_": ("all_reduce", "first"),
+    "all_reduce": ("all_reduce", "first"),
+    "all_reduce_": ("all_reduce", "first"),
+    "broadcast_": ("broadcast", "first"),
+    "alltoall_base_": ("all_to_all", "second"),
+    "all_to_all_single": ("all_to_all", "first"),
+}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, mesh: Mesh, found: list[Collective]) -> None:
+        super().__init__()
+        self.mesh, self.found = mesh, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        namespace, name = func._schema.name.split("::")
+        if namespace in ("c10d", "_c10d_functional") and name in _KINDS:
+            self._note(name, args, result)
+        return result
+
+    def _note(self, name: str, args: Any, result: Any) -> None:
+        kind, which = _KINDS[name]
+        group_name, size = _group(args)
+        if size == 1:
+            return
+        buffer = {"first": args[0], "second": args[1], "result": result}[which]
+        tensors = buffer if isinstance(buffer, (list, tuple)) else [buffer]
+        volume = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        self.found.append(Collective(self.mesh.axis_of(group_name), kind, 1, volume))
+
+
+def _group(args: Any) -> tuple[str, int]:
+    """Name and size of the process group among an operator's arguments."""
+    for argument in args:
+        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
+            return argument, dist.distributed_c10d._resolve_process_group(argument).size()
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            group = dist.ProcessGroup.unbox(argument)
+            return group.group_name, group.size()
+    raise AssertionError(f"no process group among {args}")
+
+
+@contextmanager
+def record(mesh: Mesh) -> Iterator[list[Collective]]:
+    """Collect every collective that this rank issues inside the block (groups of one rank left out)."""
+    found: list[Collective] = []
+    with _Recorder(mesh, found):
+        yield found

@@ -1,0 +1,93 @@
+"""Data parallelism: FSDP2 over `dp_shard * cp`, copies over `dp_replicate`, and the three ZeRO stages.
+
+Gradients are summed, never averaged: the loss is already divided by the global count of target tokens, so data
+ranks, accumulation and later folds agree by construction (and gloo, which has no pre-multiplied sum, works).
+
+| zero | parameters gathered | gradients reduced |
+| ---- | ------------------- | ----------------- |
+| 1    | once a step         | once a step       |
+| 2    | once a step         | per micro batch   |
+| 3    | twice a micro batch (forward, backward) | per micro batch |
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fivefold.layout import Layout
+from fivefold.models.anatomy import Anatomy
+from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.mesh import Mesh
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def master_dtype(precision: str) -> torch.dtype:
+    """What parameters and optimizer state are kept in: fp32, or fp64 when that is what a proof computes in."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One group of parameters that FSDP gathers and reduces together. `name` "" is the whole model's own unit."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+def units(model: nn.Module, anatomy: Anatomy) -> tuple[Unit, ...]:
+    """The embedding (unless tied), each layer, and last the rest: final norm and head (and a tied embedding)."""
+    names = [name for name, _ in model.named_parameters()]
+    separate = (*anatomy.layers,) if anatomy.tied else (anatomy.embedding, *anatomy.layers)
+    found = [Unit(module, tuple(n for n in names if n.startswith(module + "."))) for module in separate]
+    taken = {name for unit in found for name in unit.parameters}
+    return (*found, Unit("", tuple(name for name in names if name not in taken)))
+
+
+def apply_data_parallel(model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, reduce_dtype: torch.dtype) -> None:
+    """Shard `model` in place with FSDP2, one group per unit. On one process the same path casts and accumulates."""
+    layout = mesh.layout
+    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[layout.precision], reduce_dtype=reduce_dtype)
+    for unit in units(model, anatomy):
+        keep = layout.zero < 3 or unit.name == ""
+        fully_shard(model.get_submodule(unit.name), mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=not keep)
+    if mesh.fsdp.size() > 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+
+
+def prepare_micro_batch(model: nn.Module, layout: Layout, *, last: bool) -> None:
+    """Tell FSDP what this micro batch's backward gathers, keeps and reduces (the table at the top)."""
+    root = cast(FSDPModule, model)
+    root.set_requires_gradient_sync(last or layout.zero > 1)
+    root.set_requires_all_reduce(last)
+    root.set_reshard_after_backward(last or layout.zero == 3)
+
+
+def declare(
+    model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], layout: Layout, shape: StepShape
+) -> list[Collective]:
+    """Collectives of one optimizer step. `local_shapes`: parameter -> its shape before FSDP, after tensor parallelism."""
+    shards = layout.dp_shard * layout.cp
+    found = []
+    for unit in model_units:
+        numel = sum(_padded_numel(local_shapes[name], shards) for name in unit.parameters)
+        gathers = 1 if shape.zero < 3 else shape.micro_batches * (1 if unit.name == "" else 2)
+        reductions = 1 if shape.zero == 1 else shape.micro_batches
+        if shards > 1:
+            found.append(Collective("dp_shard", "all_gather", gathers, gathers * numel * shape.compute_bytes))
+            found.append(Collective("dp_shard", "reduce_scatter", reductions, reductions * numel * shape.reduce_bytes))
+        if layout.dp_replicate > 1:
+            found.append(Collective("dp_replicate", "all_reduce", 1, numel // shards * shape.reduce_bytes))
+    return found
+
+
+def _padded_numel(shape: tuple[int, ...], shards: int) -> int:
+    """FSDP pads dimension 0 up to a multiple of the shards on the wire."""
+    rows, rest = shape[0], torch.Size(shape[1:]).numel()
+    return -(-rows // shards) * shards * rest

@@ -1,0 +1,159 @@
+"""The training loss in chunks, split by vocabulary: full logits never exist, forward or backward.
+
+Each chunk of hidden states goes through the model's *own* forward with its base swapped for a pass-through, so
+that soft-capping, logit scales and biases of the head survive. The gradients of a chunk are computed on the spot
+and only [tokens, D] and the head's own gradients are kept (the idea of Liger Kernel, arXiv:2410.10989, with the
+head under tensor parallelism).
+
+Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from fivefold.models.anatomy import Anatomy
+from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.tensor import TensorParallel
+
+IGNORE = -100  # label of a position without a target
+CHUNK_BYTES = 64 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
+
+Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, V]
+
+
+def chunk_sizes(tokens: int, vocabulary: int, loss_chunks: int | None) -> tuple[int, ...]:
+    """Tokens of each chunk. `loss_chunks` None: as many chunks as keep fp32 logits under `CHUNK_BYTES`."""
+    chunks = loss_chunks or max(1, -(-tokens * vocabulary * 4 // CHUNK_BYTES))
+    size = -(-tokens // min(chunks, tokens))
+    return tuple(min(size, tokens - start) for start in range(0, tokens, size))
+
+
+def chunked_loss(
+    logits_of: Logits,
+    hidden_BTD: Tensor,
+    labels_BT: Tensor,
+    head_parameters: list[Tensor],
+    sizes: tuple[int, ...],
+    fold: TensorParallel | None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Cross entropy summed over the targets of [B, T], times `scale` (fp32 scalar).
+
+    The gradients reach `hidden_BTD` and `head_parameters`. Without gradients enabled, nothing is kept.
+    """
+    hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
+    if not torch.is_grad_enabled():
+        parts = zip(hidden.split(sizes, dim=1), labels.split(sizes), strict=True)
+        total = sum(_cross_entropy(logits_of(h), y, fold)[0] for h, y in parts)
+        return total if scale is None else total * scale  # type: ignore[return-value]
+    return _ChunkedLoss.apply(logits_of, hidden, labels, sizes, fold, scale, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Forward computes the gradients too; backward hands them out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_of: Logits, hidden: Tensor, labels: Tensor, sizes: tuple[int, ...],
+        fold: TensorParallel | None, scale: Tensor | None, *parameters: Tensor,
+    ) -> Tensor:  # fmt: skip
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        hidden_grad = torch.empty_like(hidden)
+        sums: list[Tensor] = []
+        for h, y, grad in zip(hidden.split(sizes, 1), labels.split(sizes), hidden_grad.split(sizes, 1), strict=True):
+            leaf = h.detach().requires_grad_()
+            with torch.enable_grad():
+                logits = logits_of(leaf)
+            loss, logits_grad = _cross_entropy(logits.detach(), y, fold, scale, gradient=True)
+            chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad)
+            total += loss
+            grad.copy_(chunk_grad)
+            sums = list(grads) if len(sizes) == 1 else _accumulate(sums, grads)
+        ctx.save_for_backward(hidden_grad, *(s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        hidden_grad, *sums = ctx.saved_tensors
+        return (None, hidden_grad * grads[0], None, None, None, None, *(s * grads[0] for s in sums))
+
+
+def _accumulate(sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Add a chunk's parameter gradients, in fp32 or better: bf16 sums over many chunks lose the small ones."""
+    if not sums:
+        return [g.to(_accumulator(g.dtype)) for g in grads]
+    for s, g in zip(sums, grads, strict=True):
+        s += g
+    return sums
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _cross_entropy(
+    logits: Tensor, labels_N: Tensor, fold: TensorParallel | None, scale: Tensor | None = None, *, gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of vocabulary-split logits [1, N, V] and, if asked, its gradient (same shape and dtype).
+
+    Two all-reduces of [N]-sized vectors over tp: the maximum of the ranks' log-sum-exps; then their rescaled sums
+    together with the target's logit, which exactly one rank holds.
+    """
+    x_NV = logits[0].to(_accumulator(logits.dtype))
+    start = fold.vocabulary[fold.rank][0] if fold else 0
+    has_target = labels_N != IGNORE
+    index_N = torch.where(has_target, labels_N - start, 0)
+    mine_N = has_target & (index_N >= 0) & (index_N < x_NV.shape[-1])
+    index_N = torch.where(mine_N, index_N, 0).unsqueeze(-1)
+    target_N = torch.where(mine_N, x_NV.gather(-1, index_N).squeeze(-1), 0.0)
+    lse_N = torch.logsumexp(x_NV, dim=-1)
+    if fold:
+        lse_N, target_N = _combine(lse_N, target_N, fold.group)
+    loss = torch.where(has_target, lse_N - target_N, 0.0).sum(dtype=torch.float64)
+    if scale is not None:
+        loss = loss * scale
+    if not gradient:
+        return loss, logits
+    grad_NV = (x_NV - lse_N.unsqueeze(-1)).exp_()
+    grad_NV.scatter_add_(-1, index_N, -mine_N.to(grad_NV.dtype).unsqueeze(-1))
+    weight_N = has_target.to(grad_NV.dtype)
+    grad_NV.mul_((weight_N if scale is None else weight_N * scale).unsqueeze(-1))
+    return loss, grad_NV.to(logits.dtype).unsqueeze(0)
+
+
+def _combine(lse_N: Tensor, target_N: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp over all vocabulary shards, and the target's logit wherever it lives."""
+    highest_N = lse_N.clone()
+    dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
+    both = torch.stack([(lse_N - highest_N).exp(), target_N])
+    dist.all_reduce(both, group=group)
+    return highest_N + both[0].log(), both[1]
+
+
+@contextmanager
+def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Logits]:
+    """The model's own forward from hidden states to logits: its base is a pass-through inside the block."""
+    base = model.get_submodule(anatomy.base)
+    model._modules[anatomy.base] = _PassThrough()
+    try:
+        yield lambda hidden: type(model).forward(model, inputs_embeds=hidden, use_cache=False).logits
+    finally:
+        model._modules[anatomy.base] = base
+
+
+class _PassThrough(nn.Module):
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def declare(shape: StepShape) -> list[Collective]:
+    """Two all-reduces over tp per chunk, of one and two fp32 (fp64) numbers per token."""
+    count = 2 * len(shape.loss_chunks) * shape.micro_batches
+    tokens = sum(shape.loss_chunks) * shape.micro_batches
+    return [Collective("tp", "all_reduce", count, 3 * tokens * max(4, shape.compute_bytes))]

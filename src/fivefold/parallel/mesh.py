@@ -1,0 +1,91 @@
+"""The device mesh of a layout and the process groups its folds use. Private `DeviceMesh` surfaces stay in this file."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fivefold.layout import MESH_AXES, Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh of a layout (axes `MESH_AXES`, outermost first) seen from this rank.
+
+    `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
+    `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every rank has its own).
+    """
+
+    layout: Layout
+    device: DeviceMesh
+    fsdp: DeviceMesh
+    kv_replicas: dist.ProcessGroup | None
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return self.device.get_group("tp")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.device.get_local_rank("tp")
+
+    @property
+    def fsdp_rank(self) -> int:
+        return self.fsdp.get_local_rank(self.fsdp.ndim - 1)
+
+    @property
+    def fsdp_size(self) -> int:
+        return self.layout.dp_shard * self.layout.cp
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among the `layout.data_ranks` that read different rows."""
+        return self.device.get_local_rank("dp_replicate") * self.layout.dp_shard + self.device.get_local_rank("dp_shard")
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on the ranks that stand for all copies over `dp_replicate`."""
+        return self.device.get_local_rank("dp_replicate") == 0
+
+    @property
+    def spanning_axes(self) -> set[str]:
+        """Axes of several ranks whose group is the whole world: torch gives them the world's own group."""
+        layout = self.layout
+        sizes = {"tp": layout.tp, "dp_shard": self.fsdp_size, "dp_replicate": layout.dp_replicate}
+        sizes["tp_kv"] = self.kv_replicas.size() if self.kv_replicas is not None else 1
+        return {axis for axis, size in sizes.items() if size == layout.world > 1}
+
+    def axis_of(self, group_name: str) -> str:
+        """The mesh axis whose process group has this name: how recorded collectives are told apart."""
+        named = {self.device.get_group(axis).group_name: axis for axis in reversed(MESH_AXES)}
+        named[self.fsdp.get_group(self.fsdp.ndim - 1).group_name] = "dp_shard"
+        if self.kv_replicas is not None:
+            named[self.kv_replicas.group_name] = "tp_kv"
+        named[dist.group.WORLD.group_name] = "world"  # type: ignore[union-attr]
+        return named.get(group_name, group_name)
+
+
+def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1) -> Mesh:
+    """Build the mesh over the current world; every rank calls it.
+
+    `kv_copies`: how many neighbouring tp ranks share the same key/value heads.
+    """
+    device = init_device_mesh(device_type, layout.shape, mesh_dim_names=MESH_AXES)
+    if layout.cp > 1:
+        device["dp_shard", "cp"]._flatten("fsdp")
+    shard = "fsdp" if layout.cp > 1 else "dp_shard"
+    fsdp = device[("dp_replicate", shard)] if layout.dp_replicate > 1 else device[shard]
+    return Mesh(layout, device, fsdp, _kv_group(layout, kv_copies))
+
+
+def _kv_group(layout: Layout, copies: int) -> dist.ProcessGroup | None:
+    """Every rank makes every group (a rule of `new_group`); tp is innermost, so neighbours are consecutive ranks."""
+    if copies == 1:
+        return None
+    mine = None
+    for first in range(0, layout.world, copies):
+        ranks = list(range(first, first + copies))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine

@@ -1,0 +1,32 @@
+"""The three collectives that tensor parallelism is made of, over dimension 1, as functional operators.
+
+Functional (they return new tensors) so that `torch.compile` traces through them; called at the operator level, whose
+names are the same in torch 2.11 to 2.13 (the Python wrappers were renamed in between).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_functional = torch.ops._c10d_functional
+
+
+def gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, T/n, ...] on each of n ranks -> [B, T, ...], rank order along dimension 1."""
+    size = group.size()
+    stacked = _functional.wait_tensor(_functional.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name))
+    return stacked.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
+
+
+def scatter_sum(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, T, ...] on each of n ranks -> this rank's [B, T/n, ...] of their sum."""
+    size = group.size()
+    stacked = x_BTD.unflatten(1, (size, -1)).transpose(0, 1).contiguous().flatten(0, 1)
+    return _functional.wait_tensor(  # type: ignore[no-any-return]
+        _functional.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
+    )
+
+
+def sum_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group's ranks, on every rank."""
+    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]

@@ -1,0 +1,51 @@
+"""Between the steps: the validation loss and a generated sample. Training state is left as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from fivefold.config import RunConfig
+from fivefold.data.rows import PackedRows
+from fivefold.parallel.apply import spread_of
+from fivefold.training.optimizer import all_reduce_sum
+from fivefold.training.step import to_device
+
+
+def evaluate(model: Any, rows: PackedRows, config: RunConfig) -> float:
+    """Mean cross entropy, nats per target token, over the first `eval.max_tokens` tokens of `rows`; equal on all ranks."""
+    spread = spread_of(model)
+    layout = spread.layout
+    device = next(model.parameters()).device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    with evaluating(model):
+        for batch in rows.sequential(
+            data_rank=spread.mesh.data_rank,
+            data_ranks=layout.data_ranks,
+            micro_batch_size=layout.micro_batch_size,
+            row_multiple=layout.row_multiple,
+            max_tokens=config.eval.max_tokens,
+        ):
+            totals[0] += model.loss_sum(to_device(batch, device))
+            totals[1] += batch.targets
+    if spread.mesh.tp_rank:
+        totals.zero_()
+    loss, targets = all_reduce_sum(totals).tolist()
+    return float(loss / targets)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """No gradients, eval mode; afterwards the gathered parameters are dropped, for the next step changes them."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -1,0 +1,60 @@
+"""The lines around a run: what it is before the first step, where everything is after the last."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fivefold.layout import MESH_AXES
+from fivefold.parallel.apply import spread_of
+
+if TYPE_CHECKING:
+    from fivefold.training.run import Job
+
+
+
+def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str, str]]:
+    """(label, text) rows of the header."""
+    config, layout, world = job.config, spread_of(job.model).layout, job.world
+    on = " ".join(f"{axis} {getattr(layout, axis)}" for axis in MESH_AXES if getattr(layout, axis) > 1) or "one process"
+    accumulation = layout.accumulation(config.train.global_batch_size)
+    batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
+    device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
+    name = type(job.model).__name__
+    rows = [
+        ("run", f"{config.run_dir}   seed {config.train.seed}"),
+        ("model", f"{name} {_count(job.costs.parameters)} parameters, {config.model.init} weights"),
+        *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
+        ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
+        ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
+        ("compute", f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}"),
+        ("mfu", _mfu_line(job)),
+    ]
+    if resumed:
+        rows.append(("resume", f"from {resumed}, step {job.step} of {job.total_steps}"))
+    return rows
+
+
+def _mfu_line(job: "Job") -> str:
+    peak = job._peak_tflops
+    formula = "6 x matmul weights x tokens + causal attention (halved), no recompute"
+    return f"{formula}; peak {peak:g} TFLOP/s" if peak else f"n/a: the peak of this device is not known ({formula})"
+
+
+def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
+    """(label, text) rows of the end: results, files, and what to type next."""
+    run = job.config.run_dir
+    val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""
+    skipped = f"   {job.skipped} steps skipped" if job.skipped else ""
+    prompt = next(iter(job.config.sample.prompts), "The")
+    return [
+        ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
+        ("files", f"{run}/  metrics.jsonl  samples.jsonl  checkpoints/  logs/  run.yaml"),
+        ("next", f'fivefold generate {run} --prompt "{prompt}"'),
+        ("", f"fivefold export {run} {run / 'hf'}"),
+    ]
+
+
+def _count(n: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if n >= size:
+            return f"{n / size:.1f}{unit}"
+    return str(n)

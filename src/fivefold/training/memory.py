@@ -1,0 +1,39 @@
+"""Peak memory of this process, as `memory/peak_gib` means it."""
+
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Peak since construction (build it before the model): CUDA's allocator, or the resident set less its start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        self.start_kib = _resident("VmRSS")
+        try:
+            _CLEAR.write_text("5")  # resets VmHWM
+        except OSError:
+            self.start_kib = self.start_kib and max(self.start_kib, _resident("VmHWM") or 0)
+
+    @property
+    def gib(self) -> float | None:
+        """GiB, or None where the system does not tell."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**30
+        peak = _resident("VmHWM")
+        return None if peak is None or self.start_kib is None else max(0, peak - self.start_kib) / 2**20
+
+
+def _resident(key: str) -> int | None:
+    """A field of /proc/self/status in KiB."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(key + ":")), None)

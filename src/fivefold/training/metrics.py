@@ -1,0 +1,65 @@
+"""`metrics.jsonl` and the other places metrics go. Rank 0 writes; names are slash-grouped (design, section 5)."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fivefold.errors import UserError
+
+Row = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line, flushed at once. A resumed run first loses the rows after `last_step`."""
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        keep = [line for line in _complete_lines(path) if json.loads(line)["step"] <= last_step]
+        path.write_text("".join(keep), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard event files (extra `tensorboard`). Rows after `last_step` of an earlier attempt are purged."""
+
+    def __init__(self, folder: Path, *, last_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError("log.to names tensorboard, which is not installed", fix="pip install tensorboard") from error
+        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)  # type: ignore[no-untyped-call]
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, row["step"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def open_sinks(names: tuple[str, ...], run_dir: Path, *, last_step: int) -> list[Sink]:
+    """The sinks of `log.to`; `metrics.jsonl` is always written."""
+    sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", last_step=last_step)]
+    if "tensorboard" in names:
+        sinks.append(TensorBoard(run_dir / "tensorboard", last_step=last_step))
+    return sinks
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Lines of an earlier attempt; a half-written last line is dropped."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n") and line.strip()]

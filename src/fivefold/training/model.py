@@ -1,0 +1,80 @@
+"""The model of a run: its config fitted to the tokenizer, where its weights come from, whether compiling pays."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fivefold.config import RunConfig
+from fivefold.data.prepare import PreparedData
+from fivefold.errors import UserError
+from fivefold.launch.world import World
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.training.flops import Costs
+
+# Compiling a block took 27 to 50 s on two CPU cores and saved 2 to 50% of a step there, so a CPU run must be long.
+CPU_FLOPS = 100e9  # what a core sustains in training, FLOP/s: only the order of magnitude matters
+PAYS_AFTER_SECONDS = 3600.0
+
+
+def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
+    """The `transformers` model on the meta device.
+
+    A randomly initialised model takes its vocabulary and end token from the tokenizer unless `model.overrides` says
+    otherwise. Raises `UserError` when the tokenizer makes tokens the model does not have, or rows are longer than
+    its positions.
+    """
+    overrides: dict[str, Any] = dict(config.model.overrides)
+    if config.model.init == "random" and config.tokenizer.name_or_path != "auto":
+        own = {"vocab_size": data.vocab_size, "eos_token_id": data.eos_token_id, "bos_token_id": None, "pad_token_id": None}
+        overrides = {**own, **overrides}
+    hf_config = load_model_config(config.model.name_or_path, overrides)
+    if data.vocab_size > hf_config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {data.vocab_size} tokens, the model's vocabulary {hf_config.vocab_size}",
+            fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
+            f"or set model.overrides.vocab_size: {data.vocab_size} with model.init: random",
+        )
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if positions and config.data.seq_length > positions:
+        raise UserError(
+            f"data.seq_length {config.data.seq_length} is more than the model's max_position_embeddings {positions}",
+            fix=f"set data.seq_length to {positions} or less, or model.overrides.max_position_embeddings",
+        )
+    return build_meta(hf_config)
+
+
+def load_source(config: RunConfig, model: PreTrainedModel) -> TensorSource | None:
+    """Where the first weights come from: a folder's safetensors, or None for random initialisation."""
+    if config.model.init == "random":
+        return None
+    return SafetensorsFolder(_weights_folder(config.model.name_or_path), model)
+
+
+def _weights_folder(name_or_path: str) -> Path:
+    """The local folder of a model; a hub id is fetched, which is what naming it asks for."""
+    path = Path(name_or_path)
+    if path.is_file():
+        return path.parent
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:
+        raise UserError(f"the weights of {name_or_path} cannot be fetched: {error}") from error
+
+
+def compile_pays(config: RunConfig, costs: Costs, data: PreparedData, world: World, total_steps: int) -> bool:
+    """What `train.compile: auto` decides: on a GPU yes; on a CPU when the run is long and a C++ compiler is there."""
+    if config.train.compile != "auto":
+        return config.train.compile
+    if world.device != "cpu":
+        return True
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return False
+    tokens = data.train.counts.tokens / len(data.train) * config.train.global_batch_size * total_steps
+    return costs.per_token * tokens / (CPU_FLOPS * world.size) > PAYS_AFTER_SECONDS

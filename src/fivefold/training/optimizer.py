@@ -1,0 +1,55 @@
+"""The optimizer over a parallelized model: fused AdamW, decay on matrices only, and the norm of a spread gradient."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.config import OptimizerSection
+from fivefold.parallel.apply import spread_of
+from fivefold.parallel.tensor import local
+
+
+def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.AdamW:
+    """AdamW over every parameter of `model`; norms and biases (one dimension, seen whole) do not decay."""
+    shards = spread_of(model).shards
+    decayed = [p for name, p in model.named_parameters() if len(shards[name].shape) > 1]
+    others = [p for name, p in model.named_parameters() if len(shards[name].shape) <= 1]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.learning_rate,
+        betas=options.betas,
+        eps=options.eps,
+        fused=True,
+    )
+
+
+def local_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, this rank's part of the gradient) of every parameter that has one."""
+    return [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+
+
+def squared_norm(model: nn.Module) -> Tensor:
+    """This rank's share of the squared gradient norm, fp64 scalar: each element of the model counted on one rank only.
+
+    The sum over the world is the squared norm of the whole gradient, replicated parameters counted once
+    (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
+    """
+    spread = spread_of(model)
+    owned = [gradient for name, gradient in local_gradients(model) if spread.is_owner(name) and gradient.numel()]
+    if not owned:
+        return torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    return torch.stack(torch._foreach_norm(owned)).double().square().sum()
+
+
+def clip_(model: nn.Module, norm: float, max_norm: float) -> None:
+    """Scale the gradients so that their global norm is at most `max_norm` (0: no clipping), as torch's own rule does."""
+    factor = max_norm / (norm + 1e-6)
+    if max_norm > 0 and factor < 1.0:
+        torch._foreach_mul_([gradient for _, gradient in local_gradients(model)], factor)
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum over the world, in place."""
+    dist.all_reduce(tensor)
+    return tensor

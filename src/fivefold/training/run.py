@@ -1,0 +1,286 @@
+"""`fivefold train` on one rank, read downwards: data, model, resume, the loop, the end.
+
+The same code runs on one CPU and on many GPUs; nothing here knows which folds are on.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.checkpoint import checkpoints
+from fivefold.config import RunConfig, check_supported
+from fivefold.data.batch import MicroBatch
+from fivefold.data.prepare import PreparedData, prepare
+from fivefold.errors import RunFailed, UserError
+from fivefold.launch.world import World, join
+from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.training import flops, header
+from fivefold.training.display import Display, open_display
+from fivefold.training.evaluate import evaluate, sample
+from fivefold.training.memory import PeakMemory
+from fivefold.training.metrics import Sink, open_sinks
+from fivefold.training.model import build_model, compile_pays, load_source
+from fivefold.training.optimizer import build_optimizer
+from fivefold.training.schedule import learning_rate
+from fivefold.training.step import StepResult, train_step
+
+MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
+
+
+def train(config: RunConfig, world: World) -> None:
+    """Train as `config` says, on this rank of `world`.
+
+    Raises `UserError` for a request that cannot be met and `RunFailed` when the run diverges.
+    """
+    check_supported(config)
+    data = prepare(config)  # before the process group exists: nobody waits in a collective
+    with join(world), ExitStack() as stack:
+        job = Job.build(config, world, data, stack)
+        job.run()
+
+
+@dataclass
+class Job:
+    """One training run on one rank."""
+
+    config: RunConfig
+    world: World
+    data: PreparedData
+    model: Any
+    optimizer: torch.optim.Optimizer
+    display: Display | None  # rank 0 only, like the sinks
+    sinks: list[Sink]
+    memory: PeakMemory
+    costs: flops.Costs
+    total_steps: int
+    step: int = 0  # steps done
+    tokens_seen: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    last_eval: float | None = None
+    spent: float = 0.0  # seconds of evaluation, samples and checkpoints since the last step
+    prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    # ---- before the first step --------------------------------------------------------------------------------------
+
+    @classmethod
+    def build(cls, config: RunConfig, world: World, data: PreparedData, stack: ExitStack) -> "Job":
+        """Everything that is there before the first step; `stack` closes it."""
+        memory = PeakMemory(torch.device(world.device))
+        layout = config.layout.resolve(world.size)
+        layout.accumulation(config.train.global_batch_size)
+        model = build_model(config, data)
+        costs = flops.Costs.of(model)
+        total_steps = config.train.max_steps or steps_for(config.train.max_tokens or 0, config, data)
+        compiled = compile_pays(config, costs, data, world, total_steps)
+        source = load_source(config, model)
+        chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
+        parallelize(
+            model, layout, device=world.device, source=source, seed=config.train.seed,
+            reduce=config.precision.reduce, loss_chunks=chunks, compile_blocks=compiled,
+        )  # fmt: skip
+        optimizer = build_optimizer(model, config.optimizer)
+        job = cls(config, world, data, model, optimizer, None, [], memory, costs, total_steps)
+        resumed = job._resume()
+        if world.is_first:
+            job.display = stack.enter_context(open_display(total_steps=total_steps, start=job.step))
+            job.display.header(header.lines(job, compiled=compiled, resumed=resumed))
+            job.sinks = open_sinks(config.log.to, config.run_dir, last_step=job.step)
+            for sink in job.sinks:
+                stack.callback(sink.close)
+        stack.callback(job.prefetch.shutdown, wait=True)
+        return job
+
+    def _resume(self) -> Path | None:
+        """Go on from the newest checkpoint of this run, if there is one that agrees."""
+        folder = checkpoints.newest(self.checkpoint_dir) if self.config.checkpoint.resume == "auto" else None
+        if folder is None:
+            return None
+        opened = checkpoints.Checkpoint.open(folder)
+        checkpoints.check_agreement(opened.agreement, checkpoints.agreement(self.config, self.data.fingerprint))
+        checkpoints.restore(self.model, self.optimizer, opened)
+        self.step = opened.step
+        self.tokens_seen, self.skipped = opened.state["tokens_seen"], opened.state["skipped"]
+        return folder
+
+    # ---- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Steps until the end; then a last evaluation, checkpoint and sample, and what to type next."""
+        if self.step >= self.total_steps:
+            self._close(f"this run is finished: {self.step} of {self.total_steps} steps are done")
+            return
+        for batch, waited in self._batches():
+            started = time.perf_counter() - waited
+            rate = self._learning_rate(self.step)
+            options = self.config.optimizer
+            result = train_step(
+                self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm
+            )
+            seconds = time.perf_counter() - started
+            self.step += 1
+            self.tokens_seen += result.tokens
+            self._guard(result)
+            row = self._row(result, rate, seconds, waited)
+            if self._due(self.config.eval.every) and self.data.validation:
+                self.last_eval = row["eval/loss"] = evaluate(self.model, self.data.validation, self.config)
+                if self.display:
+                    self.display.evaluated(self.step, self.last_eval)
+            self._log(row)
+            if self._due(self.config.sample.every):
+                self._sample()
+            if self._due(self.config.checkpoint.every):
+                self._save()
+        self._close()
+
+    def _batches(self) -> Iterator[tuple[list[MicroBatch], float]]:
+        """This rank's micro batches from the current step on, each with the seconds it was waited for."""
+        ahead: Future[list[MicroBatch]] = self.prefetch.submit(self._read, self.step)
+        for step in range(self.step, self.total_steps):
+            asked = time.perf_counter()
+            batch = ahead.result()
+            waited = time.perf_counter() - asked
+            if step + 1 < self.total_steps:
+                ahead = self.prefetch.submit(self._read, step + 1)
+            yield batch, waited
+
+    def _read(self, step: int) -> list[MicroBatch]:
+        spread = spread_of(self.model)
+        layout = spread.layout
+        return self.data.train.batch(
+            step,
+            global_batch_size=self.config.train.global_batch_size,
+            data_rank=spread.mesh.data_rank,
+            data_ranks=layout.data_ranks,
+            micro_batch_size=layout.micro_batch_size,
+            row_multiple=layout.row_multiple,
+        )
+
+    def _learning_rate(self, step: int) -> float:
+        scheduler = self.config.scheduler
+        return learning_rate(
+            step,
+            name=scheduler.name,
+            peak=self.config.optimizer.learning_rate,
+            warmup_steps=scheduler.warmup_steps,
+            total_steps=self.total_steps,
+            min_lr_ratio=scheduler.min_lr_ratio,
+        )
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+    def _guard(self, result: StepResult) -> None:
+        """Count steps that were skipped; stop when they come three in a row."""
+        self.in_a_row = self.in_a_row + 1 if result.skipped else 0
+        if not result.skipped:
+            return
+        self.skipped += 1
+        what = "loss" if not math.isfinite(result.loss) else "gradient"
+        if self.display:
+            self.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
+        if self.in_a_row == MAX_SKIPPED:
+            raise RunFailed(
+                f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}",
+                fix="lower optimizer.learning_rate or lengthen scheduler.warmup_steps; "
+                f"the rows of step {self.step} are the first to look at",
+                more=f"metrics: {self.config.run_dir / 'metrics.jsonl'}",
+            )
+
+    # ---- what is written ---------------------------------------------------------------------------------------------
+
+    def _row(self, result: StepResult, rate: float, seconds: float, waited: float) -> dict[str, Any]:
+        tokens_per_second = result.tokens / seconds
+        flops_done = self.costs.per_token * result.tokens + self.costs.per_squared_length * result.squared_lengths
+        tflops = flops_done / seconds / self.world.size / 1e12
+        peak = self._peak_tflops
+        return {
+            "step": self.step,
+            "train/loss": _finite(result.loss),
+            "train/grad_norm": _finite(result.grad_norm),
+            "train/learning_rate": rate,
+            "train/tokens_seen": self.tokens_seen,
+            "train/skipped_steps": self.skipped,
+            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second_per_device": tokens_per_second / self.world.size,
+            "perf/tflops_per_device": tflops,
+            "perf/mfu_pct": 100 * tflops / peak if peak else None,
+            "perf/step_seconds": seconds,
+            "perf/data_wait_pct": 100 * waited / seconds,
+        }
+
+    @cached_property
+    def _peak_tflops(self) -> float | None:
+        return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
+
+    def _log(self, row: dict[str, Any]) -> None:
+        if not self._due(self.config.log.every) and "eval/loss" not in row:
+            return
+        row["memory/peak_gib"] = self._peak_memory()
+        for sink in self.sinks:
+            sink.write(row)
+        if self.display:
+            self.display.step(row)
+
+    def _peak_memory(self) -> float | None:
+        """The largest peak over ranks, GiB."""
+        mine = self.memory.gib
+        peak = torch.tensor(-1.0 if mine is None else mine, device=self.world.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return None if peak.item() < 0 else peak.item()
+
+    def _sample(self) -> None:
+        for prompt in self.config.sample.prompts:
+            text = sample(self.model, self.data, prompt, seed=self.config.train.seed)
+            if self.display:
+                row = {"step": self.step, "prompt": prompt, "text": text}
+                with (self.config.run_dir / "samples.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                self.display.sampled(self.step, prompt, text)
+
+    def _save(self) -> None:
+        checkpoints.save(
+            self.model,
+            self.optimizer,
+            self.checkpoint_dir,
+            step=self.step,
+            state={"tokens_seen": self.tokens_seen, "skipped": self.skipped},
+            agreement=checkpoints.agreement(self.config, self.data.fingerprint),
+            config=self.config,
+            tokenizer_dir=self.data.tokenizer_dir,
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _close(self, why: str | None = None) -> None:
+        if self.config.checkpoint.export_hf and self.world.is_first:
+            checkpoints.export_run(self.config.run_dir)
+        if self.display:
+            self.display.closing(header.closing_lines(self, why))
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.config.run_dir / "checkpoints"
+
+
+def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:
+    """Steps that read at least `max_tokens` real input tokens, at the mean fill of the rows."""
+    per_row = data.train.counts.tokens / len(data.train)
+    return max(1, math.ceil(max_tokens / (per_row * config.train.global_batch_size)))
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinities: they become null."""
+    return number if math.isfinite(number) else None
+
+
+__all__ = ["Job", "UserError", "replace", "steps_for", "train"]

@@ -1,0 +1,117 @@
+"""One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.data.batch import MicroBatch
+from fivefold.parallel import data, tensor
+from fivefold.parallel.apply import LossInputs, Spread, spread_of
+from fivefold.parallel.collectives import Collective, StepShape, total
+from fivefold.parallel.loss import chunk_sizes
+from fivefold.training.flops import squared_lengths
+from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. `loss`: nats per target token over the global batch; `grad_norm`: before clipping."""
+
+    loss: float
+    grad_norm: float
+    tokens: int  # real input tokens of the global batch
+    targets: int
+    squared_lengths: int  # of the documents, for the FLOPs of attention
+    skipped: bool  # loss or gradient was not finite: nothing was updated
+
+
+def train_step(
+    model: Any, optimizer: torch.optim.Optimizer, batch: Sequence[MicroBatch], *, learning_rate: float, max_grad_norm: float
+) -> StepResult:
+    """Train on this rank's micro batches of one global batch.
+
+    The loss is summed and divided by the global count of target tokens; every reduction is a plain sum.
+    """
+    spread = spread_of(model)
+    device = next(model.parameters()).device
+    targets, tokens, squared = _count(batch, spread, device).tolist()
+    scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
+    loss = gradients(model, batch, scale)
+    if spread.mesh.tp_rank:  # every tp rank computed the same loss: one of them counts it
+        loss.zero_()
+    summed, squares = all_reduce_sum(torch.stack([loss, squared_norm(model)])).tolist()
+    norm = sqrt(squares) if squares >= 0 else float("nan")
+    skipped = not (isfinite(summed) and isfinite(norm))
+    if not skipped:
+        clip_(model, norm, max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(summed, norm, tokens, targets, squared, skipped)
+
+
+def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
+    spread = spread_of(model)
+    device = next(model.parameters()).device
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for index, micro_batch in enumerate(batch):
+        data.prepare_micro_batch(model, spread.layout, last=index == len(batch) - 1)
+        part = model.loss_sum(to_device(micro_batch, device, scale))
+        part.backward()
+        loss += part.detach()
+    if spread.tensor:
+        tensor.sum_partial_gradients(model, spread.tensor, spread.mesh.kv_replicas)
+    return loss
+
+
+def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = None) -> LossInputs:
+    """A micro batch of numpy arrays as tensors; `bounds` stays on the CPU, and is left out when rows are whole documents."""
+    ids, labels, positions = (
+        torch.from_numpy(array).to(device, non_blocking=True) for array in (batch.input_ids, batch.labels, batch.position_ids)
+    )
+    rows = batch.input_ids.shape[0]
+    bounds = None if len(batch.bounds) == rows + 1 else torch.from_numpy(batch.bounds)
+    return LossInputs(ids, labels, positions, bounds=bounds, scale=scale)
+
+
+def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device) -> Tensor:
+    """Global counts, int64 [3]: target tokens, real input tokens, squared document lengths.
+
+    The tp ranks of a row read the same tokens: one of them counts.
+    """
+    counts = (sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch))
+    mine = torch.tensor(counts, dtype=torch.int64, device=device)
+    return all_reduce_sum(mine if spread.mesh.tp_rank == 0 else mine.zero_())
+
+
+def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chunks: int | None = None) -> StepShape:
+    """What the folds need to know to declare the collectives of one step of [rows, tokens] micro batches."""
+    spread = spread_of(model)
+    layout = spread.layout
+    dtype_bytes = {name: dtype.itemsize for name, dtype in data.COMPUTE_DTYPES.items()}
+    return StepShape(
+        rows=rows,
+        tokens=tokens,
+        hidden=model.config.hidden_size,
+        micro_batches=micro_batches,
+        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, loss_chunks),
+        compute_bytes=dtype_bytes[layout.precision],
+        master_bytes=data.master_dtype(layout.precision).itemsize,
+        reduce_bytes=spread.reduce_dtype.itemsize,
+        zero=layout.zero,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+    )
+
+
+def declare(model: Any, shape: StepShape) -> tuple[Collective, ...]:
+    """Every collective of `train_step` on this rank: the folds' own, the token counts, and loss with norm."""
+    spread = spread_of(model)
+    own = [Collective("world", "all_reduce", 2, 24 + 16)] if spread.layout.world > 1 else []
+    return total([*spread.declare(shape), *own])

@@ -1,0 +1,242 @@
+"""What one process computes, and what a layout computes, on inputs that hide nothing.
+
+The reference is the unmodified `transformers` model (its own attention, its own head, every document its own
+sequence), a plain loss, torch's own clipping and AdamW. Documents have unequal, mostly prime lengths; the vocabulary
+and the row length are prime; biases and norm weights are random; clipping bites; weight decay is on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fivefold.config import OptimizerSection
+from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
+from fivefold.layout import Layout
+from fivefold.models.build import build_meta
+from fivefold.models.in_memory import ModelTensors
+from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.collectives import by_group, record, total
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.tensor import local
+from fivefold.training import step as training_step
+from fivefold.training.optimizer import build_optimizer
+
+VOCABULARY, ROW, PAD = 101, 23, 3
+OPTIONS = OptimizerSection(learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "attention_bias": True, "mlp_bias": True,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                            "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "qwen3": {"model_type": "qwen3", "attention_bias": False},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a few steps. `layout` is a text; `family` a key of FAMILIES."""
+
+    layout: str
+    family: str = "llama"
+    tied: bool = False
+    kv_heads: int = 2
+    packing: bool = True
+    rows: int = 8
+    steps: int = 3
+    max_grad_norm: float = 0.5
+    loss_chunks: int | None = None
+    overrides: tuple[tuple[str, Any], ...] = field(default=())
+
+    @property
+    def parsed(self) -> Layout:
+        return Layout.parse(self.layout)
+
+    def with_layout(self, layout: str) -> "Case":
+        return replace(self, layout=layout)
+
+
+@dataclass
+class Outcome:
+    """Losses and norms of each step, the gradients of step 1 and the weights at the end, by parameter name."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+# ---- the same model and the same batches everywhere ------------------------------------------------------------------
+
+
+def hf_config(case: Case) -> Any:
+    values = {
+        "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": case.kv_heads, "vocab_size": VOCABULARY, "tie_word_embeddings": case.tied,
+        "max_position_embeddings": 64, "pad_token_id": PAD, **FAMILIES[case.family], **dict(case.overrides),
+    }  # fmt: skip
+    return AutoConfig.for_model(**values)
+
+
+def reference_model(case: Case, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The unmodified model with every parameter random, fp32 values held in `dtype`."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(hf_config(case), attn_implementation="sdpa", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.08 * noise)
+    return model.to(dtype)
+
+
+def documents(case: Case, step: int) -> list[list[np.ndarray]]:
+    """Rows of a global batch; each a list of documents that fit in ROW tokens. One row is nearly empty."""
+    rng = np.random.default_rng(100 + step)
+    lengths = [[23], [13, 7, 2], [11, 11], [5, 17], [3, 1, 19], [2], [7, 16], [19]]
+    rows = [row if case.packing else row[:1] for row in lengths]
+    return [[rng.integers(0, VOCABULARY, n) for n in rows[i % len(rows)]] for i in range(case.rows)]
+
+
+def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: int) -> list[MicroBatch]:
+    """This data rank's micro batches, dealt as `PackedRows.batch` deals them."""
+    size = layout.micro_batch_size
+    length = -(-ROW // layout.row_multiple) * layout.row_multiple
+    parts = []
+    for accumulated in range(layout.accumulation(len(rows))):
+        first = (accumulated * layout.data_ranks + data_rank) * size
+        pieces = [[Piece(d.astype(np.uint16), d[1:].astype(np.uint16)) for d in row] for row in rows[first : first + size]]
+        parts.append(assemble(pieces, row_length=length, pad_id=0))
+    return parts
+
+
+# ---- one process, nothing of ours -------------------------------------------------------------------------------------
+
+
+def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
+    """Run the case on the unmodified model, each document its own sequence."""
+    model = reference_model(case, dtype)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIONS.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=OPTIONS.learning_rate, betas=OPTIONS.betas, eps=OPTIONS.eps,
+    )  # fmt: skip
+    outcome = Outcome([], [], {}, {})
+    for step in range(case.steps):
+        loss = _reference_loss(model, [d for row in documents(case, step) for d in row])
+        loss.backward()
+        if step == 0:
+            outcome.gradients = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        outcome.losses.append(loss.item())
+        outcome.norms.append(norm.item())
+    outcome.weights = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
+    return outcome
+
+
+def _reference_loss(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
+    summed, targets = torch.zeros((), dtype=torch.float64), 0
+    for doc in docs:
+        if len(doc) < 2:
+            continue
+        ids = torch.from_numpy(doc)[None]
+        logits = model(input_ids=ids).logits[0, :-1]
+        summed = summed + nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+        targets += len(doc) - 1
+    return summed / targets
+
+
+# ---- under a layout ----------------------------------------------------------------------------------------------------
+
+
+def build(case: Case) -> Any:
+    """The model of the case, spread over the current world, with the reference's values."""
+    source = ModelTensors(reference_model(case, torch.float32))
+    return parallelize(build_meta(hf_config(case)), case.parsed, source=source, loss_chunks=case.loss_chunks)
+
+
+def on_rank(case: Case) -> dict[str, Any]:
+    """Run the case on this rank; pieces of gradients and weights come back with their global regions."""
+    model = build(case)
+    mesh: Mesh = spread_of(model).mesh
+    optimizer = build_optimizer(model, OPTIONS)
+    first = batch_of(documents(case, 0), case.parsed, mesh.data_rank)
+    targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
+    training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
+    gradients = pieces(model, {name: p.grad for name, p in model.named_parameters()})
+    optimizer.zero_grad(set_to_none=True)
+    results = []
+    for step in range(case.steps):
+        batch = batch_of(documents(case, step), case.parsed, mesh.data_rank)
+        with record(mesh) as found:
+            results.append(
+                training_step.train_step(
+                    model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
+                )
+            )
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "gradients": gradients,
+        "weights": pieces(model, dict(model.named_parameters())),
+        "ran": total(found),
+        "declared": by_group(training_step.declare(model, shape), mesh),
+    }
+
+
+def pieces(model: nn.Module, tensors: dict[str, Tensor]) -> list[tuple[str, Any, np.ndarray]]:
+    """(name, global region as pairs, values) of everything this rank holds, copies included."""
+    spread = spread_of(model)
+    return [
+        (name, tuple((s.start, s.stop) for s in global_region), local(tensor)[local_region].detach().double().numpy().copy())
+        for name, tensor in tensors.items()
+        for global_region, local_region in spread.regions(name)
+    ]
+
+
+def gathered(per_rank: list[list[tuple[str, Any, np.ndarray]]], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Whole tensors from the pieces of every rank; copies must agree bit for bit and nothing may be missing."""
+    whole = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
+    for rank, parts in enumerate(per_rank):
+        for name, region, values in parts:
+            place = whole[name][tuple(slice(*edges) for edges in region)]
+            seen = ~np.isnan(place)
+            assert np.array_equal(place[seen], values[seen]), f"rank {rank} holds another copy of {name}"
+            place[...] = values
+    for name, values in whole.items():
+        assert not np.isnan(values).any(), f"parts of {name} are on no rank, or not a number"
+    return whole
+
+
+def outcome(case: Case, per_rank: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> Outcome:
+    """The ranks' results as one; every rank must report the same losses and norms."""
+    assert all(r["losses"] == per_rank[0]["losses"] and r["norms"] == per_rank[0]["norms"] for r in per_rank)
+    return Outcome(
+        per_rank[0]["losses"],
+        per_rank[0]["norms"],
+        gathered([r["gradients"] for r in per_rank], shapes),
+        gathered([r["weights"] for r in per_rank], shapes),
+    )
+
+
+def gradient_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
+    """Largest |g - ref| / max(|ref|, 1e-6 * global norm) over parameters, with its name (design, section 6)."""
+    floor = 1e-6 * expected.norms[0]
+    errors = {
+        name: np.linalg.norm(found.gradients[name] - ref) / max(np.linalg.norm(ref), floor)
+        for name, ref in expected.gradients.items()
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    return float(errors[worst]), worst
+
+
+__all__ = ["IGNORE", "Case", "Outcome", "gradient_error", "on_rank", "outcome", "reference"]

@@ -1,0 +1,101 @@
+"""A persistent pool of gloo workers: distributed tests at a few milliseconds each.
+
+`run_ranks(world, function, *args)` calls a module-level function once on every rank of a gloo world and returns the
+results in rank order. Workers live as long as the test session; after an exception or a timeout their pool is
+thrown away and the next call starts a fresh one.
+"""
+
+import atexit
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_SECONDS = 180.0
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the message holds the traceback of every rank that raised."""
+
+
+class _Pool:
+    def __init__(self, world: int) -> None:
+        self.world = world
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers"])
+        self.store = tempfile.mktemp(prefix="fivefold-pool-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, self.store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results, errors = [], []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(timeout if not errors else 2.0):
+                errors.append(f"rank {rank}: no answer in {timeout} s")
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, "died"
+            (results if ok else errors).append(value if ok else f"rank {rank}: {value}")
+        if errors:
+            raise RankError("\n".join(errors))
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        if os.path.exists(self.store):
+            os.unlink(self.store)
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=TIMEOUT_SECONDS)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
+    """Call `function(*args)` on each of `world` gloo ranks; results in rank order. Raises `RankError`."""
+    if world not in _pools:
+        _pools[world] = _Pool(world)
+    try:
+        return _pools[world].run(function, args, timeout)
+    except RankError:
+        _pools.pop(world).close()
+        raise
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _pools.values():
+        pool.close()
