@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,27 @@ def main(verb: str, request_file: str) -> int:
     world = find_world(request["device"]) or alone(request["device"])
     _log_to(logs / f"rank-{world.rank}.log", whole=not world.is_first)
     try:
-        execute(verb, request, world)
+        with _telling(logs, world.rank), join(world), _telling(logs, world.rank):
+            execute(verb, request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
     except UserError as error:
-        _leave_failure(logs, world.rank, error, kind="user")
         return error.exit_code
-    except Exception as error:
-        logging.getLogger(__name__).exception("rank %s failed", world.rank)
-        _leave_failure(logs, world.rank, error, kind="crash")
+    except Exception:
         return RunFailed.exit_code
     return 0
+
+
+@contextmanager
+def _telling(logs: Path, rank: int) -> Iterator[None]:
+    """Leave a failure beside the logs before it goes on: before the group closes and the other ranks fail of that."""
+    try:
+        yield
+    except Exception as error:
+        if not failure_file(logs, rank).exists():
+            logging.getLogger(__name__).exception("rank %s failed", rank)
+            _leave_failure(logs, rank, error)
+        raise
 
 
 def _train(request: Mapping[str, Any], world: World) -> None:
@@ -80,10 +91,10 @@ def failure_file(logs: Path, rank: int) -> Path:
     return logs / f"failure-{rank}.json"
 
 
-def _leave_failure(logs: Path, rank: int, error: Exception, *, kind: str) -> None:
+def _leave_failure(logs: Path, rank: int, error: Exception) -> None:
     said = error if isinstance(error, UserError) else UserError(_one_line(error))
     failure = {
-        "kind": kind,
+        "is_users": isinstance(error, UserError),
         "rank": rank,
         "time": time.time(),
         "exit_code": error.exit_code if isinstance(error, UserError) else RunFailed.exit_code,

@@ -196,8 +196,8 @@ def _first_failure(logs: Path, codes: Mapping[int, int]) -> BaseException:
     left = [json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("failure-*.json")]
     if killed or not left:
         return _killed(logs, killed or codes)
-    first = min(left, key=lambda failure: float(failure["time"]))
-    if first["kind"] == "user":
+    first = min(left, key=lambda failure: (not failure["is_users"], failure["time"]))
+    if first["is_users"]:
         kind = UserError if first["exit_code"] == UserError.exit_code else RunFailed
         return kind(first["what"], fix=first["fix"], more=first["more"])
     crashed = WorkerCrashed(

@@ -1,0 +1,270 @@
+"""What a person sees while a run trains: a live panel on a terminal, plain lines anywhere else.
+
+Both take the rows of `metrics.jsonl` as they are written (design, section 5). Only rank 0 opens one.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.units import human
+
+BARS = "▁▂▃▄▅▆▇█"
+PLAIN_SECONDS = 5.0  # between two lines when nobody watches a panel
+PACE_STEPS = 30  # the remaining time is judged by the last so many steps
+SAMPLE_LINES = 5  # of a generated text, at most
+
+Row = Mapping[str, Any]
+Line = tuple[str, str]  # (label, text); an empty label goes on with the line above
+
+
+class Display(Protocol):
+    """A context manager: `header` first, then steps, evaluations and samples as they come, `closing` last."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def header(self, lines: Sequence[Line]) -> None:
+        """Say what is about to run."""
+
+    def step(self, row: Row) -> None:
+        """Show one row of metrics."""
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Show a validation loss, in nats per token."""
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Show how the model continues `prompt`; `text` is what it wrote, with or without the prompt before it."""
+
+    def note(self, text: str) -> None:
+        """Say something that needs attention, such as a skipped step."""
+
+    def closing(self, lines: Sequence[Line]) -> None:
+        """Say where everything is and what to type next."""
+
+
+def open_display(*, total_steps: int, start: int = 0, console: Console | None = None) -> "Display":
+    """A live panel when standard output is a terminal, plain lines otherwise. `start` steps are done already."""
+    console = console or Console(file=sys.stdout, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(console, total_steps=total_steps, start=start)
+    return PlainDisplay(console, total_steps=total_steps, start=start)
+
+
+class Pace:
+    """Seconds that remain, judged by the wall clock of the last steps: evaluations and checkpoints count."""
+
+    def __init__(self, total_steps: int, start: int, clock: Callable[[], float]) -> None:
+        self._total, self._clock = total_steps, clock
+        self._marks: deque[tuple[int, float]] = deque([(start, clock())], maxlen=PACE_STEPS)
+
+    def mark(self, step: int) -> None:
+        """Note that `step` steps are done now."""
+        self._marks.append((step, self._clock()))
+
+    def remaining(self) -> float | None:
+        """Seconds, or None before the first steps are done."""
+        (first_step, first_time), (step, now) = self._marks[0], self._marks[-1]
+        if step <= first_step:
+            return None
+        return (now - first_time) / (step - first_step) * max(0, self._total - step)
+
+
+class PlainDisplay:
+    """One line for the first step, the last, and every few seconds between them."""
+
+    def __init__(
+        self, console: Console, *, total_steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._total, self._clock = console, total_steps, clock
+        self._pace = Pace(total_steps, start, clock)
+        self._said: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+    def header(self, lines: Sequence[Line]) -> None:
+        self._say(*(f"{label:<9}{text}" for label, text in lines))
+
+    def step(self, row: Row) -> None:
+        self._pace.mark(row["step"])
+        now = self._clock()
+        if self._said is None or now - self._said >= PLAIN_SECONDS or row["step"] >= self._total:
+            self._said = now
+            left = clock_time(self._pace.remaining())
+            loss = f"loss {number(row.get('train/loss'), '.4f')}"
+            self._say(f"step {row['step']}/{self._total}  {loss}  " + "  ".join(details(row)) + f"  {left} left")
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self._say(f"step {step}/{self._total}  validation loss {loss:.4f}")
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        self._say(f"sample @{step}  {(prompt + continuation(prompt, text))!r}")
+
+    def note(self, text: str) -> None:
+        self._say(f"note: {text}")
+
+    def closing(self, lines: Sequence[Line]) -> None:
+        self._say(*(f"{label:<9}{text}" for label, text in lines))
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._console.file.flush()
+
+
+class LiveDisplay:
+    """A panel that stays at the bottom of the terminal; evaluations, samples and notes scroll above it."""
+
+    def __init__(
+        self, console: Console, *, total_steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._total, self._start = console, total_steps, start
+        self._pace = Pace(total_steps, start, clock)
+        self._row: Row = {}
+        self._losses: list[float] = []
+        self._validation: tuple[int, float] | None = None
+        self._live = Live(get_renderable=self.panel, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._live.stop()
+
+    def header(self, lines: Sequence[Line]) -> None:
+        self._console.print(_labelled(lines))
+        self._live.start(refresh=True)
+
+    def step(self, row: Row) -> None:
+        self._pace.mark(row["step"])
+        self._row = row
+        if row.get("train/loss") is not None:
+            self._losses.append(row["train/loss"])
+
+    def evaluated(self, step: int, loss: float) -> None:
+        before = self._validation
+        self._validation = (step, loss)
+        change = f"  ({loss - before[1]:+.3f})" if before else ""
+        self._console.print(
+            Text.assemble((f"step {step}", "cyan"), "  validation loss ", (f"{loss:.3f}", "bold"), change)
+        )
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        first, *rest = continuation(prompt, text).rstrip().split("\n")
+        lines = [first, *(line for line in rest if line.strip())]
+        shown = "\n".join(lines[:SAMPLE_LINES]) + (" ..." if len(lines) > SAMPLE_LINES else "")
+        body = Text.assemble((prompt, "dim"), (shown, "green"))
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(Text(f"step {step}", style="cyan"), body)
+        self._console.print(grid)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, style="yellow"))
+
+    def closing(self, lines: Sequence[Line]) -> None:
+        self._live.stop()
+        self._console.print(_labelled(lines))
+
+    def panel(self) -> RenderableType:
+        """The panel as it stands now."""
+        done = self._row.get("step", self._start)
+        bar = Table.grid(expand=True, padding=(0, 2))
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right")
+        left = clock_time(self._pace.remaining())
+        waiting = "the first step takes longest" if not self._row else f"{left} left"
+        bar.add_row(ProgressBar(total=max(1, self._total), completed=done), Text(waiting))
+        body: list[RenderableType] = [bar]
+        if self._row:
+            body += [
+                self._loss_line(),
+                Text("   ".join(details(self._row)), style="dim", overflow="ellipsis", no_wrap=True),
+            ]
+        return Panel(
+            Group(*body), title=f"step {done}/{self._total}", title_align="left", border_style="cyan", padding=(0, 1)
+        )
+
+    def _loss_line(self) -> RenderableType:
+        line = Table.grid(expand=True, padding=(0, 2))
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1, no_wrap=True)
+        line.add_column(justify="right", no_wrap=True)
+        validation = f"val {self._validation[1]:.3f} @{self._validation[0]}" if self._validation else ""
+        room = max(8, self._console.width - 24 - len(validation))
+        loss = number(self._row.get("train/loss"), ".3f")
+        line.add_row(
+            Text.assemble("loss ", (loss, "bold green")),
+            Text(sparkline(self._losses, room), style="green"),
+            Text(validation),
+        )
+        return line
+
+
+def _labelled(lines: Sequence[Line]) -> RenderableType:
+    """Labels in one column; long texts wrap beside them."""
+    grid = Table.grid(padding=(0, 2))
+    for label, text in lines:
+        grid.add_row(Text(label, style="bold"), Text(text, overflow="fold"))
+    return grid
+
+
+def details(row: Row) -> list[str]:
+    """Speed and health of one step in a few words each; what the row does not hold is left out."""
+    said: tuple[tuple[str, Callable[[float], str]], ...] = (
+        ("perf/tokens_per_second", lambda value: f"{human(value)} tok/s"),
+        ("perf/mfu_pct", lambda value: f"mfu {value:.1f}%"),
+        ("train/learning_rate", lambda value: f"lr {value:.1e}".replace("e-0", "e-")),
+        ("train/grad_norm", lambda value: f"grad {value:.2f}"),
+        ("perf/data_wait_pct", lambda value: f"data wait {value:.0f}%"),
+        ("memory/peak_gib", lambda value: f"{value:.2f} GiB"),
+    )
+    return [say(row[name]) for name, say in said if row.get(name) is not None]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The whole history of `values` in at most `width` characters, each the mean of its share."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def clock_time(seconds: float | None) -> str:
+    """`1:05`, `2:03:04`; `-:--` when it is not known yet."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float | None, form: str) -> str:
+    """A number that may be missing: a loss that was not finite is null in the row."""
+    return "not finite" if value is None else format(value, form)
+
+
+def continuation(prompt: str, text: str) -> str:
+    """What the model wrote after the prompt."""
+    return text.removeprefix(prompt)
