@@ -65,6 +65,21 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     return model
 
 
+def weights_folder(name_or_path: str | Path) -> Path:
+    """The local folder of a model's weights: itself, or the files of a hub id, safetensors and JSON only."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.exists() or _built_in(str(name_or_path)):
+        raise UserError(
+            f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
+        )
+    try:
+        return surfaces.download_weights(str(name_or_path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the weights of {name_or_path} cannot be fetched: {_first_line(error)}") from error
+
+
 def _read(name_or_path: str | Path) -> dict[str, Any]:
     source = _built_in(str(name_or_path)) or name_or_path
     path = Path(source)
@@ -75,7 +90,7 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"model {str(name_or_path)!r} is neither a local folder, a config.json, a built-in shape, nor a hub id "
-            f"that can be read: {str(error).splitlines()[0]}"
+            f"that can be read: {_first_line(error)}"
         ) from error
 
 
@@ -128,3 +143,7 @@ def _check_taken(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None
         taken = getattr(config, key, None)
         if taken != value:
             raise UserError(f"model.overrides.{key}: {value!r} has no effect on {config.model_type} (it is {taken!r})")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

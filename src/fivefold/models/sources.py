@@ -184,12 +184,11 @@ def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTr
     if not missing and not unused:
         return
     prefix = f"{surfaces.base_prefix(model)}."
-    bare = missing and {name.removeprefix(prefix) for name in missing} <= unused
+    base_only = unused == {name.removeprefix(prefix) for name in missing if name.startswith(prefix)}
+    differences = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("not used", unused)) if names]
     raise UserError(
-        f"{folder} does not hold the weights of {type(model).__name__}:"
-        + (f" missing {_some(missing)};" if missing else "")
-        + (f" not used {_some(unused)};" if unused else ""),
-        fix="it holds the base model without its head; save the causal language model" if bare else None,
+        f"{folder} does not hold the weights of {type(model).__name__}: {'; '.join(differences)}",
+        fix="it holds the base model without its head; save the causal language model" if base_only else None,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers.initialization
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -53,6 +54,11 @@ def config_keys(cls: type[PreTrainedConfig]) -> set[str]:
 def make_config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """A config of `model_type` from the values of a `config.json`."""
     return AutoConfig.for_model(model_type, **{k: v for k, v in values.items() if k != "model_type"})
+
+
+def download_weights(hub_id: str) -> Path:
+    """The hub's cache folder of `hub_id` with its safetensors and JSON files, fetched where they are not there yet."""
+    return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
 
 
 # Models --------------------------------------------------------------------------------------------------------------

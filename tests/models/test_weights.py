@@ -1,0 +1,308 @@
+"""Weights: drawn by the recipe of the model, or read from safetensors; any region alone equals the same cut of all."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fivefold.errors import UserError
+from fivefold.models.build import build_meta
+from fivefold.models.random_stream import Normal, RandomStream, TruncatedNormal, Uniform, philox
+from fivefold.models.recipe import Constant, check_drawable, read_recipe
+from fivefold.models.sources import RandomInit, SafetensorsFolder, read_whole
+from tests.models import tiny
+
+DISTRIBUTIONS = [Normal(0.5, 2.0), Uniform(-1.0, 3.0), TruncatedNormal(0.0, 1.0, -1.5, 2.0)]
+
+
+# The stream ----------------------------------------------------------------------------------------------------------
+
+
+def test_philox_gives_the_published_answers():
+    """Known answers of Random123 (kat_vectors, philox4x32 of 10 rounds)."""
+    words = philox(np.zeros(1, dtype=np.uint64), (0, 0))[:, 0]
+    assert [int(word) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("shape", [(1,), (7,), (131072 + 5,), (67, 101), (4, 33, 29), (3, 70001)], ids=str)
+def test_a_region_is_the_cut_of_the_whole(shape, distribution):
+    stream = RandomStream(3, "layer.weight", shape)
+    full = stream.draw(tuple(slice(0, size) for size in shape), distribution)
+    generator = np.random.default_rng(0)
+    for _ in range(6):
+        edges = [sorted(generator.integers(0, size + 1, 2)) for size in shape]
+        region = tuple(slice(int(a), int(b)) for a, b in edges)
+        assert torch.equal(stream.draw(region, distribution), full[region])
+    for dim, size in enumerate(shape):  # the splits of layouts: even and uneven pieces of one dim
+        for pieces in (2, 3):
+            cuts = [round(i * size / pieces) for i in range(pieces + 1)]
+            regions = [
+                tuple(slice(cuts[i], cuts[i + 1]) if d == dim else slice(None) for d in range(len(shape)))
+                for i in range(pieces)
+            ]
+            assert torch.equal(torch.cat([stream.draw(region, distribution) for region in regions], dim), full)
+
+
+def test_statistics():
+    """A million numbers: mean within 5 standard errors, moments and tails of the distribution."""
+    shape, region = (1000, 1000), (slice(None), slice(None))
+    normal = RandomStream(0, "w", shape).draw(region, Normal(0.0, 1.0)).double()
+    assert abs(normal.mean()) < 5e-3 and abs(normal.std() - 1) < 5e-3
+    assert abs((normal**3).mean()) < 0.02 and abs((normal**4).mean() - 3) < 0.05
+    assert abs((normal.abs() > 2).double().mean() - 0.0455) < 2e-3
+    assert 4.5 < normal.abs().max() < 6.8
+    neighbours = normal.reshape(-1)
+    for lag in (1, 2, 4, 1000):
+        assert abs((neighbours[lag:] * neighbours[:-lag]).mean()) < 5e-3
+    uniform = RandomStream(0, "w", shape).draw(region, Uniform(-1.0, 3.0)).double()
+    assert -1 <= uniform.min() < -0.999 and 2.999 < uniform.max() <= 3
+    assert abs(uniform.mean() - 1) < 6e-3 and abs(uniform.std() - 4 / 12**0.5) < 6e-3
+    cut = RandomStream(0, "w", shape).draw(region, TruncatedNormal(0.0, 1.0, -2.0, 2.0)).double()
+    assert cut.abs().max() <= 2 and abs(cut.mean()) < 5e-3 and abs(cut.std() - 0.8796) < 5e-3
+
+
+def test_streams_differ_by_name_and_seed_and_repeat():
+    def draw(seed, name):
+        return RandomStream(seed, name, (64,)).draw((slice(None),), Normal(0.0, 1.0))
+
+    assert torch.equal(draw(1, "a"), draw(1, "a"))
+    assert not torch.equal(draw(1, "a"), draw(2, "a")) and not torch.equal(draw(1, "a"), draw(1, "b"))
+    assert abs(torch.corrcoef(torch.stack([draw(1, "a"), draw(1, "b")]))[0, 1]) < 0.5
+
+
+# The recipe ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_have_the_statistics_of_the_models_own_initialisation(make_config):
+    """Mean and spread of every parameter as in a model that `transformers` initialised; constants exactly."""
+    config = make_config(hidden_size=96, vocab_size=499)
+    torch.manual_seed(0)
+    theirs = type(build_meta(config))(config)
+    ours = tiny.filled(config)
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if other.std() == 0 or mine.ndim == 1:
+            assert torch.equal(mine, other), name
+            continue
+        error = 5 * other.std() / other.numel() ** 0.5
+        assert abs(mine.mean() - other.mean()) < 1.5 * error and abs(mine.std() - other.std()) < error, name
+        assert torch.equal((mine == 0).all(1), (other == 0).all(1)), name  # the padding row, also when tied
+    assert (ours.model.embed_tokens.weight[7] == 0).all()
+
+
+def test_random_regions_equal_cuts_and_casting_comes_after(make_config):
+    source = RandomInit(build_meta(make_config()), seed=5)
+    for name in source.names():
+        full = read_whole(source, name)
+        assert full.dtype == torch.float32
+        region = tuple(slice(size // 3, size - size // 5) for size in source.shape(name))
+        assert torch.equal(source.read(name, region), full[region]), name
+    twice = build_meta(make_config()).to(torch.bfloat16)
+    assert torch.equal(read_whole(RandomInit(twice, 5), "model.norm.weight").float(), torch.ones(48))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(read_whole(RandomInit(twice, 5), name), read_whole(source, name).bfloat16())
+
+
+def test_reading_the_recipe_leaves_the_model_as_it_was(make_config):
+    model = build_meta(make_config())
+    before = dict(model.named_parameters(remove_duplicate=False))
+    recipe = read_recipe(model)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+    assert recipe.keys() == {*dict(model.named_parameters()), *dict(model.named_buffers())}
+
+
+def test_a_model_that_holds_weights_is_not_initialised_again():
+    with pytest.raises(UserError, match="not on the meta device"):
+        read_recipe(tiny.filled(tiny.llama()))
+
+
+def with_init(monkeypatch, initialise):
+    """A Llama whose embedding is initialised by `initialise(weight)`."""
+    model = build_meta(tiny.llama())
+    original = type(model)._init_weights
+
+    def init_weights(self, module):
+        original(self, module)
+        if isinstance(module, nn.Embedding):
+            initialise(module.weight)
+
+    monkeypatch.setattr(type(model).__mro__[1], "_init_weights", init_weights)
+    return build_meta(tiny.llama())
+
+
+NAME = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("initialise", "std"),
+    [
+        (nn.init.xavier_normal_, (2 / (101 + 48)) ** 0.5),
+        (nn.init.xavier_uniform_, (2 / (101 + 48)) ** 0.5),
+        (lambda w: nn.init.kaiming_uniform_(w, a=5**0.5), (1 / 3 / 48) ** 0.5),
+        (lambda w: nn.init.kaiming_normal_(w, mode="fan_out", nonlinearity="relu"), (2 / 101) ** 0.5),
+        (lambda w: nn.init.trunc_normal_(w, std=0.3, a=-9, b=9), 0.3),
+        (lambda w: nn.init.constant_(w, 4.0), 0.0),
+    ],
+    ids=["xavier_normal", "xavier_uniform", "kaiming_uniform", "kaiming_normal", "trunc_normal", "constant"],
+)
+def test_initialisers(initialise, std, monkeypatch):
+    # Through the module at the time of the call, as models do it.
+    name = getattr(initialise, "__name__", "")
+    call = initialise if name == "<lambda>" else lambda w: getattr(nn.init, name)(w)
+    source = RandomInit(with_init(monkeypatch, call), 0)
+    assert abs(read_whole(source, NAME).std().item() - std) <= 0.05 * std
+
+
+def test_parts_of_a_parameter_initialised_apart(monkeypatch):
+    def initialise(weight):
+        nn.init.zeros_(weight)
+        nn.init.ones_(weight[10:20])
+        nn.init.constant_(weight[:, 40:], 2.0)
+        nn.init.constant_(weight[3, 5:7], 3.0)
+
+    values = read_whole(RandomInit(with_init(monkeypatch, initialise), 0), NAME)
+    expected = torch.zeros(101, 48)
+    expected[10:20], expected[:, 40:], expected[3, 5:7] = 1, 2, 3
+    assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize(
+    ("initialise", "word"),
+    [
+        (lambda w: nn.init.orthogonal_(w), "orthogonal_"),
+        (lambda w: w.data.mul_(0.5), "mul_"),
+        (lambda w: nn.init.zeros_(w[::2]), "no region of slices"),
+        (lambda w: nn.init.zeros_(w.t()), "no region of slices"),
+    ],
+    ids=["orthogonal", "in place", "stepped", "transposed"],
+)
+def test_what_cannot_be_drawn_in_pieces_is_named(initialise, word, monkeypatch):
+    with pytest.raises(UserError, match=word) as error:
+        RandomInit(with_init(monkeypatch, initialise), 0)
+    assert NAME in str(error.value)
+
+
+def test_a_parameter_without_a_recipe_is_named():
+    model = build_meta(tiny.llama())
+    model.extra = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(UserError, match="extra is not initialised"):
+        RandomInit(model, 0)
+    recipe = read_recipe(model)
+    check_drawable(recipe, ["model.norm.weight"])
+    assert recipe["model.norm.weight"][0].fill == Constant(1.0)
+
+
+# Safetensors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(config, *, dtype=torch.float32, **kwargs):
+        model = tiny.filled(config, dtype=dtype, biases=True)
+        model.save_pretrained(tmp_path, **kwargs)
+        return model, tmp_path
+
+    return save
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"max_shard_size": "40KB"}], ids=["one file", "several files"])
+def test_round_trip(make_config, saved, dtype, kwargs):
+    model, folder = saved(make_config(), dtype=dtype, **kwargs)
+    assert len(list(folder.glob("*.safetensors"))) == (1 if not kwargs else len(list(folder.glob("*-of-*"))))
+    source = SafetensorsFolder(folder, build_meta(make_config()))
+    parameters = dict(model.named_parameters())
+    assert source.names() == parameters.keys()
+    for name, tensor in parameters.items():
+        assert torch.equal(read_whole(source, name), tensor) and read_whole(source, name).dtype == dtype
+        region = tuple(slice(size // 3, size - 1) for size in tensor.shape)
+        assert torch.equal(source.read(name, region), tensor[region])
+        assert source.read(name, tuple(slice(2, 2) for _ in tensor.shape)).numel() == 0
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_keys_that_models_compute_for_themselves_and_a_tied_head_may_be_there(saved):
+    _, folder = saved(tiny.qwen3())
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "lm_head.weight": torch.ones(101, 48)}
+    rewrite(folder, lambda tensors: tensors.update(extra))
+    assert "lm_head.weight" not in SafetensorsFolder(folder, build_meta(tiny.qwen3())).names()
+
+
+def test_names_that_do_not_fit_are_listed(saved):
+    _, folder = saved(tiny.llama())
+    rewrite(folder, lambda tensors: tensors.update(surplus=tensors.pop("model.norm.weight")))
+    with pytest.raises(UserError, match=r"missing model\.norm\.weight; not used surplus"):
+        SafetensorsFolder(folder, build_meta(tiny.llama()))
+
+
+def test_shapes_that_do_not_fit_are_both_shown(saved):
+    _, folder = saved(tiny.llama())
+    with pytest.raises(UserError, match=r"lm_head\.weight is \(101, 48\) there, \(128, 48\) here"):
+        SafetensorsFolder(folder, build_meta(tiny.llama(vocab_size=128)))
+
+
+def test_a_base_model_without_its_head_is_recognised(saved):
+    model, folder = saved(tiny.llama())
+    model.model.save_pretrained(folder)
+    with pytest.raises(UserError, match="base model without its head"):
+        SafetensorsFolder(folder, build_meta(tiny.llama()))
+
+
+def test_pickles_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="pickle"):
+        SafetensorsFolder(tmp_path, build_meta(tiny.llama()))
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds neither"):
+        SafetensorsFolder(tmp_path, build_meta(tiny.llama()))
+
+
+def test_a_damaged_file_is_named(saved):
+    _, folder = saved(tiny.llama())
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        SafetensorsFolder(folder, build_meta(tiny.llama()))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "link.safetensors"])
+def test_files_outside_of_the_folder_are_not_read(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"x": torch.ones(1)}, tmp_path / "outside.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(UserError, match="not inside the folder"):
+        SafetensorsFolder(folder, build_meta(tiny.llama()))
+
+
+def test_the_links_of_the_hubs_cache_are_followed(saved, tmp_path_factory):
+    _, folder = saved(tiny.llama())
+    cache = tmp_path_factory.mktemp("models--a--b")
+    snapshot = cache / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    (folder / "model.safetensors").rename(cache / "blobs" / "beef")
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs/beef"))
+    assert len(SafetensorsFolder(snapshot, build_meta(tiny.llama())).names()) == len(
+        dict(build_meta(tiny.llama()).named_parameters())
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', "{}"])
+def test_an_index_that_is_none(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match="not an index"):
+        SafetensorsFolder(tmp_path, build_meta(tiny.llama()))
