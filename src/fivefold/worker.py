@@ -68,14 +68,8 @@ def _train(request: Mapping[str, Any], world: World) -> None:
     train(parse_config(request["config"]), world)
 
 
-def _generate(request: Mapping[str, Any], world: World) -> None:
-    from fivefold.generate.run import generate
-
-    generate(request, world)
-
-
 Body = Callable[[Mapping[str, Any], World], object]
-_BODIES: dict[str, Body] = {"train": _train, "generate": _generate}
+_BODIES: dict[str, Body] = {"train": _train}
 
 
 def _body(verb: str) -> Body:

@@ -1,0 +1,42 @@
+# make train   set up once, then run the built-in demo      make test    set up once, then run the tests
+# make lint    style                                        make types   mypy --strict
+#
+# PYTHON=python3.12 chooses the interpreter; PIP_FLAGS are added to pip's install line, for example
+# PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small torch without CUDA.
+
+.PHONY: train test lint types clean
+.DEFAULT_GOAL := train
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+PIP_FLAGS ?=
+
+# The first Python of this machine that is new enough.
+PYTHON ?= $(shell for each in python3.12 python3.11 python3.13 python3 python; do \
+	"$$each" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$each" && break; done)
+
+train: $(STAMP)
+	$(VENV)/bin/fivefold train
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(STAMP)
+	$(VENV)/bin/mypy
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { \
+		echo "fivefold needs Python 3.11 or newer, and this machine has: $$(python3 --version 2>&1 || echo none)" >&2; \
+		echo "install python3.12 (or name it: make train PYTHON=/path/to/python3.12)" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "$(PYTHON) cannot make virtual environments" >&2; \
+		echo "on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	$(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
