@@ -1,0 +1,23 @@
+"""State on disk that knows no layout: save under one, go on under any other, export to a Hugging Face folder."""
+
+from fivefold.checkpoint.agreement import agreement, check_agreement
+from fivefold.checkpoint.export import Exported, export, find_checkpoint
+from fivefold.checkpoint.load import Checkpoint, newest, restore, step_folder, steps
+from fivefold.checkpoint.manifest import Damaged, Manifest
+from fivefold.checkpoint.save import save
+
+__all__ = [
+    "Checkpoint",
+    "Damaged",
+    "Exported",
+    "Manifest",
+    "agreement",
+    "check_agreement",
+    "export",
+    "find_checkpoint",
+    "newest",
+    "restore",
+    "save",
+    "step_folder",
+    "steps",
+]

@@ -1,0 +1,52 @@
+"""What must be the same for a run to go on from a checkpoint. No torch.
+
+The model, the tokenizer, the data, the seed, the row length, the batch, the optimizer and its schedule decide what is
+learnt at each step. How it is computed may change: the layout with its options (micro batch, recompute, precision),
+logging, evaluation, samples, checkpoints, and the length of the run (`max_steps` may grow).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.errors import UserError
+
+FINGERPRINT = "data.fingerprint"
+_SECTIONS = ("model", "tokenizer", "data", "optimizer", "scheduler")
+_TRAIN_KEYS = ("global_batch_size", "seed")
+_MORE = "a run goes on under any layout, but only with the same model, tokenizer, data, seed, batch and optimizer"
+
+
+def agreement(config: RunConfig, fingerprint: str) -> dict[str, Any]:
+    """The keys that must agree, as the run file names them, with their resolved values: plain JSON.
+
+    `fingerprint` names the rows by their contents (`PreparedData.fingerprint`).
+    """
+    tree = config.model_dump(mode="json", by_alias=True)
+    keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
+    return keys | {f"train.{key}": tree["train"][key] for key in _TRAIN_KEYS} | {FINGERPRINT: fingerprint}
+
+
+def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, where: str = "the checkpoint") -> None:
+    """Raise `UserError` naming the first key whose value is not the one the checkpoint was trained with.
+
+    Both are results of `agreement`. Data with the same fingerprint are the same, wherever their files lie.
+    """
+    same_rows = saved.get(FINGERPRINT) == current.get(FINGERPRINT)
+    for key in [*current, *(key for key in saved if key not in current)]:
+        before, now = (values.get(key, "(not set)") for values in (saved, current))
+        if before == now or (same_rows and key in ("data.train", "data.validation")):
+            continue
+        if key == FINGERPRINT:
+            what = f"data.train: the text is not the one that {where} was trained on"
+            raise UserError(what, fix="put the files back, or start afresh with another run.name", more=_MORE)
+        raise UserError(
+            f"{key} is {_short(now)}, but {where} was trained with {_short(before)}",
+            fix=f"set {key} back, or start afresh with another run.name",
+            more=_MORE,
+        )
+
+
+def _short(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 100 else text[:97] + "..."

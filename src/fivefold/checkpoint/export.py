@@ -1,0 +1,119 @@
+"""A checkpoint as a Hugging Face folder, in one process without a process group, tensor by tensor.
+
+No more than one output file is held in memory. Tied weights are stored once, under the embedding's name.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from fivefold.checkpoint import model_folder
+from fivefold.checkpoint.load import Checkpoint, CheckpointSource, newest, step_folder, steps
+from fivefold.errors import RunFailed, UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+FILE_BYTES = 2 * 10**9
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished export: the folder, the step it holds, and how large its weights are."""
+
+    path: Path
+    step: int
+    parameters: int
+    bytes: int
+
+
+def export(
+    run: Path, out: Path, *, step: int | None = None, dtype: str | None = None, file_bytes: int = FILE_BYTES
+) -> Exported:
+    """Write the checkpoint of `step` (None: the newest) of the run folder `run` as the Hugging Face folder `out`.
+
+    `dtype`: fp32, bf16, fp16 or fp64; None keeps the type trained in. Files grow to `file_bytes` (a larger tensor
+    still stays in one). Raises `UserError` for a run or a step that is not there, and when `out` is not empty.
+    """
+    checkpoint = find_checkpoint(run, step)
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not known", fix=f"choose one of {', '.join(DTYPES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty; an export never overwrites", fix="name a new folder")
+    source = checkpoint.source()
+    target = DTYPES[dtype] if dtype else source.dtype(source.ordered[0])
+    temporary = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        _write_model_files(checkpoint.model_folder, temporary, target)
+        size = _write_weights(source, temporary, target, file_bytes)
+        if out.exists():
+            out.rmdir()
+        os.rename(temporary, out)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunFailed(f"{out} could not be written: {error}") from error
+    return Exported(out, checkpoint.manifest.step, sum(prod(source.shape(name)) for name in source.ordered), size)
+
+
+def find_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint of `step` of the run folder `run`; None: the newest whole one. Raises `UserError`."""
+    directory = run / "checkpoints"
+    if not run.is_dir():
+        raise UserError(f"{run} is not a run folder", fix="name a folder such as runs/demo")
+    there = steps(directory)
+    if not there:
+        raise UserError(
+            f"{run} holds no checkpoint yet", fix="train it first; checkpoint.every sets how often it is saved"
+        )
+    if step is not None and step not in there:
+        raise UserError(f"{run} has no checkpoint of step {step}", fix=f"steps: {', '.join(map(str, there))}")
+    path = directory / step_folder(step) if step is not None else newest(directory)
+    if path is None:
+        raise UserError(f"none of the checkpoints in {directory} is whole: steps {', '.join(map(str, there))}")
+    return Checkpoint.open(path)
+
+
+def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy config, generation config and tokenizer; the config names the type of the weights beside it."""
+    for path in sorted(origin.iterdir()):
+        shutil.copyfile(path, folder / path.name)
+    config = model_folder.read_json(origin / model_folder.CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(config))
+
+
+def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, file_bytes: int) -> int:
+    """Write the tensors into as few files as `file_bytes` allows, with an index when there are several."""
+    files = list(_files(source, dtype, file_bytes))
+    where: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        tensors = {name: source.whole(name).to(dtype) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(names, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def _files(source: CheckpointSource, dtype: torch.dtype, file_bytes: int) -> Iterator[list[str]]:
+    """Names in the model's order, split so that each file stays within `file_bytes`."""
+    names: list[str] = []
+    size = 0
+    for name in source.ordered:
+        more = prod(source.shape(name)) * dtype.itemsize
+        if names and size + more > file_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += more
+    yield names

@@ -1,0 +1,217 @@
+"""Reading a checkpoint, under any layout: each rank reads the parts it keeps, tensor by tensor, and nothing else."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fivefold.checkpoint.manifest import WEIGHT, Damaged, Manifest, Slice, TensorRecord, read_manifest
+from fivefold.checkpoint.model_folder import FOLDER
+from fivefold.errors import UserError
+from fivefold.models.sources import TensorSource
+from fivefold.parallel.apply import fill, spread_of
+from fivefold.parallel.tensor import local
+
+Region = tuple[slice, ...]
+
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+
+
+def step_folder(step: int) -> str:
+    """The folder name of a step: `step-000250`."""
+    return f"step-{step:06d}"
+
+
+def steps(directory: Path) -> list[int]:
+    """Steps that have a folder in `directory` (`runs/NAME/checkpoints`), ascending, whole or not."""
+    if not directory.is_dir():
+        return []
+    matches = (_STEP_FOLDER.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def is_whole(folder: Path) -> bool:
+    """True for a checkpoint folder whose manifest reads and whose files are there at their full size."""
+    try:
+        read_manifest(folder)
+    except Damaged:
+        return False
+    return True
+
+
+def newest(directory: Path) -> Path | None:
+    """The folder of the last step in `directory` that is whole; None when there is none."""
+    folders = (directory / step_folder(step) for step in reversed(steps(directory)))
+    return next((folder for folder in folders if is_whole(folder)), None)
+
+
+class Checkpoint:
+    """A published checkpoint: what it says in its manifest, and `.source(kind)` to read its tensors."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+
+    @classmethod
+    def open(cls, path: Path) -> "Checkpoint":
+        """Read the manifest of the folder `path`. Raises `Damaged` (a `UserError`) unless it is whole."""
+        return cls(path, read_manifest(path))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the saver gave as `state`."""
+        return self.manifest.state
+
+    @property
+    def agreement(self) -> Mapping[str, Any]:
+        """What must be the same to go on: see `check_agreement`."""
+        return self.manifest.agreement
+
+    @property
+    def model_folder(self) -> Path:
+        """Config, tokenizer and generation config: a Hugging Face folder without its weights."""
+        return self.path / FOLDER
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """`weight`, and what the optimizer keeps per element."""
+        return tuple(self.manifest.tensors)
+
+    def source(self, kind: str = WEIGHT) -> "CheckpointSource":
+        """The tensors of one kind, by parameter name."""
+        return CheckpointSource(self.path, self.manifest.tensors[kind])
+
+
+class CheckpointSource(TensorSource):
+    """Tensors of one kind, put together from the slices that cover the region asked for."""
+
+    def __init__(self, folder: Path, records: Mapping[str, TensorRecord]) -> None:
+        self._folder, self._records = folder, records
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """Names in the model's order."""
+        return tuple(self._records)
+
+    def names(self) -> set[str]:
+        return set(self._records)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._records[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type the tensor is stored in."""
+        return getattr(torch, self._records[name].dtype)  # type: ignore[no-any-return]
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """The values of `region` (global coordinates) on the CPU; only these bytes are read. Raises `Damaged`."""
+        record = self._records[name]
+        wanted = tuple(s.indices(size)[:2] for s, size in zip(region, record.shape, strict=True))
+        shape = tuple(max(0, stop - start) for start, stop in wanted)
+        parts = [(one, common) for one in record.slices if (common := _intersect(one, wanted)) is not None]
+        if len(parts) == 1:
+            return self._read_slice(*parts[0], record)
+        values = torch.empty(shape, dtype=self.dtype(name))
+        for one, common in parts:
+            target = tuple(slice(low - w[0], high - w[0]) for (low, high), w in zip(common, wanted, strict=True))
+            values[target] = self._read_slice(one, common, record)
+        return values
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+        return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def _read_slice(self, one: Slice, common: tuple[tuple[int, int], ...], record: TensorRecord) -> Tensor:
+        """The part `common` (global coordinates) of one stored slice: a view of the file, mapped while it lives."""
+        try:
+            with safe_open(self._folder / one.file, framework="pt") as file:
+                stored = file.get_slice(one.key)
+                if tuple(stored.get_shape()) != one.shape:
+                    raise ValueError(f"shape {stored.get_shape()} is not {list(one.shape)}")
+                inner = tuple(slice(low - at, high - at) for (low, high), at in zip(common, one.offset, strict=True))
+                values: Tensor = stored[inner]
+        except Exception as error:  # safetensors has its own kind
+            raise Damaged(f"{self._folder / one.file}: {one.key} cannot be read: {error}") from error
+        if str(values.dtype) != f"torch.{record.dtype}":
+            raise Damaged(
+                f"{self._folder / one.file}: {one.key} is {values.dtype}, and the manifest says {record.dtype}"
+            )
+        return values
+
+
+def _intersect(one: Slice, wanted: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...] | None:
+    """What a stored slice and a region have in common, per dimension, in global coordinates; None if nothing."""
+    common = tuple(
+        (max(at, start), min(at + size, stop))
+        for at, size, (start, stop) in zip(one.offset, one.shape, wanted, strict=True)
+    )
+    return common if all(low < high for low, high in common) else None
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+    """Overwrite the weights and the optimizer state of a parallelized model, whatever layout wrote the checkpoint.
+
+    Raises `UserError` before anything changes when names, shapes or types differ from the model's.
+    """
+    weights = checkpoint.source()
+    check_fits(model, weights, where=str(checkpoint.path))
+    fill(model, weights)
+    sources = [(kind, checkpoint.source(kind)) for kind in checkpoint.kinds if kind != WEIGHT]
+    devices = _scalar_devices(optimizer)
+    for name, parameter in model.named_parameters():
+        state: dict[str, Any] = {
+            key: torch.tensor(value, dtype=torch.float32, device=devices[parameter])
+            for key, value in checkpoint.manifest.scalars.get(name, {}).items()
+        }
+        for kind, source in sources:
+            if name in source.names():
+                state[kind] = _moment(model, name, parameter.detach(), source)
+        optimizer.state[parameter] = state
+
+
+def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
+    """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
+    parameters = dict(model.named_parameters())
+    if missing := sorted(parameters.keys() - source.names()):
+        raise UserError(f"{where} does not hold {_listing(missing)}", fix="was it written by another model?")
+    if unknown := sorted(source.names() - parameters.keys()):
+        raise UserError(f"{where} holds {_listing(unknown)}, which this model does not have")
+    for name, parameter in parameters.items():
+        shape = spread_of(model).shards[name].shape
+        if source.shape(name) != shape:
+            raise UserError(f"{where}: {name} is {list(source.shape(name))}, and this model has {list(shape)}")
+        if source.dtype(name) != parameter.dtype:
+            kept, now = (str(dtype).removeprefix("torch.") for dtype in (source.dtype(name), parameter.dtype))
+            raise UserError(
+                f"{where} keeps {name} in {kept}, and this run in {now}",
+                fix=f"set precision.compute: {'fp64' if kept == 'float64' else 'fp32 or bf16'}",
+            )
+
+
+def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource") -> Tensor:
+    """A tensor spread like the parameter `like`, with this rank's part of `source`."""
+    moment = torch.zeros_like(like, dtype=source.dtype(name))
+    for global_region, local_region in spread_of(model).regions(name):
+        local(moment)[local_region].copy_(source.read(name, global_region))
+    return moment
+
+
+def _scalar_devices(optimizer: torch.optim.Optimizer) -> dict[Tensor, torch.device]:
+    """Where the optimizer keeps what it counts per parameter: with the parameter only if fused or capturable."""
+    return {
+        parameter: parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _listing(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

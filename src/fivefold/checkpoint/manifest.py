@@ -1,0 +1,199 @@
+"""The manifest of a checkpoint: which tensor slice lies in which file. JSON in, JSON out; no torch.
+
+    step-000250/
+      manifest.json
+      weight-00000.safetensors      the slices of the weights that rank 0 wrote
+      optimizer-00000.safetensors   and of its optimizer state
+      run.yaml                      the resolved run file
+      model/                        a Hugging Face folder without its weights: config, tokenizer, generation config
+
+Tensors go by kind (`weight`, and whatever the optimizer keeps per parameter: `exp_avg`, `exp_avg_sq`), then by the
+Hugging Face parameter name. Each is cut into slices that tile it exactly; nothing says which layout wrote them.
+Readers ignore keys that they do not know, so that later versions may add some (a checksum per slice).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+
+NAME = "manifest.json"
+FORMAT = "fivefold-checkpoint"
+VERSION = 1
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+WEIGHT = "weight"
+
+
+class Damaged(UserError):
+    """A checkpoint folder that does not hold what its manifest says, or no manifest that can be read."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One block of a tensor: where it starts and how large it is, in elements; the file and the key it lies under."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One whole tensor, cut into slices."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    `tensors`: kind -> parameter name -> record. `scalars`: parameter name -> what the optimizer counts for it (`step`).
+    `files`: path inside the folder -> size in bytes. `layout`: the layout that wrote it, for people. `agreement`: what
+    must be the same to go on (`checkpoint.agreement`). `state`: the caller's own.
+    """
+
+    step: int
+    layout: str
+    versions: Mapping[str, str]
+    agreement: Mapping[str, Any]
+    state: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, TensorRecord]]
+    scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`. Raises `ValueError` for values that JSON does not have, such as NaN."""
+        tree = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "layout": self.layout,
+            "versions": dict(self.versions),
+            "agreement": dict(self.agreement),
+            "state": dict(self.state),
+            "files": {name: {"bytes": size} for name, size in self.files.items()},
+            "scalars": {name: dict(values) for name, values in self.scalars.items()},
+            "tensors": {
+                kind: {name: _record_tree(record) for name, record in records.items()}
+                for kind, records in self.tensors.items()
+            },
+        }
+        return json.dumps(tree, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+    @staticmethod
+    def from_json(text: str, *, where: str) -> "Manifest":
+        """Read and check `text`; `where` names it in errors. Raises `Damaged`, or `UserError` for a later version."""
+        try:
+            tree = json.loads(text)
+            if tree["format"] != FORMAT:
+                raise ValueError(f"format {tree['format']!r}")
+            _check_version(tree["version"], where)
+            manifest = _manifest(tree)
+            _check(manifest)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{where} is not the manifest of a checkpoint: {error!r}") from error
+        return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder whose files are all there at their full size. Raises `Damaged`."""
+    path = folder / NAME
+    try:
+        manifest = Manifest.from_json(path.read_text(encoding="utf-8"), where=str(path))
+    except OSError as error:
+        raise Damaged(f"{folder} is not a whole checkpoint: {error.strerror}: {path.name}") from error
+    for name, size in manifest.files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else 0
+        if found != size:
+            raise Damaged(f"{file} has {found} bytes, and the manifest says {size}")
+    return manifest
+
+
+def _record_tree(record: TensorRecord) -> dict[str, Any]:
+    slices = [
+        {"offset": one.offset, "shape": one.shape, "file": one.file, "key": one.key}
+        for one in sorted(record.slices, key=lambda one: one.offset)
+    ]
+    return {"shape": record.shape, "dtype": record.dtype, "slices": slices}
+
+
+def _manifest(tree: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        step=_size(tree["step"]),
+        layout=str(tree["layout"]),
+        versions={str(name): str(version) for name, version in tree["versions"].items()},
+        agreement=dict(tree["agreement"]),
+        state=dict(tree["state"]),
+        tensors={
+            kind: {name: _record(record) for name, record in records.items()}
+            for kind, records in tree["tensors"].items()
+        },
+        scalars={
+            name: {key: float(value) for key, value in values.items()} for name, values in tree["scalars"].items()
+        },
+        files={name: _size(file["bytes"]) for name, file in tree["files"].items()},
+    )
+
+
+def _record(tree: Mapping[str, Any]) -> TensorRecord:
+    slices = tuple(
+        Slice(_sizes(one["offset"]), _sizes(one["shape"]), str(one["file"]), str(one["key"])) for one in tree["slices"]
+    )
+    return TensorRecord(_sizes(tree["shape"]), str(tree["dtype"]), slices)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    return tuple(_size(value) for value in values)
+
+
+def _check_version(version: Any, where: str) -> None:
+    if version != VERSION:
+        raise UserError(
+            f"{where} has format version {version}, and this fivefold reads version {VERSION}",
+            fix="use the fivefold that wrote it (see versions in the manifest)",
+        )
+
+
+def _check(manifest: Manifest) -> None:
+    for name in manifest.files:
+        if (
+            any(part.startswith(".") or part == "" for part in name.split("/"))
+            or "\\" in name
+            or Path(name).is_absolute()
+        ):
+            raise ValueError(f"{name!r} is not the path of a file in the checkpoint's folder")
+    for kind, records in manifest.tensors.items():
+        for name, record in records.items():
+            _check_record(f"{kind} of {name}", record, manifest.files)
+    if WEIGHT not in manifest.tensors:
+        raise ValueError("no weights")
+
+
+def _check_record(name: str, record: TensorRecord, files: Mapping[str, int]) -> None:
+    """Slices lie inside the tensor, in files that the manifest lists, and add up to its size."""
+    if record.dtype not in DTYPES:
+        raise ValueError(f"{name}: dtype {record.dtype!r}")
+    for one in record.slices:
+        if not len(one.offset) == len(one.shape) == len(record.shape):
+            raise ValueError(f"{name}: a slice of another rank")
+        if any(start + size > whole for start, size, whole in zip(one.offset, one.shape, record.shape, strict=True)):
+            raise ValueError(f"{name}: a slice that leaves the tensor")
+        if one.file not in files:
+            raise ValueError(f"{name}: {one.file!r} is not listed")
+    if sum(prod(one.shape) for one in record.slices) != prod(record.shape):
+        raise ValueError(f"{name}: its slices do not add up to {list(record.shape)}")

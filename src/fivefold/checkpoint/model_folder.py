@@ -1,0 +1,60 @@
+"""`model/` of a checkpoint: everything of a Hugging Face folder but the weights. Export and generate read it.
+
+config.json as resolved for the run, generation_config.json with every token that ends a text, and the tokenizer's own
+files, copied: a checkpoint does not need the folder that its run started from.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import UserError
+
+FOLDER = "model"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def model_files(
+    config: Any, *, model_class: str, dtype: str, tokenizer: Path | None, origin: Path | None = None
+) -> dict[str, bytes]:
+    """The files of the folder by name, for a model of class `model_class` whose `transformers` config is `config`.
+
+    `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder. `origin`, the folder of a pretrained
+    model, lends its generation settings.
+    """
+    values = json.loads(config.to_json_string())
+    values |= {"architectures": [model_class], "dtype": dtype, "use_cache": True}
+    lent = read_json(origin / GENERATION) if origin and (origin / GENERATION).is_file() else {}
+    own = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    files = {CONFIG: json_text(values), GENERATION: json_text(own | lent)}
+    for name in _TOKENIZER_FILES:
+        if tokenizer is not None and (tokenizer / name).is_file():
+            files[name] = (tokenizer / name).read_bytes()
+    return files
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Tokens that end a text for the model in `folder`: its generation config's, else its config's."""
+    for name in (GENERATION, CONFIG):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `UserError` when it is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def json_text(tree: Mapping[str, Any]) -> bytes:
+    """A JSON file as `transformers` writes it."""
+    return (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,130 @@
+"""Token by token with a key/value cache, on a model under any layout.
+
+All ranks run the same forward and take the token of rank 0, so that no rank can stop earlier than another. FSDP
+gathers by itself; a model that is small enough is gathered once. Under tensor parallelism activations are replicated:
+a single token cannot be split along the sequence.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import DynamicCache
+
+from fivefold.parallel.apply import Spread, spread_of
+from fivefold.parallel.data import COMPUTE_DTYPES
+
+GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text
+
+
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    eos_token_ids: Collection[int] = (),
+) -> Iterator[int]:
+    """Yield the tokens that continue `input_ids` (int64 [1, T], T > 0), an end-of-text token last if one comes.
+
+    `temperature` 0 takes the likeliest token; otherwise tokens are drawn from the `top_k` likeliest (None: all), the
+    same ones for the same `seed` whatever the layout. Every rank iterates to the end, or closes the iterator at the
+    same place. The model must be in the state that `ready` leaves it in.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    cache = DynamicCache()
+    device = next(model.parameters()).device
+    ids_BT, past = input_ids.to(device), 0
+    for _ in range(max_new_tokens):
+        logits_V = next_logits(model, ids_BT, cache=cache, past=past)
+        token = _agreed(choose(logits_V, temperature, top_k, generator), device)
+        yield token
+        if token in eos_token_ids:
+            return
+        past += ids_BT.shape[1]
+        ids_BT = torch.tensor([[token]], device=device)
+
+
+@torch.no_grad()
+def next_logits(model: Any, ids_BT: Tensor, *, cache: Any = None, past: int = 0) -> Tensor:
+    """Logits [V] of the token after the last one; `past` tokens are in the cache already, and `ids_BT` joins them."""
+    positions_BT = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
+    out = model(
+        input_ids=ids_BT,
+        position_ids=positions_BT,
+        past_key_values=cache,
+        use_cache=cache is not None,
+        logits_to_keep=1,
+    )
+    logits: Tensor = out.logits[0, -1]
+    return logits
+
+
+def choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """The likeliest token, or one drawn by inverting the cumulative distribution in fp64 with one uniform number."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    scores_V = logits_V.double().cpu() / temperature
+    if top_k is not None and top_k < scores_V.numel():
+        lowest = scores_V.topk(top_k).values[-1]
+        scores_V = scores_V.masked_fill(scores_V < lowest, float("-inf"))
+    cumulative_V = scores_V.softmax(-1).cumsum(-1)
+    uniform = torch.rand((), generator=generator, dtype=torch.float64) * cumulative_V[-1]
+    return int(torch.searchsorted(cumulative_V, uniform, right=True).clamp(max=scores_V.numel() - 1))
+
+
+@contextmanager
+def ready(model: nn.Module) -> Iterator[None]:
+    """Set a parallelized model up for `decode`, and back for training as it was: mode, shards, sequence parallelism."""
+    spread = spread_of(model)
+    was_training = model.training
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # or every length would compile anew
+        if spread.tensor:
+            stack.enter_context(spread.tensor.whole_sequences())
+        stack.enter_context(_gathered(model, spread))
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+
+
+@contextmanager
+def _gathered(model: nn.Module, spread: Spread) -> Iterator[None]:
+    """Keep small models gathered inside; leave every unit sharded and its own rule in force."""
+    units = {unit.name: model.get_submodule(unit.name) for unit in spread.units}
+    once = gathered_bytes(spread) <= GATHER_ONCE_BYTES
+    try:
+        for unit in units.values():
+            assert isinstance(unit, FSDPModule)
+            if once:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+        yield
+    finally:
+        for name, unit in units.items():
+            assert isinstance(unit, FSDPModule)
+            unit.set_reshard_after_forward(spread.layout.zero == 3 and name != "", recurse=False)
+            unit.reshard()
+
+
+def gathered_bytes(spread: Spread) -> int:
+    """Bytes of this rank's parameters when FSDP has gathered all of them."""
+    numel = sum(torch.Size(spec.local_shape(spread.mesh.tp_rank)).numel() for spec in spread.shards.values())
+    return numel * COMPUTE_DTYPES[spread.layout.precision].itemsize
+
+
+def _agreed(token: int, device: torch.device) -> int:
+    """The token of rank 0, on every rank: a last bit that differs must not send ranks separate ways."""
+    if dist.get_world_size() == 1:
+        return token
+    shared = torch.tensor(token, device=device)
+    dist.broadcast(shared, src=0)
+    return int(shared)

@@ -1,0 +1,37 @@
+"""Where generation runs: in this process, over workers of its own, or in the world that this process is part of."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.launch.local import start_workers
+from fivefold.launch.world import alone, device_kind, find_world, join
+from fivefold.layout import Layout
+
+
+def start(options: Mapping[str, Any], *, device: str) -> str:
+    """Generate with the `GenerateRequest` of `options`; the text goes to the screen and comes back."""
+    layout = Layout.parse(options["layout"])
+    world = find_world(device)
+    if world is None and layout.world > 1:
+        return _over_workers(options, layout.world, device)
+    from fivefold.generate.run import GenerateRequest, generate, to_screen
+
+    with join(world or alone(device)) as here:
+        text = generate(GenerateRequest(**options), here, write=to_screen)
+        if here.is_first:
+            print(flush=True)
+        return text
+
+
+def _over_workers(options: Mapping[str, Any], workers: int, device: str) -> str:
+    """The folder of the workers' logs stays only after a failure, whose message names it."""
+    logs = Path(tempfile.mkdtemp(prefix="fivefold-generate-"))
+    result = logs / "text"
+    request = {"generate": dict(options), "result": str(result), "device": device_kind(device)}
+    start_workers("fivefold.generate.run:on_worker", request, workers=workers, logs=logs)
+    text = result.read_text(encoding="utf-8")
+    shutil.rmtree(logs)
+    return text

@@ -1,0 +1,136 @@
+"""`fivefold generate` on one rank: open the model, spread it, continue the prompt."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fivefold.checkpoint.export import find_checkpoint
+from fivefold.checkpoint.model_folder import eos_token_ids
+from fivefold.data.cache import cache_root
+from fivefold.data.tokenizer import find_tokenizer
+from fivefold.errors import UserError
+from fivefold.generate.decode import decode, ready
+from fivefold.generate.text import TextStream, encode_prompt
+from fivefold.launch.world import World
+from fivefold.layout import Layout
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.parallel.apply import parallelize
+
+_PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """What to continue, with what, and how far. `model`: a run folder, a Hugging Face folder or a hub id.
+
+    `layout` is its text form; without a precision in it, the model computes in the type its weights are stored in.
+    `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all.
+    """
+
+    model: str
+    prompt: str
+    layout: str = "single"
+    step: int | None = None
+    max_new_tokens: int = 100
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 1234
+
+
+def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
+    """Continue the prompt over a joined world; every rank calls it, and returns the new text.
+
+    Rank 0 passes the prompt and then the text, piece by piece, to `write`. Raises `UserError` when the model, the
+    step or the layout does not fit.
+    """
+    folder, open_source = _locate(request)
+    found = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root())
+    tokenizer, ends = found.load(), eos_token_ids(folder) or (found.eos_token_id,)
+    ids = encode_prompt(tokenizer, request.prompt, ends)
+    config = load_model_config(folder)
+    layout = _layout(request, config.dtype).resolve(world.size)
+    model = build_meta(config)
+    model = parallelize(model, layout, device=world.device, source=open_source(model))
+    show = write if write and world.is_first else lambda text: None
+    show(request.prompt)
+    pieces = []
+    with ready(model):
+        for piece in _pieces(model, tokenizer, ids, request, ends):
+            show(piece)
+            pieces.append(piece)
+    return "".join(pieces)
+
+
+def on_worker(request: Mapping[str, Any], world: World) -> None:
+    """The body of a worker: the text goes to standard output, and to the file `request["result"]` when it is done."""
+    asked = GenerateRequest(**request["generate"])
+    text = generate(asked, world, write=to_screen)
+    if world.is_first:
+        print(flush=True)
+        Path(request["result"]).write_text(text, encoding="utf-8")
+
+
+def to_screen(text: str) -> None:
+    """Write at once; a character that the screen's encoding does not have becomes `?`."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _pieces(
+    model: Any, tokenizer: Any, ids: torch.Tensor, request: GenerateRequest, ends: tuple[int, ...]
+) -> Iterator[str]:
+    stream = TextStream(tokenizer)
+    tokens = decode(
+        model,
+        ids,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k or None,
+        seed=request.seed,
+        eos_token_ids=ends,
+    )
+    for token in tokens:
+        if token not in ends and (piece := stream.push(token)):
+            yield piece
+    yield stream.finish()
+
+
+def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel], TensorSource]]:
+    """The folder of config and tokenizer, and what opens the weights."""
+    path = Path(request.model)
+    if (path / "checkpoints").is_dir() or (path / "run.yaml").is_file():
+        checkpoint = find_checkpoint(path, request.step)
+        return checkpoint.model_folder, lambda _: checkpoint.source()
+    if request.step is not None:
+        raise UserError(f"{path} is not a run folder, so it has no step {request.step}", fix="leave --step out")
+    folder = path if path.is_dir() else _from_hub(request.model)
+    return folder, lambda model: SafetensorsFolder(folder, model)
+
+
+def _from_hub(name: str) -> Path:
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(
+            f"{name} is neither a folder nor a hub id", fix="name a run folder (runs/demo) or a Hugging Face folder"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # the hub's client raises many kinds
+        raise UserError(
+            f"{name} is not a folder here, and cannot be fetched from the hub: {str(error).splitlines()[0]}",
+            fix="name a run folder (runs/demo) or a Hugging Face folder",
+        ) from error
+
+
+def _layout(request: GenerateRequest, stored: torch.dtype | None) -> Layout:
+    layout = Layout.parse(request.layout)
+    default = Layout().precision
+    return replace(layout, precision=_PRECISIONS[stored or torch.float32]) if layout.precision == default else layout

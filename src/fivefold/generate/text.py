@@ -1,0 +1,90 @@
+"""From a prompt to tokens, and from tokens back to text as it comes."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.errors import UserError
+from fivefold.generate.decode import decode, ready
+
+_INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character yet
+
+
+class TextStream:
+    """Text of a growing list of tokens, given out in whole characters.
+
+    Only the tokens since the last two places where a character ended are decoded again, so the cost per token stays
+    the same however long the text grows; a piece is always decoded behind its left neighbour, whose presence decides
+    about spaces.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: a `tokenizers.Tokenizer`."""
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is still incomplete."""
+        self._pending.append(token)
+        text = self._new_text()
+        if text.endswith(_INCOMPLETE):
+            return ""
+        if text:
+            self._before, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What is left, incomplete characters as the decoder writes them."""
+        text, self._pending = self._new_text(), []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._before)
+        return str(self._tokenizer.decode(self._before + self._pending)[len(before) :])
+
+
+def encode_prompt(tokenizer: Any, prompt: str, eos_token_ids: Collection[int]) -> Tensor:
+    """The prompt as int64 [1, T], with the special tokens that its tokenizer puts in front.
+
+    An empty prompt is the end of the document before. Raises `UserError` when that is not known either.
+    """
+    ids = tokenizer.encode(prompt).ids
+    while ids and ids[-1] in eos_token_ids:  # some tokenizers close every text
+        ids = ids[:-1]
+    ids = ids or list(eos_token_ids)[:1]
+    if not ids:
+        raise UserError("the prompt is empty", fix="write a few words to continue")
+    return torch.tensor([ids], dtype=torch.int64)
+
+
+def sample_text(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Collection[int],
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> str:
+    """The text with which `model` continues `prompt`, in the middle of a training run; every rank calls it.
+
+    `tokenizer`: a `tokenizers.Tokenizer`. The model is left ready for the next training step.
+    """
+    stream = TextStream(tokenizer)
+    with ready(model):
+        tokens = decode(
+            model,
+            encode_prompt(tokenizer, prompt, eos_token_ids),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            eos_token_ids=eos_token_ids,
+        )
+        pieces = [stream.push(token) for token in tokens if token not in eos_token_ids]
+    return "".join(pieces) + stream.finish()

@@ -1,0 +1,156 @@
+"""What the ranks of the checkpoint tests do: train a little, save, load under another layout, report their pieces."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.models.build import build_meta
+from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.training.optimizer import build_optimizer
+from fivefold.training.step import train_step
+from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class State:
+    """One rank's pieces of every kind, its step counts, and the losses of the steps it trained."""
+
+    pieces: dict[str, list[tuple[str, Any, np.ndarray]]]
+    steps: set[float]
+    losses: list[float]
+
+
+def train_and_save(case: Case, directory: Path, steps: int, also: int = 0) -> State:
+    """Train `steps`, save, and train `also` more; the state is that of the save, the losses those of the last ones."""
+    model, optimizer = _fresh(case)
+    _train(model, optimizer, case, 0, steps)
+    save(model, optimizer, directory, step=steps, state={"tokens_seen": 7}, keep=3)
+    state = _state(model, optimizer)
+    state.losses = _train(model, optimizer, case, steps, also)
+    return state
+
+
+def load_and_train(case: Case, folders: list[Path], also: int = 0) -> list[State]:
+    """Load each folder into a model that holds something else, then train `also` steps."""
+    model, optimizer = _fresh(case, seed=99)
+    found = []
+    for folder in folders:
+        checkpoint = Checkpoint.open(folder)
+        restore(model, optimizer, checkpoint)
+        state = _state(model, optimizer)
+        state.losses = _train(model, optimizer, case, checkpoint.step, also)
+        found.append(state)
+    return found
+
+
+def _fresh(case: Case, seed: int = 1) -> tuple[Any, torch.optim.Optimizer]:
+    model = parallelize(build_meta(hf_config(case)), case.parsed, seed=seed)
+    return model, build_optimizer(model, OPTIONS)
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, case: Case, first: int, steps: int) -> list[float]:
+    rank = spread_of(model).mesh.data_rank
+    return [
+        train_step(
+            model, optimizer, batch_of(documents(case, step), case.parsed, rank), learning_rate=3e-3, max_grad_norm=0.5
+        ).loss
+        for step in range(first, first + steps)
+    ]
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> State:
+    parameters = dict(model.named_parameters())
+    kinds = {"weight": pieces(model, parameters)}
+    for kind in MOMENTS:
+        kinds[kind] = pieces(model, {name: optimizer.state[p][kind] for name, p in parameters.items()})
+    return State(kinds, {float(optimizer.state[p]["step"]) for p in parameters.values()}, [])
+
+
+def elements_read(case: Case, folder: Path) -> tuple[int, int]:
+    """(elements that loading reads on this rank, elements that this rank keeps), weights and moments."""
+    model, optimizer = _fresh(case)
+    checkpoint = Checkpoint.open(folder)
+    read = 0
+
+    class Counting(Checkpoint):
+        def source(self, kind: str = "weight") -> Any:
+            source = super().source(kind)
+            plain = source.read
+
+            def counted(name: str, region: Any) -> torch.Tensor:
+                nonlocal read
+                values = plain(name, region)
+                read += values.numel()
+                return values
+
+            source.read = counted  # type: ignore[method-assign]
+            return source
+
+    restore(model, optimizer, Counting(checkpoint.path, checkpoint.manifest))
+    kept = sum(p.to_local().numel() for p in model.parameters())
+    return read, kept * 3
+
+
+def save_twice(case: Case, directory: Path) -> str:
+    """The error of saving a step that is published already."""
+    model, optimizer = _fresh(case)
+    save(model, optimizer, directory, step=0, state={}, keep=3)
+    try:
+        save(model, optimizer, directory, step=0, state={}, keep=3)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def save_steps(case: Case, directory: Path, steps: list[int], keep: int) -> list[str]:
+    """Save at each of `steps`; returns what is in the folder after each."""
+    model, optimizer = _fresh(case)
+    found = []
+    for step in steps:
+        save(model, optimizer, directory, step=step, state={}, keep=keep)
+        found.append(" ".join(sorted(path.name for path in directory.iterdir())))
+        dist.barrier()
+    return found
+
+
+def save_on_full_disk(case: Case, directory: Path) -> str:
+    """Rank 1 cannot write; the error that this rank raises."""
+    import sys
+
+    from fivefold.checkpoint import save as _  # noqa: F401
+
+    module = sys.modules["fivefold.checkpoint.save"]
+    model, optimizer = _fresh(case)
+    plain = module.save_file
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        module.save_file = full
+    try:
+        save(model, optimizer, directory, step=9, state={}, keep=3)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        module.save_file = plain
+    return ""
+
+
+def restore_error(case: Case, folder: Path) -> str:
+    """The error of loading `folder` into the model of `case`, whose weights must stay as they were."""
+    model, optimizer = _fresh(case)
+    before = [p.to_local().clone() for p in model.parameters()]
+    try:
+        restore(model, optimizer, Checkpoint.open(folder))
+    except Exception as error:
+        assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+        return f"{type(error).__name__}: {error}"
+    return ""

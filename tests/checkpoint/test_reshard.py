@@ -1,0 +1,96 @@
+"""Saved under one layout, loaded under another: the same bits, and the same training from there on."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fivefold.checkpoint import Checkpoint, newest
+from tests.checkpoint.ranks import MOMENTS, State, elements_read, load_and_train, train_and_save
+from tests.parity import Case, gathered
+from tests.pool import run_ranks
+
+# 4 query heads, 2 key/value heads (copied under tp4); vocabulary 101 and intermediate size 53 are prime.
+LAYOUTS = ("single+fp32", "shard2.tp2+fp32", "tp4+fp32", "shard4+fp32+zero1", "dp2.shard2+fp32+zero2")
+CASE = Case("single+fp32")
+Saved = dict[str, tuple[Path, dict[str, np.ndarray], list[float]]]
+
+
+def whole(states: list[State]) -> dict[str, np.ndarray]:
+    """Every tensor of every kind, put together from the ranks; copies must agree."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, region, _ in (piece for state in states for piece in state.pieces["weight"]):
+        old = shapes.get(name, (0,) * len(region))
+        shapes[name] = tuple(max(size, stop) for size, (_, stop) in zip(old, region, strict=True))
+    return {
+        f"{kind} {name}": values
+        for kind in ("weight", *MOMENTS)
+        for name, values in gathered([state.pieces[kind] for state in states], shapes).items()
+    }
+
+
+def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """layout -> (checkpoint after two steps, what it should hold, losses of the next two steps)."""
+    found = {}
+    for layout in LAYOUTS:
+        directory = tmp_path_factory.mktemp("checkpoints")
+        case = CASE.with_layout(layout)
+        states = run_ranks(case.parsed.world, train_and_save, case, directory, 2, 2)
+        folder = newest(directory)
+        assert folder is not None
+        found[layout] = (folder, whole(states), states[0].losses)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_reads_every_other(saved: Saved, layout: str) -> None:
+    case = CASE.with_layout(layout)
+    ranks = run_ranks(case.parsed.world, load_and_train, case, [folder for folder, _, _ in saved.values()], 2)
+    for (wrote, (_, expected, losses)), states in zip(saved.items(), zip(*ranks, strict=True), strict=True):
+        assert equal(whole(list(states)), expected), wrote
+        assert all(state.steps == {2.0} for state in states)
+        if wrote == layout:  # as if it had not been stopped
+            assert states[0].losses == losses
+        np.testing.assert_allclose(states[0].losses, losses, rtol=1e-5, err_msg=wrote)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_written_once(saved: Saved, layout: str) -> None:
+    folder, _, _ = saved[layout]
+    manifest = Checkpoint.open(folder).manifest
+    for records in manifest.tensors.values():
+        for name, record in records.items():
+            count = np.zeros(record.shape, int)
+            for one in record.slices:
+                count[tuple(slice(a, a + n) for a, n in zip(one.offset, one.shape, strict=True))] += 1
+            assert (count == 1).all(), name
+
+
+@pytest.mark.parametrize("layout", ["shard4+fp32", "shard2.tp2+fp32"])
+def test_no_rank_reads_more_than_it_keeps(saved: Saved, layout: str) -> None:
+    folder, _, _ = saved["tp4+fp32"]
+    for read, kept in run_ranks(4, elements_read, CASE.with_layout(layout), folder):
+        assert read == kept
+
+
+@pytest.mark.parametrize("case", [Case("shard2.tp2+fp32", tied=True), Case("shard2.tp2+fp32", "qwen3", kv_heads=1)])
+def test_tied_embeddings_and_single_key_value_heads(tmp_path: Path, case: Case) -> None:
+    expected = whole(run_ranks(4, train_and_save, case, tmp_path, 2))
+    names = Checkpoint.open(tmp_path / "step-000002").source().names()
+    assert ("lm_head.weight" in names) is not case.tied
+    ranks = run_ranks(2, load_and_train, case.with_layout("tp2+fp32"), [tmp_path / "step-000002"])
+    assert equal(whole([states[0] for states in ranks]), expected)
+
+
+def test_fp64_keeps_fp64(tmp_path: Path) -> None:
+    case = Case("shard2+fp64")
+    states = run_ranks(2, train_and_save, case, tmp_path, 2, 2)
+    ranks = run_ranks(4, load_and_train, case.with_layout("tp4+fp64"), [tmp_path / "step-000002"], 2)
+    again = [states[0] for states in ranks]
+    assert equal(whole(again), whole(states))
+    np.testing.assert_allclose(again[0].losses, states[0].losses, rtol=1e-10)
