@@ -328,4 +328,5 @@ def keys() -> Iterator[Key]:
             yield Key(f"{name}.{field.alias or key}", default, field.description or "")
             if isinstance(default, tuple) and default and isinstance(default[0], DataSource):
                 for inner, of_source in DataSource.model_fields.items():
-                    yield Key(f"{name}.{key}[].{inner}", of_source.get_default(), of_source.description or "")
+                    default = None if of_source.is_required() else of_source.get_default()
+                    yield Key(f"{name}.{key}[].{inner}", default, of_source.description or "")

@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(given, prog_name="fivefold", standalone_mode=False)
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
         code = INTERRUPTED
     except UserError as error:
         code = _say(error, debug="--debug" in given)
@@ -55,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             verb = next((word for word in given if word in VERBS), None)
             help_line = f"fivefold {verb} --help" if verb else "fivefold --help"
             code = _say(UserError(error.format_message(), fix=help_line), debug=False)
+    if code == INTERRUPTED:
+        print("stopped", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 

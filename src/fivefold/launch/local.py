@@ -5,8 +5,10 @@ The data is prepared here, before any process group exists, so that nobody waits
 
 import json
 import logging
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,6 +164,7 @@ def _elastic(command: list[str], *, workers: int, logs: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    scratch = tempfile.mkdtemp(prefix="fivefold-agent-")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -172,7 +175,7 @@ def _elastic(command: list[str], *, workers: int, logs: Path) -> None:
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs / "elastic")),
+        logs_specs=DefaultLogsSpecs(log_dir=scratch),
     )
     try:
         with worker_environment(workers), _own_signals(), _quiet_elastic():
@@ -185,6 +188,7 @@ def _elastic(command: list[str], *, workers: int, logs: Path) -> None:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         raise _first_failure(logs, codes) from None
     finally:
+        shutil.rmtree(scratch, ignore_errors=True)
         sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")  # a killed display leaves no cursor behind
 
 
@@ -192,7 +196,9 @@ def _first_failure(logs: Path, codes: Mapping[int, int]) -> BaseException:
     """What the first worker to fail left behind; failing that, what its exit code says."""
     if INTERRUPTED in codes.values():
         return KeyboardInterrupt()
-    killed = {rank: code for rank, code in codes.items() if code < 0 and not failure_file(logs, rank).exists()}
+    # SIGTERM is how the agent ends those that are left when one has failed.
+    killed = {rank: code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
+    killed = {rank: code for rank, code in killed.items() if not failure_file(logs, rank).exists()}
     left = [json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("failure-*.json")]
     if killed or not left:
         return _killed(logs, killed or codes)

@@ -1,0 +1,214 @@
+"""The command line: fast, one voice for errors, and each verb one call."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fivefold import cli
+from fivefold.cli.train import split_arguments
+from fivefold.errors import RunFailed, UserError
+from fivefold.launch import local
+
+VERBS = ("train", "generate", "export", "doctor")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def fails_with(error: BaseException) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+def best_seconds(*command: str, repeats: int = 5) -> float:
+    """The fastest of several runs: what the command costs when nothing else is running."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        subprocess.run(command, capture_output=True, check=True)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["train", "--keys"]])
+def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
+    assert best_seconds(sys.executable, "-m", "fivefold", *arguments) < 0.5
+    code = (
+        f"import sys; from fivefold.cli import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    python(code)
+
+
+def test_import_is_fast_and_imports_no_torch() -> None:
+    empty = best_seconds(sys.executable, "-c", "")
+    assert best_seconds(sys.executable, "-c", "import fivefold") - empty < 0.2
+    python("import fivefold, sys; fivefold.Layout.parse('tp2'); assert 'torch' not in sys.modules")
+
+
+def test_every_public_name_is_there_and_none_else() -> None:
+    import fivefold
+
+    assert all(hasattr(fivefold, name) for name in fivefold.__all__)
+    assert set(fivefold.__all__) == set(fivefold._HOMES)
+    with pytest.raises(AttributeError, match="nothing"):
+        fivefold.nothing  # noqa: B018
+
+
+def test_the_name_alone_lists_the_verbs_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[1] for line in lines if line.startswith("  fivefold ")]
+    assert listed == list(VERBS)
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(verb, "--help") == 0
+    assert "--debug" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        (["trian"], "No such command 'trian'", "fivefold --help"),
+        (["train", "--nproc", "x"], "--nproc", "fivefold train --help"),
+        (["generate", "runs/demo"], "--prompt", "fivefold generate --help"),
+        (["train", "train.max_stps=3"], "command line train.max_stps is not a key", "did you mean train.max_steps?"),
+        (["train", "no.yaml"], "no.yaml: there is no such file", "demo"),
+        (["train", "train.seed=1", "run.yaml"], "run.yaml is neither the run file", "RUN.yaml key=value"),
+        (["train", "layout=shard3", "--nproc", "2"], "dp_shard 3 = 3, but 2 workers started", "dp_shard 2 fits"),
+        (["train", "layout=tp3", "--nproc", "2"], "3 does not divide 2", ""),
+        (["train", "train.global_batch_size=7", "--nproc", "2"], "is not a multiple of", "train.global_batch_size"),
+        (["train", "layout.pp=2"], "layout.pp 2 is not built yet", "set layout.pp: 1"),
+    ],
+)
+def test_a_wrong_request_is_three_lines_and_exit_2(
+    arguments: list[str], what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert what in said.err and fix in said.err
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) <= 3
+    assert "Traceback" not in said.err
+    assert not list(tmp_path.iterdir())  # nothing was started
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("wrong", fix="do this", more="read that"), 2, "wrong\ndo this\nread that\n"),
+        (RunFailed("it diverged"), 1, "it diverged\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+        (SystemExit(143), 143, ""),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(local, "run", fails_with(error))
+    assert run("train") == code
+    assert capsys.readouterr().err.lstrip() == said
+
+
+def test_a_bug_is_one_line_and_a_traceback_only_under_debug(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(local, "run", fails_with(ZeroDivisionError("division\nby zero")))
+    assert run("train") == 1
+    assert capsys.readouterr().err.splitlines()[0] == "ZeroDivisionError: division"
+    assert run("train", "--debug") == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_worker_s_traceback_is_shown_under_debug(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    crashed = local.WorkerCrashed("rank 1 stopped: RuntimeError: boom")
+    crashed.traceback = "Traceback of the worker"
+    monkeypatch.setattr(local, "run", fails_with(crashed))
+    assert run("train") == 1
+    assert "Traceback of the worker" not in capsys.readouterr().err
+    assert run("train", "--debug") == 1
+    assert "Traceback of the worker" in capsys.readouterr().err
+
+
+def test_train_calls_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(local, "run", lambda *given, **named: calls.append((given, named)))
+    assert run("train", "my.yaml", "train.seed=3", "layout=tp2", "--nproc", "2") == 0
+    assert run("train", "data.train=./notes.jsonl") == 0
+    assert calls[0] == ((Path("my.yaml"), ["train.seed=3", "layout=tp2"]), {"nproc": 2})
+    assert calls[1] == ((None, ["data.train=./notes.jsonl"]), {"nproc": None})
+
+
+def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    calls: list[Any] = []
+    module = SimpleNamespace(main=lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setitem(sys.modules, "fivefold.generate", module)
+    module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
+    assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
+    assert run("export", "runs/demo", "out", "--step", "20") == 0
+    options = {"layout": "tp2", "max_new_tokens": 100, "temperature": 0.8, "top_k": 5, "seed": 1234}
+    assert calls[0] == (("runs/demo", "def "), options)
+    assert calls[1] == ((Path("runs/demo"), Path("out")), {"step": 20})
+    assert "from_pretrained('out')" in capsys.readouterr().out
+
+
+def test_arguments_are_a_file_first_and_then_keys() -> None:
+    assert split_arguments(["run.yaml", "a.b=1"]) == (Path("run.yaml"), ["a.b=1"])
+    assert split_arguments(["a.b=1"]) == (None, ["a.b=1"])
+    assert split_arguments([]) == (None, [])
+
+
+def test_keys_are_listed_with_default_and_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "--keys") == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"^data\.seq_length  \[8192\]\n +tokens per row", listed, re.MULTILINE)
+    assert "Undefined" not in listed
+
+
+def test_doctor_prints_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("doctor", "--json", "-") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert {"python", "torch", "transformers", "cpu", "cache"} <= {row["what"] for row in report["rows"]}
+    assert run("doctor", "--json", str(tmp_path / "report.json")) == 0
+    assert json.loads((tmp_path / "report.json").read_text()).keys() == report.keys()
+    assert "fivefold train" in capsys.readouterr().out
+
+
+def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from fivefold import doctor
+
+    def torchless() -> Any:
+        yield doctor.Finding("torch", "missing", "not installed", "pip install 'torch>=2.11'")
+
+    monkeypatch.setattr(doctor, "LOOKS", (torchless,))
+    assert run("doctor") == 1
+    assert "pip install 'torch>=2.11'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("version", "bound", "meets"),
+    [("2.13.0+cpu", ">=2.11", True), ("2.9.1", ">=2.11", False), ("6.0.0", "<6", False), ("5.23.0", "<6", True)],
+)
+def test_versions_are_compared_as_numbers(version: str, bound: str, meets: bool) -> None:
+    from fivefold.doctor import _meets
+
+    assert _meets(version, bound) is meets

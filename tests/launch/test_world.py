@@ -1,0 +1,206 @@
+"""Finding a world in the environment, and joining one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.errors import UserError
+from fivefold.launch import world as world_module
+from fivefold.launch.world import (
+    World,
+    alone,
+    cores,
+    device_kind,
+    find_world,
+    first_host,
+    threads_per_worker,
+    worker_environment,
+)
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu-[007-008]",
+    "SLURM_NODELIST": "gpu-[001-008]",
+}
+
+
+def test_nothing_in_the_environment_is_no_world() -> None:
+    assert find_world("cpu", {}) is None
+    assert find_world("cpu", {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "4"}) is None  # inside salloc, outside srun
+
+
+def test_torchrun() -> None:
+    found = find_world("cpu", TORCHRUN)
+    assert found == World(rank=5, local_rank=1, size=8, local_size=4, rendezvous="env://")
+    assert not found.is_first
+
+
+def test_torchrun_without_an_address_is_said() -> None:
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
+        find_world("cpu", {"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_srun() -> None:
+    found = find_world("cpu", SRUN)
+    assert found is not None
+    assert (found.rank, found.local_rank, found.size, found.local_size) == (5, 1, 7, 3)
+    host, port = found.rendezvous.removeprefix("tcp://").split(":")
+    assert host == "gpu-007"
+    assert 1024 < int(port) < 32768
+
+
+def test_every_task_of_a_step_meets_at_one_place_and_steps_at_different_ones() -> None:
+    places = {find_world("cpu", SRUN | {"SLURM_PROCID": str(rank)}).rendezvous for rank in range(7)}  # type: ignore[union-attr]
+    other = find_world("cpu", SRUN | {"SLURM_STEP_ID": "1"})
+    assert len(places) == 1
+    assert other is not None and other.rendezvous not in places
+
+
+def test_srun_with_the_least_that_it_sets() -> None:
+    least = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODELIST": "n1",
+        "SLURM_JOB_ID": "9",
+    }
+    found = find_world("cpu", least)
+    assert found is not None
+    assert (found.rank, found.size, found.rendezvous.split(":")[1]) == (1, 2, "//n1")
+
+
+def test_a_named_master_wins_over_the_node_list() -> None:
+    found = find_world("cpu", SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4000"})
+    assert found is not None and found.rendezvous == "tcp://10.0.0.7:4000"
+
+
+def test_a_batch_script_is_not_a_task() -> None:
+    """sbatch gives the script the variables of task 0; only `srun` starts a world."""
+    batch = {key: value for key, value in SRUN.items() if "STEP" not in key} | {"ENVIRONMENT": "BATCH"}
+    assert find_world("cpu", batch) is None
+    assert find_world("cpu", batch | {"SLURM_STEP_ID": "0"}) is not None
+
+
+def test_one_task_needs_no_network() -> None:
+    found = find_world("cpu", SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+    assert found is not None and found.rendezvous == ""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu-[003-007,012],login1", "gpu-003"),
+        ("rack[1-2]node[30,40]", "rack1node30"),
+        ("a-[5]-ib", "a-5-ib"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = pytest.importorskip("torch").cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 4)
+    found = find_world("auto", TORCHRUN)
+    assert found is not None and (found.device, found.backend) == ("cuda:1", "nccl")
+    monkeypatch.setattr(cuda, "device_count", lambda: 1)  # the scheduler shows each task its own GPU only
+    found = find_world("cuda", TORCHRUN)
+    assert found is not None and found.device == "cuda:0"
+    assert device_kind("cpu") == "cpu"
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    assert alone("auto") == World()
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        device_kind("cuda")
+
+
+def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cores() >= 1
+    monkeypatch.setattr(world_module, "cores", lambda: 8)
+    assert [threads_per_worker(n) for n in (1, 2, 3, 16)] == [8, 4, 2, 1]
+
+
+def test_the_environment_of_workers_is_put_back() -> None:
+    before = dict(os.environ)
+    with worker_environment(2):
+        assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+    assert dict(os.environ) == before
+
+
+SCRIPT = """
+import json, sys
+import torch, torch.distributed as dist
+from fivefold.launch.world import alone, find_world, join
+
+world = find_world("cpu") or alone("cpu")
+with join(world):
+    with join(world):  # a group that exists is left as it is
+        total = torch.tensor([float(world.rank + 1)])
+        dist.all_reduce(total)
+    again = torch.ones(1)
+    dist.all_reduce(again)
+assert not dist.is_initialized()
+print(json.dumps({"rank": world.rank, "size": world.size, "sum": total.item(), "again": again.item()}), flush=True)
+"""
+
+
+def outputs(text: str) -> list[dict[str, float]]:
+    return sorted((json.loads(line) for line in text.splitlines() if line.startswith("{")), key=lambda row: row["rank"])
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "joins.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def test_join_alone(script: Path) -> None:
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    assert outputs(done.stdout) == [{"rank": 0, "size": 1, "sum": 1.0, "again": 1.0}]
+
+
+def test_join_under_torchrun(script: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert [(row["rank"], row["size"], row["sum"], row["again"]) for row in outputs(done.stdout)] == [
+        (0, 2, 3.0, 2.0),
+        (1, 2, 3.0, 2.0),
+    ]
+
+
+def test_join_under_srun_s_variables(script: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tasks = []
+    for rank in range(2):
+        step = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+        env = os.environ | step | {"SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": str(port)}
+        tasks.append(subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True))
+    said = [task.communicate(timeout=120)[0] for task in tasks]
+    assert [row["sum"] for text in said for row in outputs(text)] == [3.0, 3.0]

@@ -1,0 +1,141 @@
+"""The `Layout` noun: its text, its legality, its arithmetic."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+
+TEXTS = [
+    "single",
+    "shard2",
+    "shard-1.tp2",
+    "tp2",
+    "dp2.shard2",
+    "shard2.tp2",
+    "dp2.shard4.cp2.tp4.pp2.ep8",
+    "shard2.tp2+zero1",
+    "shard2+zero2+mb4",
+    "tp2+nosp",
+    "tp2.pp2+v2+split8-8-8-6+interleaved",
+    "pp2+zbv",
+    "cp4+ring",
+    "cp4+2x2",
+    "tp2.ep2+etp",
+    "shard2+full+fp32",
+    "shard2+offload+offload_optimizer+selective+fp64",
+    "shard2+fp8",
+    "shard2+fp8_rowwise",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_round_trips(text: str) -> None:
+    layout = Layout.parse(text)
+    assert Layout.parse(str(layout)) == layout
+    assert sorted(str(layout).replace("+", ".").split(".")) == sorted(text.replace("+", ".").split("."))
+
+
+OTHER_VALUES = {
+    "zero": 1,
+    "sequence_parallel": False,
+    "expert_tp": True,
+    "pp_schedule": "zbv",
+    "pp_virtual": 2,
+    "pp_split": "2-3",
+    "cp_method": "ring",
+    "micro_batch_size": 3,
+    "recompute": "full",
+    "offload_activations": True,
+    "offload_optimizer": True,
+    "precision": "fp64",
+    "fp8": "rowwise",
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Layout)])
+def test_every_field_survives_the_text(name: str) -> None:
+    layout = replace(Layout(), **{name: OTHER_VALUES.get(name, 2)})
+    assert Layout.parse(str(layout)) == layout
+
+
+def test_equal_layouts_are_one_key_whatever_the_spelling() -> None:
+    assert len({Layout.parse("tp2.shard2"), Layout.parse("shard2.tp2"), Layout(dp_shard=2, tp=2)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("tp", "'tp' is not a degree"),
+        ("foo2", "'foo2' is not a degree"),
+        ("tp0", "tp 0 is not a degree"),
+        ("tp-1", "tp -1 is not a degree"),
+        ("tp2.tp4", "sets tp twice"),
+        ("tp2+zero4", "+zero4 is not an option"),
+        ("tp2+zero1+zero2", "sets zero twice"),
+        ("", "'' is not a degree"),
+    ],
+)
+def test_what_is_not_understood_is_named(text: str, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Layout.parse(text)
+    assert what in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"zero": 0},
+        {"dp_shard": 0},
+        {"pp_schedule": "x"},
+        {"recompute": "some"},
+        {"precision": "fp16"},
+        {"fp8": "mx"},
+        {"cp_method": "tree"},
+        {"micro_batch_size": 0},
+        {"pp_virtual": 0},
+    ],
+)
+def test_values_out_of_range_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(UserError):
+        Layout(**values)  # type: ignore[arg-type]
+
+
+def test_degrees_multiply_but_for_ep() -> None:
+    layout = Layout.parse("dp2.shard4.cp2.tp4.pp2.ep8")
+    assert layout.world == 2 * 4 * 2 * 4 * 2
+    assert layout.data_ranks == 8
+    assert layout.shape == (2, 2, 4, 2, 4)
+    assert layout.row_multiple == 16
+
+
+def test_the_rest_is_filled_in() -> None:
+    assert Layout(dp_shard=-1, tp=2).resolve(8).dp_shard == 4
+    assert Layout.parse("tp2").resolve(2) == Layout(tp=2)
+    with pytest.raises(UserError, match="not known yet"):
+        Layout(dp_shard=-1).world  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "what"),
+    [
+        ("shard3.cp2.tp4", 16, "dp_shard 3 x cp 2 x tp 4 = 24, but 16 workers started; dp_shard 2 fits"),
+        ("shard-1.tp3", 8, "dp_shard -1 x tp 3, but 8 workers started; 3 does not divide 8"),
+        ("single", 2, "single = 1, but 2 workers started; dp_shard 2 fits"),
+    ],
+)
+def test_a_world_that_does_not_fit_shows_the_arithmetic(text: str, world: int, what: str) -> None:
+    layout = Layout.parse(text)
+    with pytest.raises(UserError) as caught:
+        layout.resolve(world)
+    assert caught.value.what == what
+
+
+def test_accumulation() -> None:
+    layout = Layout.parse("dp2.shard2.tp2+mb4")
+    assert layout.accumulation(64) == 4
+    with pytest.raises(UserError) as caught:
+        layout.accumulation(40)
+    assert "micro_batch_size 4 x dp_replicate 2 x dp_shard 2 = 16" in caught.value.what
+    assert caught.value.fix == "set train.global_batch_size to 32 or 48"
