@@ -1,0 +1,61 @@
+"""A run goes on when everything that decides what is learnt agrees; else the key is named."""
+
+from typing import Any
+
+import pytest
+
+from fivefold.checkpoint import agreement, check_agreement
+from fivefold.config import RunConfig
+from fivefold.errors import UserError
+
+
+def _agreement(fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
+    return agreement(RunConfig.model_validate(sections), fingerprint)
+
+
+MUST = {
+    "model.name_or_path": {"model": {"name_or_path": "other"}},
+    "model.init": {"model": {"init": "random"}},
+    "model.overrides": {"model": {"overrides": {"hidden_size": 8}}},
+    "tokenizer.name_or_path": {"tokenizer": {"name_or_path": "byte"}},
+    "data.seq_length": {"data": {"seq_length": 16}},
+    "data.packing": {"data": {"packing": False}},
+    "train.seed": {"train": {"seed": 1}},
+    "train.global_batch_size": {"train": {"global_batch_size": 8}},
+    "optimizer.learning_rate": {"optimizer": {"learning_rate": 0.5}},
+    "optimizer.betas": {"optimizer": {"betas": [0.9, 0.99]}},
+    "scheduler.name": {"scheduler": {"name": "linear"}},
+}
+MAY = [
+    {"layout": {"tp": 2, "dp_shard": 1}},
+    {"train": {"micro_batch_size": 2, "max_steps": 5000, "compile": False, "device": "cpu"}},
+    {"log": {"every": 7}, "eval": {"every": 3}, "sample": {"prompts": ["a"]}, "checkpoint": {"every": 9}},
+    {"precision": {"compute": "fp32"}, "memory": {"recompute": "full", "loss_chunks": 3}, "run": {"name": "other"}},
+]
+
+
+@pytest.mark.parametrize("key", MUST)
+def test_a_key_that_must_agree_is_named_with_both_values(key: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_agreement(_agreement(), _agreement(**MUST[key]))
+    assert error.value.what.startswith(f"{key} is ") and "was trained with" in error.value.what
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("sections", MAY)
+def test_how_it_is_computed_may_differ(sections: dict[str, Any]) -> None:
+    check_agreement(_agreement(), _agreement(**sections))
+
+
+def test_data_are_known_by_their_contents() -> None:
+    moved = {"data": {"train": "elsewhere.txt"}}
+    check_agreement(_agreement(), _agreement(**moved))
+    with pytest.raises(UserError, match=r"data\.train is .*elsewhere"):
+        check_agreement(_agreement(), _agreement("g", **moved))
+    with pytest.raises(UserError, match=r"data\.train: the text is not the one"):
+        check_agreement(_agreement(), _agreement("g"))
+
+
+def test_a_key_that_the_checkpoint_does_not_know() -> None:
+    with pytest.raises(UserError, match=r"x is 1, but the checkpoint was trained with \(not set\)"):
+        check_agreement(_agreement(), {**_agreement(), "x": 1})

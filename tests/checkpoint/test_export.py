@@ -1,0 +1,94 @@
+"""An export is a Hugging Face folder like any other: the same weights, the same logits, tokenizer and stop tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from fivefold.checkpoint import export
+from fivefold.errors import UserError
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.sources import SafetensorsFolder
+from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
+from tests.parity import Case
+from tests.pool import run_ranks
+
+
+def make_run(tmp_path: Path, case: Case) -> tuple[Path, Path]:
+    """(the Hugging Face folder that a run started from, the run)."""
+    folder, run = hf_folder(case, tmp_path / "hf"), tmp_path / "runs" / "one"
+    run_ranks(case.parsed.world, save_run, case.layout, folder, run, 12)
+    return folder, run
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("shard2.tp2+fp32", overrides=OVERRIDES),
+        Case("tp4+fp32", tied=True, kv_heads=1, overrides=OVERRIDES),
+        Case("shard4+fp32", "qwen3", tied=True, overrides=OVERRIDES),
+    ],
+    ids=lambda case: f"{case.layout}-{case.family}",
+)
+def test_the_export_is_the_model(tmp_path: Path, case: Case) -> None:
+    folder, run = make_run(tmp_path, case)
+    done = export(run, tmp_path / "out")
+    assert done.step == 12 and done.path == tmp_path / "out" and done.bytes == 4 * done.parameters
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, done.path))
+    assert after.dtype == torch.float32 and type(after) is type(before)
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.equal(before(ids).logits, after(ids).logits)
+    for key in ("hidden_size", "rope_parameters", "tie_word_embeddings", "eos_token_id", "use_cache", "vocab_size"):
+        assert getattr(after.config, key) == getattr(before.config, key), key
+    with safe_open(done.path / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) is not case.tied  # noqa: SIM118
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_tokenizer_and_stop_tokens_travel_along(tmp_path: Path) -> None:
+    folder, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
+    out = export(run, tmp_path / "out").path
+    generation = GenerationConfig.from_pretrained(out)
+    assert generation.eos_token_id == [256, 255] and generation.temperature == 0.6
+    text = "naïve façade"
+    ids = AutoTokenizer.from_pretrained(out)(text).input_ids
+    assert ids == AutoTokenizer.from_pretrained(folder)(text).input_ids == list(text.encode())
+
+
+def test_several_files_another_type_and_back(tmp_path: Path) -> None:
+    case = Case("shard2.tp2+fp32", overrides=OVERRIDES)
+    folder, run = make_run(tmp_path, case)
+    out = export(run, tmp_path / "out", dtype="bf16", file_bytes=20_000).path
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files and len(files) > 3
+    assert all((out / name).stat().st_size < 20_000 + 5_000 or "embed" in name for name in files)
+    assert not (out / "model.safetensors").exists()
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, out))
+    assert after.dtype == torch.bfloat16
+    for name, parameter in before.named_parameters():
+        assert torch.equal(parameter.bfloat16(), after.get_parameter(name)), name
+    model = build_meta(load_model_config(out))
+    assert SafetensorsFolder(out, model).names() == set(dict(before.named_parameters()))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    _, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        export(run, tmp_path / "full")
+    with pytest.raises(UserError, match=r"no checkpoint of step 13\nsteps: 12"):
+        export(run, tmp_path / "out", step=13)
+    with pytest.raises(UserError, match="dtype 'int4' is not known"):
+        export(run, tmp_path / "out", dtype="int4")
+    with pytest.raises(UserError, match="is not a run folder"):
+        export(tmp_path / "absent", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    assert export(run, tmp_path / "empty", step=12).step == 12
+    assert not list(tmp_path.glob(".tmp-*"))

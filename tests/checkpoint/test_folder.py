@@ -1,0 +1,165 @@
+"""What lies on the disk: published or not at all, whole or passed over, and old steps kept no longer than asked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.checkpoint import Checkpoint, Damaged, find_checkpoint, newest, steps
+from fivefold.errors import UserError
+from tests.checkpoint.ranks import restore_error, save_on_full_disk, save_steps, save_twice
+from tests.parity import Case
+from tests.pool import run_ranks
+
+CASE = Case("shard2+fp32")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with the steps 100, 200 and 300."""
+    run_ranks(2, save_steps, CASE, tmp_path / "checkpoints", [100, 200, 300], 3)
+    return tmp_path
+
+
+def test_retention_deletes_after_publishing(tmp_path: Path) -> None:
+    found = run_ranks(2, save_steps, CASE, tmp_path / "c", [1, 2, 3, 10], 2)
+    assert found[0] == found[1] == [
+        "step-000001",
+        "step-000001 step-000002",
+        "step-000002 step-000003",
+        "step-000003 step-000010",
+    ]  # fmt: skip
+
+
+def test_steps_sort_by_number(tmp_path: Path) -> None:
+    for name in ("step-1000000", "step-999999", ".tmp-step-2000000", "step-x", "notes"):
+        (tmp_path / name).mkdir()
+    assert steps(tmp_path) == [999999, 1000000]
+    assert steps(tmp_path / "absent") == []
+    assert newest(tmp_path / "absent") is None
+
+
+def test_a_published_step_is_never_rewritten(tmp_path: Path) -> None:
+    for error in run_ranks(2, save_twice, CASE, tmp_path):
+        assert error.startswith("UserError") and "published already" in error
+
+
+def test_what_a_killed_save_left_is_ignored_and_cleared(run: Path) -> None:
+    directory = run / "checkpoints"
+    (directory / "step-000300").rename(directory / ".tmp-step-000400")
+    assert newest(directory) == directory / "step-000200"
+    run_ranks(2, save_steps, CASE, directory, [500], 3)
+    assert sorted(path.name for path in directory.iterdir()) == ["step-000100", "step-000200", "step-000500"]
+
+
+def _without_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def _without_shard(folder: Path) -> None:
+    (folder / "optimizer-00001.safetensors").unlink(missing_ok=True)
+    (folder / "weight-00001.safetensors").unlink()
+
+
+def _truncated(folder: Path) -> None:
+    with (folder / "weight-00000.safetensors").open("r+b") as file:
+        file.truncate(1000)
+
+
+def _cut_manifest(folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def _edited(change: Any) -> Any:
+    def damage(folder: Path) -> None:
+        tree = json.loads((folder / "manifest.json").read_text())
+        change(tree)
+        (folder / "manifest.json").write_text(json.dumps(tree))
+
+    return damage
+
+
+def _first_record(tree: Any) -> Any:
+    return next(iter(tree["tensors"]["weight"].values()))
+
+
+DAMAGES = {
+    "no manifest": _without_manifest,
+    "no shard": _without_shard,
+    "truncated shard": _truncated,
+    "half a manifest": _cut_manifest,
+    "not JSON we know": _edited(lambda tree: tree.update(format="other")),
+    "a missing slice": _edited(lambda tree: _first_record(tree)["slices"].pop()),
+    "a slice outside": _edited(lambda tree: _first_record(tree)["slices"][0].update(offset=[90, 30])),
+    "negative offset": _edited(lambda tree: _first_record(tree)["slices"][0].update(offset=[-1, 0])),
+    "unknown type": _edited(lambda tree: _first_record(tree).update(dtype="uint8")),
+    "file outside": _edited(lambda tree: tree["files"].update({"../x": {"bytes": 1}})),
+    "absolute file": _edited(lambda tree: tree["files"].update({"/etc/passwd": {"bytes": 1}})),
+    "hidden file": _edited(lambda tree: tree["files"].update({"model/.x": {"bytes": 1}})),
+    "unlisted file": _edited(lambda tree: _first_record(tree)["slices"][0].update(file="other.safetensors")),
+    "no weights": _edited(lambda tree: tree["tensors"].pop("weight")),
+    "a list": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "deep JSON": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_step_is_passed_over(run: Path, damage: str) -> None:
+    folder = run / "checkpoints" / "step-000300"
+    DAMAGES[damage](folder)
+    with pytest.raises(Damaged, match="step-000300"):
+        Checkpoint.open(folder)
+    assert newest(run / "checkpoints") == run / "checkpoints" / "step-000200"
+
+
+def test_a_later_format_is_no_damage(run: Path) -> None:
+    folder = run / "checkpoints" / "step-000300"
+    _edited(lambda tree: tree.update(version=2))(folder)
+    with pytest.raises(UserError, match="version 2"):
+        newest(run / "checkpoints")
+
+
+def test_a_damaged_step_is_replaced_when_it_is_reached_again(run: Path) -> None:
+    _truncated(run / "checkpoints" / "step-000300")
+    run_ranks(2, save_steps, CASE, run / "checkpoints", [300], 3)
+    assert newest(run / "checkpoints") == run / "checkpoints" / "step-000300"
+
+
+def test_a_full_disk_fails_on_every_rank_and_leaves_the_old_steps(run: Path) -> None:
+    errors = run_ranks(2, save_on_full_disk, CASE, run / "checkpoints")
+    assert errors[0] == errors[1] and errors[0].startswith("RunFailed") and "No space left" in errors[0]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-000{n}00" for n in (1, 2, 3)]
+
+
+def test_what_the_manifest_says(run: Path) -> None:
+    manifest = Checkpoint.open(run / "checkpoints" / "step-000300").manifest
+    assert manifest.step == 300 and manifest.layout == "shard2+fp32"
+    assert set(manifest.versions) == {"fivefold", "torch", "transformers", "safetensors"}
+    assert not any(path.suffix in (".pt", ".bin", ".pkl") for path in run.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        (Case("shard2+fp32", overrides=(("hidden_size", 48),)), "is [101, 32], and this model has [101, 48]"),
+        (Case("shard2+fp32", overrides=(("num_hidden_layers", 4),)), "does not hold model.layers.3."),
+        (Case("shard2+fp32", overrides=(("num_hidden_layers", 2),)), "this model does not have"),
+        (Case("shard2+fp64"), "set precision.compute: fp32 or bf16"),
+    ],
+)
+def test_another_model_is_refused_before_a_weight_changes(run: Path, other: Case, error: str) -> None:
+    for found in run_ranks(2, restore_error, other, run / "checkpoints" / "step-000300"):
+        assert found.startswith("UserError") and error in found
+
+
+def test_find_checkpoint(run: Path) -> None:
+    assert find_checkpoint(run).step == 300
+    assert find_checkpoint(run, 200).step == 200
+    with pytest.raises(UserError, match=r"no checkpoint of step 7\nsteps: 100, 200, 300"):
+        find_checkpoint(run, 7)
+    with pytest.raises(UserError, match="is not a run folder"):
+        find_checkpoint(run / "absent")
+    with pytest.raises(UserError, match="holds no checkpoint yet"):
+        find_checkpoint(run / "checkpoints")

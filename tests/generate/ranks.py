@@ -1,0 +1,109 @@
+"""What the ranks of the generation tests do."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache
+
+from fivefold.generate import decode as decoding
+from fivefold.generate.decode import decode, next_logits, ready
+from fivefold.generate.run import GenerateRequest, generate
+from fivefold.generate.text import sample_text
+from fivefold.launch.world import World
+from fivefold.models.build import build_meta
+from fivefold.models.in_memory import ModelTensors
+from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.collectives import by_group, record, total
+from fivefold.training.optimizer import build_optimizer
+from fivefold.training.step import declare, step_shape, train_step
+from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, reference_model
+
+PROMPT = [5, 71, 3, 44, 9]
+
+
+def talkative(case: Case) -> Any:
+    """The unmodified model of the case with blocks loud enough that the text does not get stuck on one token."""
+    model = reference_model(case, torch.float32).eval()
+    with torch.no_grad():
+        for parameter in (p for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1):
+            parameter.mul_(6)
+    return model
+
+
+def build(case: Case) -> Any:
+    return parallelize(build_meta(hf_config(case)), case.parsed, source=ModelTensors(talkative(case)))
+
+
+def continue_greedily(case: Case, tokens: int) -> list[int]:
+    model = build(case)
+    with ready(model):
+        return list(decode(model, torch.tensor([PROMPT]), max_new_tokens=tokens))
+
+
+def draw(case: Case, seed: int) -> list[int]:
+    model = build(case)
+    options = {"max_new_tokens": 12, "temperature": 0.9, "top_k": 40, "seed": seed}
+    with ready(model):
+        return list(decode(model, torch.tensor([PROMPT]), **options))
+
+
+def cache_error(case: Case, tokens: int) -> float:
+    """Largest difference between logits from the cache and logits from the whole text at once."""
+    model = build(case)
+    ids, cache, error = list(PROMPT), DynamicCache(), 0.0
+    with ready(model):
+        logits_V = next_logits(model, torch.tensor([ids]), cache=cache)
+        for _ in range(tokens):
+            whole_V = next_logits(model, torch.tensor([ids]))
+            error = max(error, (logits_V - whole_V).abs().max().item())
+            ids.append(int(whole_V.argmax()))
+            logits_V = next_logits(model, torch.tensor([ids[-1:]]), cache=cache, past=len(ids) - 1)
+    return error
+
+
+def stop_at(case: Case, end: int) -> list[int]:
+    model = build(case)
+    with ready(model):
+        return list(decode(model, torch.tensor([PROMPT]), max_new_tokens=20, eos_token_ids={end}))
+
+
+class Numbers:
+    """A tokenizer whose text is the numbers of its tokens."""
+
+    def encode(self, text: str) -> Any:
+        return type("Encoding", (), {"ids": [int(word) for word in text.split()]})
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> tuple[list[float], str]:
+    """Losses of three steps, with or without a sample before each, and the last sample."""
+    model = build(case)
+    optimizer = build_optimizer(model, OPTIONS)
+    mesh = spread_of(model).mesh
+    model.train()
+    before = decoding.GATHER_ONCE_BYTES
+    decoding.GATHER_ONCE_BYTES = before if gather_once else 0
+    losses, text = [], ""
+    for step in range(3):
+        if samples:
+            text = sample_text(model, Numbers(), "5 71 3", max_new_tokens=7, eos_token_ids=())
+            assert model.training and torch.is_grad_enabled()
+        batch = batch_of(documents(case, step), case.parsed, mesh.data_rank)
+        with record(mesh) as found:
+            losses.append(train_step(model, optimizer, batch, learning_rate=3e-3, max_grad_norm=0.5).loss)
+        shape = step_shape(model, *batch[0].input_ids.shape, len(batch))
+        assert total(found) == by_group(declare(model, shape), mesh)  # each unit gathers by its own rule again
+    decoding.GATHER_ONCE_BYTES = before
+    return losses, text
+
+
+def from_folder(folder: Path, layout: str, tokens: int) -> tuple[str, str]:
+    """(new text, what went to the screen on this rank)."""
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    request = GenerateRequest(model=str(folder), prompt="def naïve(", layout=layout, max_new_tokens=tokens)
+    shown: list[str] = []
+    return generate(request, world, write=shown.append), "".join(shown)
