@@ -72,7 +72,7 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-# ---- the same model and the same batches everywhere ------------------------------------------------------------------
+# ---- the same model and the same batches everywhere ----------------------------------------------------------------
 
 
 def hf_config(case: Case) -> Any:
@@ -110,12 +110,14 @@ def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: in
     parts = []
     for accumulated in range(layout.accumulation(len(rows))):
         first = (accumulated * layout.data_ranks + data_rank) * size
-        pieces = [[Piece(d.astype(np.uint16), d[1:].astype(np.uint16)) for d in row] for row in rows[first : first + size]]
+        pieces = [
+            [Piece(d.astype(np.uint16), d[1:].astype(np.uint16)) for d in row] for row in rows[first : first + size]
+        ]
         parts.append(assemble(pieces, row_length=length, pad_id=0))
     return parts
 
 
-# ---- one process, nothing of ours -------------------------------------------------------------------------------------
+# ---- one process, nothing of ours -----------------------------------------------------------------------------------
 
 
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
@@ -133,7 +135,7 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
         loss.backward()
         if step == 0:
             outcome.gradients = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         outcome.losses.append(loss.item())
@@ -154,7 +156,7 @@ def _reference_loss(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
     return summed / targets
 
 
-# ---- under a layout ----------------------------------------------------------------------------------------------------
+# ---- under a layout --------------------------------------------------------------------------------------------------
 
 
 def build(case: Case) -> Any:
@@ -197,13 +199,19 @@ def pieces(model: nn.Module, tensors: dict[str, Tensor]) -> list[tuple[str, Any,
     """(name, global region as pairs, values) of everything this rank holds, copies included."""
     spread = spread_of(model)
     return [
-        (name, tuple((s.start, s.stop) for s in global_region), local(tensor)[local_region].detach().double().numpy().copy())
+        (
+            name,
+            tuple((s.start, s.stop) for s in global_region),
+            local(tensor)[local_region].detach().double().numpy().copy(),
+        )
         for name, tensor in tensors.items()
         for global_region, local_region in spread.regions(name)
     ]
 
 
-def gathered(per_rank: list[list[tuple[str, Any, np.ndarray]]], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def gathered(
+    per_rank: list[list[tuple[str, Any, np.ndarray]]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
     """Whole tensors from the pieces of every rank; copies must agree bit for bit and nothing may be missing."""
     whole = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
     for rank, parts in enumerate(per_rank):

@@ -68,7 +68,11 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timedelta(seconds=TIMEOUT_SECONDS)
+        "gloo",
+        rank=rank,
+        world_size=world,
+        store=dist.FileStore(store, world),
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
     while True:
         try:

@@ -85,7 +85,7 @@ class Layout:
         for name in DEGREES.values():
             degree = getattr(self, name)
             if degree < 1 and not (name == "dp_shard" and degree == -1):
-                raise UserError(f"{name} {degree} is not a degree", fix="degrees are 1 or more; only dp_shard may be -1")
+                raise UserError(f"{name} {degree} is not a degree", fix="degrees are 1 or more; dp_shard may be -1")
         for name, allowed in (
             ("zero", (1, 2, 3)),
             ("pp_schedule", SCHEDULES),

@@ -1,7 +1,5 @@
 """From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fivefold.errors import UserError
 from fivefold.models import attention as own_attention
 from fivefold.models import surfaces
+from fivefold.models.shapes import shape_folder
 
 # Keys of older config.json files, which `transformers` folds into `rope_parameters`.
 _OLD_ROPE = ("rope_theta", "rope_scaling")
@@ -70,7 +69,7 @@ def weights_folder(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.is_dir():
         return path
-    if path.exists() or _built_in(str(name_or_path)):
+    if path.exists() or shape_folder(str(name_or_path)):
         raise UserError(
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
@@ -81,7 +80,7 @@ def weights_folder(name_or_path: str | Path) -> Path:
 
 
 def _read(name_or_path: str | Path) -> dict[str, Any]:
-    source = _built_in(str(name_or_path)) or name_or_path
+    source = shape_folder(str(name_or_path)) or name_or_path
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{path} holds no config.json", fix="name a Hugging Face model folder")
@@ -92,14 +91,6 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
             f"model {str(name_or_path)!r} is neither a local folder, a config.json, a built-in shape, nor a hub id "
             f"that can be read: {_first_line(error)}"
         ) from error
-
-
-def _built_in(name: str) -> Path | None:
-    """The config of a shape that ships with the package."""
-    if importlib.util.find_spec("fivefold.models.shapes") is None:
-        return None
-    resolve = getattr(importlib.import_module("fivefold.models.shapes"), "resolve", None)
-    return resolve(name) if resolve else None
 
 
 def _check_keys(overrides: Mapping[str, Any], known: set[str]) -> None:

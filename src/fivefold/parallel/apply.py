@@ -76,14 +76,20 @@ class LossInputs:
     __slots__ = ("bounds", "input_ids", "labels", "position_ids", "scale")
 
     def __init__(
-        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, *, bounds: Tensor | None = None, scale: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor,
+        *,
+        bounds: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> None:
         self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
         self.bounds, self.scale = bounds, scale
 
 
 def parallelize(
-    model: nn.Module,
+    model: Any,
     layout: Layout,
     *,
     device: torch.device | str | None = None,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.parallel.mesh import Mesh
@@ -60,7 +61,11 @@ def total(parts: Iterable[Collective]) -> tuple[Collective, ...]:
     for part in parts:
         counts[part.axis, part.kind] += part.count
         volume[part.axis, part.kind] += part.bytes
-    return tuple(Collective(axis, kind, counts[axis, kind], volume[axis, kind]) for axis, kind in sorted(counts) if counts[axis, kind])
+    return tuple(
+        Collective(axis, kind, counts[axis, kind], volume[axis, kind])
+        for axis, kind in sorted(counts)
+        if counts[axis, kind]
+    )
 
 
 def by_group(declared: Iterable[Collective], mesh: Mesh) -> tuple[Collective, ...]:
@@ -84,9 +89,9 @@ _KINDS = {
 }
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, mesh: Mesh, found: list[Collective]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mesh, self.found = mesh, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +116,7 @@ def _group(args: Any) -> tuple[str, int]:
     """Name and size of the process group among an operator's arguments."""
     for argument in args:
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
-            return argument, dist.distributed_c10d._resolve_process_group(argument).size()
+            return argument, c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined,arg-type]
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             group = dist.ProcessGroup.unbox(argument)
             return group.group_name, group.size()

@@ -72,7 +72,7 @@ def prepare_micro_batch(model: nn.Module, layout: Layout, *, last: bool) -> None
 def declare(
     model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], layout: Layout, shape: StepShape
 ) -> list[Collective]:
-    """Collectives of one optimizer step. `local_shapes`: parameter -> its shape before FSDP, after tensor parallelism."""
+    """Those of one optimizer step. `local_shapes`: parameter -> its shape after tensor parallelism, before FSDP."""
     shards = layout.dp_shard * layout.cp
     found = []
     for unit in model_units:

@@ -49,7 +49,7 @@ def chunked_loss(
     """
     hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
     if not torch.is_grad_enabled():
-        parts = zip(hidden.split(sizes, dim=1), labels.split(sizes), strict=True)
+        parts = zip(torch.split(hidden, list(sizes), 1), torch.split(labels, list(sizes)), strict=True)
         total = sum(_cross_entropy(logits_of(h), y, fold)[0] for h, y in parts)
         return total if scale is None else total * scale  # type: ignore[return-value]
     return _ChunkedLoss.apply(logits_of, hidden, labels, sizes, fold, scale, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
@@ -66,7 +66,9 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
         sums: list[Tensor] = []
-        for h, y, grad in zip(hidden.split(sizes, 1), labels.split(sizes), hidden_grad.split(sizes, 1), strict=True):
+        for h, y, grad in zip(
+            *(torch.split(t, list(sizes), d) for t, d in ((hidden, 1), (labels, 0), (hidden_grad, 1))), strict=True
+        ):
             leaf = h.detach().requires_grad_()
             with torch.enable_grad():
                 logits = logits_of(leaf)
@@ -98,42 +100,42 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _cross_entropy(
-    logits: Tensor, labels_N: Tensor, fold: TensorParallel | None, scale: Tensor | None = None, *, gradient: bool = False
+    logits: Tensor,
+    labels_N: Tensor,
+    fold: TensorParallel | None,
+    scale: Tensor | None = None,
+    *,
+    gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Summed cross entropy of vocabulary-split logits [1, N, V] and, if asked, its gradient (same shape and dtype).
 
-    Two all-reduces of [N]-sized vectors over tp: the maximum of the ranks' log-sum-exps; then their rescaled sums
-    together with the target's logit, which exactly one rank holds.
+    One buffer of [N, V] is filled once and then worked on in place: exponentials, softmax, gradient. Over tp, two
+    all-reduces of [N]-sized vectors: the maximum logit; then the sum of exponentials together with the target's
+    logit, which exactly one rank holds.
     """
-    x_NV = logits[0].to(_accumulator(logits.dtype))
+    x_NV = logits[0].to(_accumulator(logits.dtype), copy=True)
     start = fold.vocabulary[fold.rank][0] if fold else 0
     has_target = labels_N != IGNORE
-    index_N = torch.where(has_target, labels_N - start, 0)
+    index_N = labels_N - start
     mine_N = has_target & (index_N >= 0) & (index_N < x_NV.shape[-1])
-    index_N = torch.where(mine_N, index_N, 0).unsqueeze(-1)
-    target_N = torch.where(mine_N, x_NV.gather(-1, index_N).squeeze(-1), 0.0)
-    lse_N = torch.logsumexp(x_NV, dim=-1)
+    index_N1 = torch.where(mine_N, index_N, 0).unsqueeze(-1)
+    target_N = torch.where(mine_N, x_NV.gather(-1, index_N1).squeeze(-1), 0.0)
+    highest_N = x_NV.amax(dim=-1)
     if fold:
-        lse_N, target_N = _combine(lse_N, target_N, fold.group)
-    loss = torch.where(has_target, lse_N - target_N, 0.0).sum(dtype=torch.float64)
-    if scale is not None:
-        loss = loss * scale
+        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=fold.group)
+    sum_N = x_NV.sub_(highest_N.unsqueeze(-1)).exp_().sum(dim=-1)
+    if fold:
+        both = torch.stack([sum_N, target_N])
+        dist.all_reduce(both, group=fold.group)
+        sum_N, target_N = both.unbind()
+    weight_N = has_target.to(x_NV.dtype) if scale is None else has_target * scale.to(x_NV.dtype)
+    nll_N = torch.where(has_target, highest_N + sum_N.log() - target_N, 0.0)
+    loss = nll_N.sum(dtype=torch.float64) if scale is None else nll_N.sum(dtype=torch.float64) * scale
     if not gradient:
         return loss, logits
-    grad_NV = (x_NV - lse_N.unsqueeze(-1)).exp_()
-    grad_NV.scatter_add_(-1, index_N, -mine_N.to(grad_NV.dtype).unsqueeze(-1))
-    weight_N = has_target.to(grad_NV.dtype)
-    grad_NV.mul_((weight_N if scale is None else weight_N * scale).unsqueeze(-1))
-    return loss, grad_NV.to(logits.dtype).unsqueeze(0)
-
-
-def _combine(lse_N: Tensor, target_N: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp over all vocabulary shards, and the target's logit wherever it lives."""
-    highest_N = lse_N.clone()
-    dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
-    both = torch.stack([(lse_N - highest_N).exp(), target_N])
-    dist.all_reduce(both, group=group)
-    return highest_N + both[0].log(), both[1]
+    x_NV.mul_((weight_N / sum_N).unsqueeze(-1))
+    x_NV.scatter_add_(-1, index_N1, (-weight_N * mine_N).unsqueeze(-1))
+    return loss, x_NV.to(logits.dtype).unsqueeze(0)
 
 
 @contextmanager

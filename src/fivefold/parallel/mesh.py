@@ -40,7 +40,9 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """This rank's place among the `layout.data_ranks` that read different rows."""
-        return self.device.get_local_rank("dp_replicate") * self.layout.dp_shard + self.device.get_local_rank("dp_shard")
+        return self.device.get_local_rank("dp_replicate") * self.layout.dp_shard + self.device.get_local_rank(
+            "dp_shard"
+        )
 
     @property
     def is_first_copy(self) -> bool:
@@ -52,16 +54,15 @@ class Mesh:
         """Axes of several ranks whose group is the whole world: torch gives them the world's own group."""
         layout = self.layout
         sizes = {"tp": layout.tp, "dp_shard": self.fsdp_size, "dp_replicate": layout.dp_replicate}
-        sizes["tp_kv"] = self.kv_replicas.size() if self.kv_replicas is not None else 1
         return {axis for axis, size in sizes.items() if size == layout.world > 1}
 
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has this name: how recorded collectives are told apart."""
-        named = {self.device.get_group(axis).group_name: axis for axis in reversed(MESH_AXES)}
+        named: dict[str, str] = {self.device.get_group(axis).group_name: axis for axis in reversed(MESH_AXES)}
         named[self.fsdp.get_group(self.fsdp.ndim - 1).group_name] = "dp_shard"
         if self.kv_replicas is not None:
             named[self.kv_replicas.group_name] = "tp_kv"
-        named[dist.group.WORLD.group_name] = "world"  # type: ignore[union-attr]
+        named[dist.distributed_c10d._get_default_group().group_name] = "world"
         return named.get(group_name, group_name)
 
 

@@ -21,7 +21,7 @@ def gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scatter_sum(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T, ...] on each of n ranks -> this rank's [B, T/n, ...] of their sum."""
     size = group.size()
-    stacked = x_BTD.unflatten(1, (size, -1)).transpose(0, 1).contiguous().flatten(0, 1)
+    stacked = x_BTD.unflatten(1, (size, -1)).transpose(0, 1).contiguous().flatten(0, 1)  # type: ignore[no-untyped-call]
     return _functional.wait_tensor(  # type: ignore[no-any-return]
         _functional.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
     )

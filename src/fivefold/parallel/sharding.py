@@ -7,6 +7,7 @@ adds the second and answers in global coordinates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Block = tuple[int, int]  # [start, stop) along the sharded dimension, global coordinates
 Region = tuple[slice, ...]
@@ -51,7 +52,7 @@ def split_even(size: int, parts: int) -> tuple[Block, ...]:
     """`size` items over `parts` ranks as evenly as possible, the longer pieces first (prime sizes are fine)."""
     short, longer = divmod(size, parts)
     edges = [rank * short + min(rank, longer) for rank in range(parts + 1)]
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
+    return tuple(pairwise(edges))
 
 
 def fsdp_rows(rows: int, rank: int, size: int) -> Block:

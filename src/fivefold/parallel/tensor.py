@@ -14,7 +14,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,7 @@ def _shard(name: str, shape: tuple[int, ...], role: Role, heads: "HeadCounts", t
         dim = 1
     else:
         return whole(name, shape, tp)
-    if role.heads is None:
-        blocks = split_even(shape[dim], tp)
-    else:
-        blocks = heads.blocks(role.heads, tp)
+    blocks = split_even(shape[dim], tp) if role.heads is None else heads.blocks(role.heads, tp)
     return ShardSpec(name, shape, dim, tuple((block,) for block in blocks))
 
 
@@ -198,6 +195,10 @@ class TensorParallel:
         """Out of a row-parallel region: partial sums added up."""
         return (_ScatterSumSequence if self.sequence_parallel else _SumOut).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Logits over the whole vocabulary from every rank's share."""
+        return _GatherVocabulary.apply(logits, self.group, self.vocabulary)  # type: ignore[no-any-return,no-untyped-call]
+
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Generation: activations replicated, so that a single token can be processed."""
@@ -231,18 +232,22 @@ def apply_tensor_parallel(
     fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
     fold.sums = gradient_sums(anatomy, specs, sequence_parallel=sequence_parallel)
     _cut_parameters(model, specs, rank)
-    embedding, head = model.get_submodule(anatomy.embedding), model.get_submodule(anatomy.head)
-    embedding.forward = _vocabulary_lookup(embedding, fold)
+    embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
+    _replace_forward(embedding, _vocabulary_lookup(embedding, fold))
+    head = model.get_submodule(anatomy.head)
     head.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
-    head.register_forward_hook(
-        lambda _, args, out: out if fold.head_in_chunks else _GatherVocabulary.apply(out, group, vocabulary)
-    )
+    head.register_forward_hook(lambda _, args, logits: logits if fold.head_in_chunks else fold.whole_logits(logits))
     for name in anatomy.regions:
         model.get_submodule(name).register_forward_pre_hook(_entering(fold), with_kwargs=True)
     for name in {path.rpartition(".")[0] for path, role in anatomy.roles.items() if role.kind == "row"}:
-        linear = model.get_submodule(name)
-        linear.forward = _row_linear(linear, fold)
+        linear = cast(nn.Linear, model.get_submodule(name))
+        _replace_forward(linear, _row_linear(linear, fold))
     return fold
+
+
+def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    """On this instance only; hooks and names stay."""
+    module.forward = forward
 
 
 def gradient_sums(anatomy: Anatomy, specs: dict[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
@@ -285,7 +290,7 @@ def _entering(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _row_linear(linear: nn.Module, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+def _row_linear(linear: nn.Linear, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """A row-parallel linear: partial products summed first, the bias added once."""
 
     def forward(x_BTF: Tensor) -> Tensor:
@@ -295,7 +300,7 @@ def _row_linear(linear: nn.Module, fold: TensorParallel) -> Callable[[Tensor], T
     return forward
 
 
-def _vocabulary_lookup(embedding: nn.Module, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+def _vocabulary_lookup(embedding: nn.Embedding, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """Each rank looks up the ids of its own rows; the others contribute zero."""
     start, stop = fold.vocabulary[fold.rank]
     padding = embedding.padding_idx
@@ -315,12 +320,14 @@ def _vocabulary_lookup(embedding: nn.Module, fold: TensorParallel) -> Callable[[
 def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: dist.ProcessGroup | None) -> None:
     """Add up the gradients that tp ranks hold in part, one flat all-reduce per group, after FSDP's reduction."""
     for axis, group in (("tp", fold.group), ("tp_kv", kv_replicas)):
-        gradients = [local(p.grad) for name, p in model.named_parameters() if fold.sums.get(name) == axis and p.grad is not None]
+        gradients = [
+            local(p.grad) for name, p in model.named_parameters() if fold.sums.get(name) == axis and p.grad is not None
+        ]
         if not gradients:
             continue
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat, group=group)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 
@@ -329,7 +336,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def declare(fold: TensorParallel, anatomy: Anatomy, shape: StepShape, gradient_bytes: dict[str, int]) -> list[Collective]:
+def declare(
+    fold: TensorParallel, anatomy: Anatomy, shape: StepShape, gradient_bytes: dict[str, int]
+) -> list[Collective]:
     """Collectives of one optimizer step; the loss declares its own.
 
     `gradient_bytes`: axis ("tp", "tp_kv") -> bytes of the local gradients summed over it.

@@ -15,7 +15,7 @@ from fivefold.training.step import to_device
 
 
 def evaluate(model: Any, rows: PackedRows, config: RunConfig) -> float:
-    """Mean cross entropy, nats per target token, over the first `eval.max_tokens` tokens of `rows`; equal on all ranks."""
+    """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`; equal on all ranks."""
     spread = spread_of(model)
     layout = spread.layout
     device = next(model.parameters()).device

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from fivefold.training.run import Job
 
 
-
 def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
     config, layout, world = job.config, spread_of(job.model).layout, job.world
@@ -18,14 +17,17 @@ def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
     device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
-    name = type(job.model).__name__
+    name = spread_of(job.model).anatomy.model_class
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
         ("model", f"{name} {_count(job.costs.parameters)} parameters, {config.model.init} weights"),
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
-        ("compute", f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}"),
+        (
+            "compute",
+            f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}",
+        ),
         ("mfu", _mfu_line(job)),
     ]
     if resumed:

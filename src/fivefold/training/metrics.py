@@ -38,16 +38,18 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError("log.to names tensorboard, which is not installed", fix="pip install tensorboard") from error
-        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)  # type: ignore[no-untyped-call]
+            raise UserError(
+                "log.to names tensorboard, which is not installed", fix="pip install tensorboard"
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def write(self, row: Row) -> None:
         for name, value in row.items():
             if name != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, row["step"])  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def open_sinks(names: tuple[str, ...], run_dir: Path, *, last_step: int) -> list[Sink]:
@@ -62,4 +64,8 @@ def _complete_lines(path: Path) -> list[str]:
     """Lines of an earlier attempt; a half-written last line is dropped."""
     if not path.exists():
         return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n") and line.strip()]
+    return [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if line.endswith("\n") and line.strip()
+    ]

@@ -1,7 +1,6 @@
 """The model of a run: its config fitted to the tokenizer, where its weights come from, whether compiling pays."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -10,7 +9,7 @@ from fivefold.config import RunConfig
 from fivefold.data.prepare import PreparedData
 from fivefold.errors import UserError
 from fivefold.launch.world import World
-from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.training.flops import Costs
 
@@ -28,7 +27,12 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     """
     overrides: dict[str, Any] = dict(config.model.overrides)
     if config.model.init == "random" and config.tokenizer.name_or_path != "auto":
-        own = {"vocab_size": data.vocab_size, "eos_token_id": data.eos_token_id, "bos_token_id": None, "pad_token_id": None}
+        own = {
+            "vocab_size": data.vocab_size,
+            "eos_token_id": data.eos_token_id,
+            "bos_token_id": None,
+            "pad_token_id": None,
+        }
         overrides = {**own, **overrides}
     hf_config = load_model_config(config.model.name_or_path, overrides)
     if data.vocab_size > hf_config.vocab_size:
@@ -50,22 +54,7 @@ def load_source(config: RunConfig, model: PreTrainedModel) -> TensorSource | Non
     """Where the first weights come from: a folder's safetensors, or None for random initialisation."""
     if config.model.init == "random":
         return None
-    return SafetensorsFolder(_weights_folder(config.model.name_or_path), model)
-
-
-def _weights_folder(name_or_path: str) -> Path:
-    """The local folder of a model; a hub id is fetched, which is what naming it asks for."""
-    path = Path(name_or_path)
-    if path.is_file():
-        return path.parent
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:
-        raise UserError(f"the weights of {name_or_path} cannot be fetched: {error}") from error
+    return SafetensorsFolder(weights_folder(config.model.name_or_path), model)
 
 
 def compile_pays(config: RunConfig, costs: Costs, data: PreparedData, world: World, total_steps: int) -> bool:

@@ -6,27 +6,29 @@ The same code runs on one CPU and on many GPUs; nothing here knows which folds a
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 
-from fivefold.checkpoint import checkpoints
+from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.errors import RunFailed, UserError
-from fivefold.launch.world import World, join
+from fivefold.errors import RunFailed
+from fivefold.generate.text import sample_text
+from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.training import flops, header
 from fivefold.training.display import Display, open_display
-from fivefold.training.evaluate import evaluate, sample
+from fivefold.training.evaluate import evaluate
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import Sink, open_sinks
 from fivefold.training.model import build_model, compile_pays, load_source
@@ -34,19 +36,18 @@ from fivefold.training.optimizer import build_optimizer
 from fivefold.training.schedule import learning_rate
 from fivefold.training.step import StepResult, train_step
 
+SAMPLE_TOKENS = 48  # length of a sample
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 
 
 def train(config: RunConfig, world: World) -> None:
-    """Train as `config` says, on this rank of `world`.
+    """Train as `config` says, on this rank of `world`, which has been joined.
 
     Raises `UserError` for a request that cannot be met and `RunFailed` when the run diverges.
     """
     check_supported(config)
-    data = prepare(config)  # before the process group exists: nobody waits in a collective
-    with join(world), ExitStack() as stack:
-        job = Job.build(config, world, data, stack)
-        job.run()
+    with ExitStack() as stack:
+        Job.build(config, world, prepare(config), stack).run()  # prepared before the group existed: a cache hit
 
 
 @dataclass
@@ -68,7 +69,6 @@ class Job:
     skipped: int = 0
     in_a_row: int = 0
     last_eval: float | None = None
-    spent: float = 0.0  # seconds of evaluation, samples and checkpoints since the last step
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     # ---- before the first step --------------------------------------------------------------------------------------
@@ -103,17 +103,18 @@ class Job:
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint of this run, if there is one that agrees."""
-        folder = checkpoints.newest(self.checkpoint_dir) if self.config.checkpoint.resume == "auto" else None
+        folder = checkpoint.newest(self.checkpoint_dir) if self.config.checkpoint.resume == "auto" else None
         if folder is None:
             return None
-        opened = checkpoints.Checkpoint.open(folder)
-        checkpoints.check_agreement(opened.agreement, checkpoints.agreement(self.config, self.data.fingerprint))
-        checkpoints.restore(self.model, self.optimizer, opened)
+        opened = checkpoint.Checkpoint.open(folder)
+        now = checkpoint.agreement(self.config, self.data.fingerprint)
+        checkpoint.check_agreement(opened.agreement, now, where=str(folder))
+        checkpoint.restore(self.model, self.optimizer, opened)
         self.step = opened.step
         self.tokens_seen, self.skipped = opened.state["tokens_seen"], opened.state["skipped"]
         return folder
 
-    # ---- the loop -----------------------------------------------------------------------------------------------------
+    # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Steps until the end; then a last evaluation, checkpoint and sample, and what to type next."""
@@ -241,21 +242,34 @@ class Job:
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
-            text = sample(self.model, self.data, prompt, seed=self.config.train.seed)
+            text = sample_text(
+                self.model,
+                self._tokenizer,
+                prompt,
+                max_new_tokens=SAMPLE_TOKENS,
+                eos_token_ids=(self.data.eos_token_id,),
+                temperature=0.7,
+                top_k=40,
+                seed=self.config.train.seed,
+            )
             if self.display:
                 row = {"step": self.step, "prompt": prompt, "text": text}
                 with (self.config.run_dir / "samples.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 self.display.sampled(self.step, prompt, text)
 
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.data.tokenizer_dir / "tokenizer.json"))
+
     def _save(self) -> None:
-        checkpoints.save(
+        checkpoint.save(
             self.model,
             self.optimizer,
             self.checkpoint_dir,
             step=self.step,
             state={"tokens_seen": self.tokens_seen, "skipped": self.skipped},
-            agreement=checkpoints.agreement(self.config, self.data.fingerprint),
+            agreement=checkpoint.agreement(self.config, self.data.fingerprint),
             config=self.config,
             tokenizer_dir=self.data.tokenizer_dir,
             keep=self.config.checkpoint.keep,
@@ -263,7 +277,7 @@ class Job:
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
-            checkpoints.export_run(self.config.run_dir)
+            checkpoint.export(self.config.run_dir, self.config.run_dir / "hf")
         if self.display:
             self.display.closing(header.closing_lines(self, why))
 
@@ -281,6 +295,3 @@ def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:
 def _finite(number: float) -> float | None:
     """JSON has no infinities: they become null."""
     return number if math.isfinite(number) else None
-
-
-__all__ = ["Job", "UserError", "replace", "steps_for", "train"]

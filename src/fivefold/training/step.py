@@ -30,7 +30,12 @@ class StepResult:
 
 
 def train_step(
-    model: Any, optimizer: torch.optim.Optimizer, batch: Sequence[MicroBatch], *, learning_rate: float, max_grad_norm: float
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batch: Sequence[MicroBatch],
+    *,
+    learning_rate: float,
+    max_grad_norm: float,
 ) -> StepResult:
     """Train on this rank's micro batches of one global batch.
 
@@ -71,9 +76,10 @@ def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
 
 
 def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = None) -> LossInputs:
-    """A micro batch of numpy arrays as tensors; `bounds` stays on the CPU, and is left out when rows are whole documents."""
+    """A micro batch of numpy arrays as tensors; `bounds` stays on the CPU, and is left out when rows are documents."""
     ids, labels, positions = (
-        torch.from_numpy(array).to(device, non_blocking=True) for array in (batch.input_ids, batch.labels, batch.position_ids)
+        torch.from_numpy(array).to(device, non_blocking=True)
+        for array in (batch.input_ids, batch.labels, batch.position_ids)
     )
     rows = batch.input_ids.shape[0]
     bounds = None if len(batch.bounds) == rows + 1 else torch.from_numpy(batch.bounds)
