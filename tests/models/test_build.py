@@ -7,6 +7,7 @@ from transformers import CLIPConfig
 
 from fivefold.errors import UserError
 from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.shapes import shape_names
 from tests.models import tiny
 
 OLD_LLAMA = {
@@ -95,3 +96,10 @@ def test_a_folder_of_weights_is_itself(tmp_path):
     write(tmp_path, OLD_LLAMA)
     with pytest.raises(UserError, match="without weights"):
         weights_folder(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_a_built_in_shape_builds_and_holds_no_weights(name):
+    assert build_meta(load_model_config(name, {})).num_parameters() > 0
+    with pytest.raises(UserError, match="without weights"):
+        weights_folder(name)

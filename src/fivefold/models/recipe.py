@@ -89,9 +89,13 @@ def draw(
     values = torch.empty([stop - start for start, stop in bounds], dtype=dtype)
     for op in ops:
         both = [(max(a, piece.start), min(b, piece.stop)) for (a, b), piece in zip(bounds, op.region, strict=True)]
-        if all(start < stop for start, stop in both):
-            target = _within(both, [start for start, _ in bounds])
-            values[target] = _values(op, both, RandomStream(seed, name, tuple(shape))).to(dtype)
+        if any(start >= stop for start, stop in both):
+            continue
+        piece = _values(op, both, RandomStream(seed, name, tuple(shape))).to(dtype)
+        if both == bounds and isinstance(op.fill, Distribution):
+            values = piece  # the usual case, without a second copy
+        else:
+            values[_within(both, [start for start, _ in bounds])] = piece
     return values
 
 
