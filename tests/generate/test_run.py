@@ -53,5 +53,7 @@ def test_what_is_not_there(tmp_path: Path, folder: Path) -> None:
         main(str(tmp_path / "absent"), "a")
     with pytest.raises(UserError, match=r"no checkpoint of step 4\nsteps: 3"):
         main(str(folder.parent / "run"), "a", step=4)
+    with pytest.raises(UserError, match="temperature -1 is less than 0"):
+        main(str(folder), "a", temperature=-1)
     with pytest.raises(UserError, match="is not a run folder, so it has no step 4"):
         main(str(folder), "a", step=4)

@@ -67,5 +67,3 @@ def test_prompts(byte_tokenizer: Any) -> None:
     assert encode_prompt(byte_tokenizer, "ab<|endoftext|>", (256,)).tolist() == [[97, 98]]
     with pytest.raises(UserError, match="the prompt is empty"):
         encode_prompt(byte_tokenizer, "", ())
-
-

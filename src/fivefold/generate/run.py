@@ -31,6 +31,7 @@ class GenerateRequest:
 
     `layout` is its text form; without a precision in it, the model computes in the type its weights are stored in.
     `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all.
+    Raises `UserError` for a number out of its range.
     """
 
     model: str
@@ -41,6 +42,11 @@ class GenerateRequest:
     temperature: float = 0.0
     top_k: int = 0
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
+            if not getattr(self, name) >= least:
+                raise UserError(f"{name} {getattr(self, name)} is less than {least}")
 
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
