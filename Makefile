@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { \
 		echo "$(PYTHON) cannot make virtual environments" >&2; \
 		echo "on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
-	$(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 clean:

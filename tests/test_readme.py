@@ -19,7 +19,7 @@ NOT_RUN = {
     "make train": "sets up an environment; its lines are compared with the README's below",
     "make test": "would run this test again",
     "python3 -m venv .venv": "compared with the Makefile below",
-    ".venv/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'": "compared with the Makefile below",
+    ".venv/bin/python -m pip install -c constraints.txt -e '.[dev]'": "compared with the Makefile below",
     "srun --nodes 2 --ntasks-per-node 8 fivefold train notes.yaml": "needs Slurm; its variables have tests in launch/",
 }
 

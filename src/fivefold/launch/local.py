@@ -97,6 +97,7 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
     config.layout.resolve(workers).accumulation(config.train.global_batch_size)
     _prepare(config, show=True)
     config = claim_fresh(config) if is_fresh else config
+    print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
     request = {"config": config.to_yaml(), "device": kind}
     start_workers("train", request, workers=workers, logs=open_folder(config))
     return config.run_dir
