@@ -60,7 +60,7 @@ def test_defaults(here: Path) -> None:
     assert config.eval.max_tokens == 1_000_000
     assert config.checkpoint.asynchronous
     assert config.layout.dp_shard == -1
-    assert config.run_dir == Path("runs/run")  # a run is named after its file
+    assert config.run_dir == Path("runs/demo")
 
 
 def test_the_design_s_own_example_is_read(here: Path) -> None:

@@ -46,6 +46,6 @@ def export(run: "Run | str | Path", out: str | Path, *, step: int | None = None)
 
 def generate(model: "Run | str | Path", prompt: str, **options: Any) -> Any:
     """Continue `prompt` with a run or a Hugging Face model, as `fivefold generate` does; the same options."""
-    from fivefold.generate import main
+    from fivefold.generation import main
 
     return main(str(model.path if isinstance(model, Run) else model), prompt, **options)

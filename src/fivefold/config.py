@@ -222,7 +222,7 @@ class LogSection(Section):
 
 
 class RunSection(Section):
-    name: str = Field(default="demo", min_length=1, description="name of the run; a file's own name when it is not set")
+    name: str = Field(default="demo", min_length=1, description="name of the run, and of its folder")
     dir: str = Field(default="runs", min_length=1, description="folder that holds the runs")
 
 
@@ -274,8 +274,6 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     line of the key, the likely fix and where to read more.
     """
     file = RunFile.read(DEMO, name="built-in demo.yaml") if path is None else RunFile.read(Path(path))
-    if path is not None:
-        file.set_default(("run", "name"), Path(path).stem)
     for override in overrides:
         file.override(override)
     try:

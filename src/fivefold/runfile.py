@@ -71,12 +71,6 @@ class RunFile:
                 path, at = (*path, part), at[part]  # type: ignore[index]
         return (*path, location[-1]) if missing else path
 
-    def set_default(self, path: tuple[str, str], value: Any) -> None:
-        """Set a key of a section that the file does not set."""
-        section = self.tree.setdefault(path[0], {})
-        if isinstance(section, dict):
-            section.setdefault(path[1], value)
-
     def override(self, text: str) -> None:
         """Apply one `key=value`; the value is read as YAML. Raises `UserError` when it is not of that form."""
         dotted, equals, written = text.partition("=")

@@ -10,7 +10,7 @@ from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
 from fivefold.training.optimizer import build_optimizer
-from tests.generate.ranks import talkative
+from tests.generation.ranks import talkative
 from tests.parity import OPTIONS, Case
 
 VOCABULARY = 263  # prime, and more than the tokenizer has

@@ -159,7 +159,7 @@ def test_train_calls_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     calls: list[Any] = []
     module = SimpleNamespace(main=lambda *given, **named: calls.append((given, named)))
-    monkeypatch.setitem(sys.modules, "fivefold.generate", module)
+    monkeypatch.setitem(sys.modules, "fivefold.generation", module)
     module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)))
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0

@@ -13,6 +13,7 @@ def generate(
     ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
+    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run.", show_default="the newest")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among the K likeliest tokens; 0 = among all.")] = 50,
@@ -23,12 +24,13 @@ def generate(
 
     Example: fivefold generate runs/demo --prompt "def "
     """
-    from fivefold.generate import main
+    from fivefold.generation import main
 
     main(
         model,
         prompt,
         layout=layout,
+        step=step,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,

@@ -171,7 +171,7 @@ def _wrap_blocks(model: nn.Module, anatomy: Anatomy, *, recompute: str, compile_
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in anatomy.layers:
         block = model.get_submodule(name)
-        forward = torch.compile(block.forward, dynamic=False) if compile_blocks else block.forward
+        forward = torch.compile(block.forward) if compile_blocks else block.forward
         if recompute == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward

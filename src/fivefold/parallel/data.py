@@ -52,13 +52,18 @@ def apply_data_parallel(model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, reduc
     layout = mesh.layout
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[layout.precision], reduce_dtype=reduce_dtype)
     for unit in units(model, anatomy):
-        keep = layout.zero < 3 or unit.name == ""
-        fully_shard(model.get_submodule(unit.name), mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=not keep)
+        drop = not keeps_gathered(layout, unit.name)
+        fully_shard(model.get_submodule(unit.name), mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=drop)
     if mesh.fsdp.size() > 1:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+
+
+def keeps_gathered(layout: Layout, unit: str) -> bool:
+    """Whether a unit's parameters stay gathered between forward and backward; the last unit's are needed at once."""
+    return layout.zero < 3 or unit == ""
 
 
 def prepare_micro_batch(model: nn.Module, layout: Layout, *, last: bool) -> None:

@@ -21,19 +21,17 @@ PAYS_AFTER_SECONDS = 3600.0
 def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     """The `transformers` model on the meta device.
 
-    A randomly initialised model takes its vocabulary and end token from the tokenizer unless `model.overrides` says
-    otherwise. Raises `UserError` when the tokenizer makes tokens the model does not have, or rows are longer than
-    its positions.
+    With a tokenizer that is not its own, a model takes the end token from it, and a randomly initialised one the
+    vocabulary too, unless `model.overrides` says otherwise.
+
+    Raises `UserError` when the tokenizer makes tokens the model does not have, or rows are longer than its positions.
     """
     overrides: dict[str, Any] = dict(config.model.overrides)
-    if config.model.init == "random" and config.tokenizer.name_or_path != "auto":
-        own = {
-            "vocab_size": data.vocab_size,
-            "eos_token_id": data.eos_token_id,
-            "bos_token_id": None,
-            "pad_token_id": None,
-        }
-        overrides = {**own, **overrides}
+    if config.tokenizer.name_or_path != "auto":
+        own: dict[str, Any] = {"eos_token_id": data.eos_token_id}
+        if config.model.init == "random":
+            own |= {"vocab_size": data.vocab_size, "bos_token_id": None, "pad_token_id": None}
+        overrides = own | overrides
     hf_config = load_model_config(config.model.name_or_path, overrides)
     if data.vocab_size > hf_config.vocab_size:
         raise UserError(

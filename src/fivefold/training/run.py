@@ -5,6 +5,7 @@ The same code runs on one CPU and on many GPUs; nothing here knows which folds a
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +23,8 @@ from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.errors import RunFailed
-from fivefold.generate.text import sample_text
+from fivefold.errors import RunFailed, UserError
+from fivefold.generation.text import sample_text
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.training import flops, header
@@ -93,6 +94,7 @@ class Job:
         job = cls(config, world, data, model, optimizer, None, [], memory, costs, total_steps)
         resumed = job._resume()
         if world.is_first:
+            (config.run_dir / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
             job.display = stack.enter_context(open_display(total_steps=total_steps, start=job.step))
             job.display.header(header.lines(job, compiled=compiled, resumed=resumed))
             job.sinks = open_sinks(config.log.to, config.run_dir, last_step=job.step)
@@ -105,6 +107,7 @@ class Job:
         """Go on from the newest checkpoint of this run, if there is one that agrees."""
         folder = checkpoint.newest(self.checkpoint_dir) if self.config.checkpoint.resume == "auto" else None
         if folder is None:
+            self._refuse_leftovers()
             return None
         opened = checkpoint.Checkpoint.open(folder)
         now = checkpoint.agreement(self.config, self.data.fingerprint)
@@ -113,6 +116,14 @@ class Job:
         self.step = opened.step
         self.tokens_seen, self.skipped = opened.state["tokens_seen"], opened.state["skipped"]
         return folder
+
+    def _refuse_leftovers(self) -> None:
+        """A run that starts at step 0 must not write among the checkpoints of another."""
+        if there := checkpoint.steps(self.checkpoint_dir):
+            raise UserError(
+                f"{self.checkpoint_dir} holds steps {', '.join(map(str, there))}, and this run starts at step 0",
+                fix="take another run.name, set checkpoint.resume: auto, or remove the folder",
+            )
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -277,6 +288,7 @@ class Job:
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
+            shutil.rmtree(self.config.run_dir / "hf", ignore_errors=True)  # an earlier step's
             checkpoint.export(self.config.run_dir, self.config.run_dir / "hf")
         if self.display:
             self.display.closing(header.closing_lines(self, why))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
 from fivefold.parallel.apply import Spread, spread_of
-from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.data import COMPUTE_DTYPES, keeps_gathered
 
 GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text
 
@@ -111,7 +111,7 @@ def _gathered(model: nn.Module, spread: Spread) -> Iterator[None]:
     finally:
         for name, unit in units.items():
             assert isinstance(unit, FSDPModule)
-            unit.set_reshard_after_forward(spread.layout.zero == 3 and name != "", recurse=False)
+            unit.set_reshard_after_forward(not keeps_gathered(spread.layout, name), recurse=False)
             unit.reshard()
 
 

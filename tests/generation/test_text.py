@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.errors import UserError
-from fivefold.generate.text import TextStream, encode_prompt
+from fivefold.generation.text import TextStream, encode_prompt
 
 TEXTS = ["plain words, no more", "naïve façade — “quoted”", "日本語"]
 TEXTS += ["🙂👩‍👩‍👧 flags 🇩🇪", "  indented\n\ttabs \n"]

@@ -9,6 +9,6 @@ def main(model: str, prompt: str, *, layout: str = "single", device: str = "auto
     `options` are those of `GenerateRequest`. Inside a world that is there already (torchrun), uses that world.
     Raises `UserError` when the model, the layout or an option does not fit.
     """
-    from fivefold.generate.launch import start
+    from fivefold.generation.launch import start
 
     return start({"model": model, "prompt": prompt, "layout": layout, **options}, device=device)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fivefold.generate.decode import choose
-from tests.generate.ranks import (
+from fivefold.generation.decode import choose
+from tests.generation.ranks import (
     PROMPT,
     cache_error,
     continue_greedily,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import UserError
-from fivefold.generate.decode import decode, ready
+from fivefold.generation.decode import decode, ready
 
 _INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character yet
 

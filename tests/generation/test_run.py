@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fivefold.errors import UserError
-from fivefold.generate import main
+from fivefold.generation import main
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
-from tests.generate.ranks import from_folder
+from tests.generation.ranks import from_folder
 from tests.parity import Case
 from tests.pool import run_ranks
 

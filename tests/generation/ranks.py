@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from fivefold.generate import decode as decoding
-from fivefold.generate.decode import decode, next_logits, ready
-from fivefold.generate.run import GenerateRequest, generate
-from fivefold.generate.text import sample_text
+from fivefold.generation import decode as decoding
+from fivefold.generation.decode import decode, next_logits, ready
+from fivefold.generation.run import GenerateRequest, generate
+from fivefold.generation.text import sample_text
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors

@@ -17,7 +17,7 @@ def start(options: Mapping[str, Any], *, device: str) -> str:
     world = find_world(device)
     if world is None and layout.world > 1:
         return _over_workers(options, layout.world, device)
-    from fivefold.generate.run import GenerateRequest, generate, to_screen
+    from fivefold.generation.run import GenerateRequest, generate, to_screen
 
     with join(world or alone(device)) as here:
         text = generate(GenerateRequest(**options), here, write=to_screen)
@@ -31,7 +31,7 @@ def _over_workers(options: Mapping[str, Any], workers: int, device: str) -> str:
     logs = Path(tempfile.mkdtemp(prefix="fivefold-generate-"))
     result = logs / "text"
     request = {"generate": dict(options), "result": str(result), "device": device_kind(device)}
-    start_workers("fivefold.generate.run:on_worker", request, workers=workers, logs=logs)
+    start_workers("fivefold.generation.run:on_worker", request, workers=workers, logs=logs)
     text = result.read_text(encoding="utf-8")
     shutil.rmtree(logs)
     return text

@@ -14,11 +14,11 @@ from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.errors import UserError
-from fivefold.generate.decode import decode, ready
-from fivefold.generate.text import TextStream, encode_prompt
+from fivefold.generation.decode import decode, ready
+from fivefold.generation.text import TextStream, encode_prompt
 from fivefold.launch.world import World
 from fivefold.layout import Layout
-from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.apply import parallelize
 
@@ -116,24 +116,8 @@ def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel],
         return checkpoint.model_folder, lambda _: checkpoint.source()
     if request.step is not None:
         raise UserError(f"{path} is not a run folder, so it has no step {request.step}", fix="leave --step out")
-    folder = path if path.is_dir() else _from_hub(request.model)
+    folder = weights_folder(request.model)
     return folder, lambda model: SafetensorsFolder(folder, model)
-
-
-def _from_hub(name: str) -> Path:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UserError(
-            f"{name} is neither a folder nor a hub id", fix="name a run folder (runs/demo) or a Hugging Face folder"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub's client raises many kinds
-        raise UserError(
-            f"{name} is not a folder here, and cannot be fetched from the hub: {str(error).splitlines()[0]}",
-            fix="name a run folder (runs/demo) or a Hugging Face folder",
-        ) from error
 
 
 def _layout(request: GenerateRequest, stored: torch.dtype | None) -> Layout:
