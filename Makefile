@@ -2,7 +2,7 @@
 # make lint    style                                        make types   mypy --strict
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS are added to pip's install line, for example
-# PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small torch without CUDA.
+# PIP_FLAGS="--extra-index-url ..." with the index that holds the small torch without CUDA.
 
 .PHONY: train test lint types clean
 .DEFAULT_GOAL := train
