@@ -28,8 +28,9 @@ Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, 
 
 
 def chunk_sizes(tokens: int, vocabulary: int, loss_chunks: int | None) -> tuple[int, ...]:
-    """Tokens of each chunk. `loss_chunks` None: as many chunks as keep fp32 logits under `CHUNK_BYTES`."""
-    chunks = loss_chunks or max(1, -(-tokens * vocabulary * 4 // CHUNK_BYTES))
+    """Tokens of each chunk. `loss_chunks` None: as few chunks as keep fp32 logits within `CHUNK_BYTES`."""
+    most = max(1, CHUNK_BYTES // (4 * vocabulary))
+    chunks = loss_chunks or -(-tokens // most)
     size = -(-tokens // min(chunks, tokens))
     return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 

@@ -1,0 +1,57 @@
+"""The optimizer over spread parameters: who is in it, who decays, and what the norm of a spread gradient is."""
+
+from math import isnan, sqrt
+
+import numpy as np
+import pytest
+
+from tests.parity import Case, gathered, hf_config, reference_model
+from tests.pool import run_ranks
+from tests.training import ranks
+
+LAYOUTS = ("single", "dp2.shard2", "tp4", "shard2.tp2")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_it_once_and_only_matrices_decay(tied: bool) -> None:
+    case = Case("shard2.tp2+fp32", tied=tied)
+    expected = {name: [0.1 if p.ndim > 1 else 0.0] for name, p in reference_model(case).named_parameters()}
+    assert ("lm_head.weight" in expected) is not tied
+    assert sum(decay == [0.0] for decay in expected.values()) > 10  # biases and norms: the model has both
+    assert run_ranks(4, ranks.decay_of, case) == [expected] * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_moves(tied: bool, family: str) -> None:
+    case = Case("shard2.tp2+fp32", tied=tied, family=family, kv_heads=1)
+    shapes = {name: tuple(p.shape) for name, p in reference_model(case).named_parameters()}
+    results = run_ranks(4, ranks.before_and_after, case)
+    before, after = (gathered([result[i] for result in results], shapes) for i in (0, 1))
+    for name in shapes:
+        moved = np.mean(before[name] != after[name])
+        assert moved > 0.9, f"{name}: {moved:.0%} of its elements moved"  # decay moves rows that no token looks up
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kv_heads", "tied"), [(1, False), (2, True)])
+def test_the_norm_counts_each_element_of_the_model_once(layout: str, kv_heads: int, tied: bool) -> None:
+    """A gradient of 0.5 everywhere: its squared norm is a quarter of the number of parameters, whatever is copied."""
+    case = Case(f"{layout}+fp32", kv_heads=kv_heads, tied=tied)
+    elements = sum(p.numel() for p in reference_model(case).parameters())
+    assert hf_config(case).vocab_size % 2  # prime: uneven shards
+    for found in run_ranks(case.parsed.world, ranks.norm_of, case, 0.5):
+        assert found == pytest.approx(elements / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_bad_element_on_one_rank_is_seen_everywhere(rank: int) -> None:
+    assert all(isnan(norm) for norm in run_ranks(4, ranks.norm_of, Case("shard2.tp2+fp32"), 0.5, rank))
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "factor"), [(4.0, 1.0, 0.25), (4.0, 0.0, 1.0), (0.5, 1.0, 1.0), (0.0, 1.0, 1.0)]
+)
+def test_clipping_scales_every_element(norm: float, max_norm: float, factor: float) -> None:
+    for values in run_ranks(2, ranks.clipped, Case("tp2+fp32"), sqrt(2), norm, max_norm):
+        assert values == pytest.approx([sqrt(2) * factor], rel=1e-6)
