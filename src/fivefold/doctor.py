@@ -96,7 +96,7 @@ def _devices() -> Iterator[Finding]:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        yield Finding("distributed", "missing", "torch without gloo", "install the torch of pypi.org")
+        yield Finding("distributed", "missing", "torch without gloo", "pip install -c constraints.txt torch")
         return
     if torch.cuda.is_available() and not dist.is_nccl_available():
         yield Finding("distributed", "missing", "gloo, no NCCL", "install a torch with NCCL to use several GPUs")

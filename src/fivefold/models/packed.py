@@ -1,13 +1,15 @@
 """Causal attention over packed documents, document by document, as one operator.
 
 `fivefold::packed_attention` is opaque to `torch.compile`: a compiled block holds one call to it, whatever the
-documents are. Documents of equal length run as one batch; see `kernels.py` for what runs where.
+documents are. Documents of similar length run as one batch, padded at their ends, where causal attention never looks;
+see `kernels.py` for what runs where.
 
-Legend: B rows, T positions, H query heads, G key/value heads, D head size; N documents of length L in one group;
+Legend: B rows, T positions, H query heads, G key/value heads, D head size; N documents padded to L tokens in one group;
 M = B * T tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,33 +17,30 @@ import torch
 
 from fivefold.models import kernels
 
-# Documents of one length: (row, first position) of each.
-Places = list[tuple[int, int]]
-
 
 @torch.library.custom_op("fivefold::packed_attention", mutates_args=())
 def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [B,H,T,D], key and value [B,G,T,D], bounds int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,H,T]).
+    """query [B,H,T,D], key and value [B,G,T,D], bounds int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,T,H]).
 
     `bounds` are cumulative over the B*T tokens: 0 first, B*T last, every row start included.
     """
-    groups = documents(bounds, query.shape[0], query.shape[2])
-    out_BTHD, lse_BHT = _empty_outputs(query)
+    out_BTHD, lse_BTH = _empty_outputs(query)
+    out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
+    q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     if _kernel(query) == "varlen":
-        q, k, v = (_tokens(tensor) for tensor in (query, key, value))
-        out, lse = kernels.varlen_forward(q, k, v, bounds.to(query.device), max(groups), scale)
-        out_BTHD.copy_(out.view_as(out_BTHD))
-        _tokens_of_lse(lse_BHT).copy_(lse.view(query.shape[1], query.shape[0], -1))
-        return out_BTHD, lse_BHT
+        out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, bounds.to(query.device), longest(bounds), scale)
+        out_MHD.copy_(out)
+        lse_MH.copy_(lse_HM.T)
+        return out_BTHD, lse_BTH
     forward = kernels.cpu_forward if _kernel(query) == "cpu" else kernels.dense_forward
-    for length, places in groups.items():
-        q, k, v = (_take(tensor, places, length) for tensor in (query, key, value))
-        out, lse = forward(q, k, v, scale)
-        _put(out_BTHD.transpose(1, 2), places, out)
-        _put(lse_BHT.unsqueeze(-1), places, lse.unsqueeze(-1))
-    return out_BTHD, lse_BHT
+    for group in groups(bounds, query.shape[0], query.shape[2], query.device):
+        q, k, v = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD))
+        out_NHLD, lse_NHL = forward(q, k, v, scale)
+        group.put(out_MHD, out_NHLD.transpose(1, 2))
+        group.put(lse_MH, lse_NHL.transpose(1, 2))
+    return out_BTHD, lse_BTH
 
 
 @torch.library.custom_op("fivefold::packed_attention_backward", mutates_args=())
@@ -56,35 +55,81 @@ def packed_attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value from `grad` and `out` [B,T,H,D]; see `packed_attention`."""
-    groups = documents(bounds, query.shape[0], query.shape[2])
     grads = _empty_grads(query, key, value)
-    grad_BHTD, out_BHTD = grad.transpose(1, 2), out.transpose(1, 2)
+    wholes = [_tokens(tensor) for tensor in grads]
+    q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
+    grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
     if _kernel(query) == "varlen":
-        g, q, k, v, o = (_tokens(tensor) for tensor in (grad_BHTD, query, key, value, out_BHTD))
-        stat = _tokens_of_lse(lse).flatten(1)
-        pieces = kernels.varlen_backward(g, q, k, v, o, stat, bounds.to(q.device), max(groups), scale)
-        for whole, piece in zip(grads, pieces, strict=True):
-            whole.transpose(1, 2).copy_(piece.view_as(whole.transpose(1, 2)))
+        lse_HM = lse_MH.T.contiguous()
+        pieces = kernels.varlen_backward(
+            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, bounds.to(query.device), longest(bounds), scale
+        )
+        for whole, piece in zip(wholes, pieces, strict=True):
+            whole.copy_(piece)
         return grads
     backward = kernels.cpu_backward if _kernel(query) == "cpu" else kernels.dense_backward
-    for length, places in groups.items():
-        g, q, k, v, o = (_take(tensor, places, length) for tensor in (grad_BHTD, query, key, value, out_BHTD))
-        stat = _take(lse.unsqueeze(-1), places, length).squeeze(-1)
-        for whole, piece in zip(grads, backward(g, q, k, v, o, stat, scale), strict=True):
-            _put(whole, places, piece)
+    for group in groups(bounds, query.shape[0], query.shape[2], query.device):
+        g = group.take(grad_MHD, zero_padding=True).transpose(1, 2)
+        q, k, v, o, stat = (group.take(each).transpose(1, 2) for each in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
+        for whole, piece in zip(wholes, backward(g, q, k, v, o, stat, scale), strict=True):
+            group.put(whole, piece.transpose(1, 2))
     return grads
 
 
-def documents(bounds: torch.Tensor, rows: int, length: int) -> dict[int, Places]:
-    """Where the documents are, grouped by their length: {length: [(row, first position), ...]}."""
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Documents that run as one batch [N, L]. `index` int64 [N, L] names the token at each place; past a document's end
+    it repeats the last one. `real` int64 are the flat places that hold a token, None when all do."""
+
+    index: torch.Tensor
+    real: torch.Tensor | None
+
+    def take(self, tokens_Mx: torch.Tensor, *, zero_padding: bool = False) -> torch.Tensor:
+        """[M, ...] -> [N, L, ...]. Padding holds a copy of some token, or zeros."""
+        taken = tokens_Mx.index_select(0, self.index.flatten())
+        if zero_padding and self.real is not None:
+            padding = torch.ones(len(taken), dtype=torch.bool, device=taken.device).index_fill_(0, self.real, False)
+            taken[padding] = 0
+        return taken.view(*self.index.shape, *tokens_Mx.shape[1:])
+
+    def put(self, tokens_Mx: torch.Tensor, documents_NLx: torch.Tensor) -> None:
+        """Write [N, L, ...] back to where `take` found it; padding is dropped."""
+        index, taken = self.index.flatten(), documents_NLx.flatten(0, 1)
+        if self.real is not None:
+            index, taken = index[self.real], taken.index_select(0, self.real)
+        tokens_Mx.index_copy_(0, index, taken)
+
+
+def groups(bounds: torch.Tensor, rows: int, length: int, device: torch.device) -> list[Group]:
+    """The documents between `bounds`, those of similar length together, each padded to `padded_length`."""
     edges: list[int] = bounds.tolist()
     assert edges[0] == 0 and edges[-1] == rows * length, f"bounds {edges[0]}..{edges[-1]} for {rows} x {length} tokens"
-    groups: dict[int, Places] = {}
+    by_length: dict[int, list[tuple[int, int]]] = {}
     for start, stop in pairwise(edges):
-        row, first = divmod(start, length)
-        assert 0 < stop - start <= length - first, f"document {start}..{stop} crosses a row of {length} tokens"
-        groups.setdefault(stop - start, []).append((row, first))
-    return groups
+        assert 0 < stop - start <= length - start % length, f"document {start}..{stop} crosses a row of {length} tokens"
+        size = length if stop - start == length else padded_length(stop - start)
+        by_length.setdefault(size, []).append((start, stop))
+    return [_group(places, size, device) for size, places in by_length.items()]
+
+
+def padded_length(length: int) -> int:
+    """Up to the next eighth of an octave (at most an eighth longer, 8 at least): few shapes, so that the kernels that
+    the CPU library compiles per shape stay few (with every length its own they took 900 MB) and batches are large."""
+    step = max(8, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+def longest(bounds: torch.Tensor) -> int:
+    """Tokens of the longest document."""
+    return int(bounds.diff().max())
+
+
+def _group(places: list[tuple[int, int]], size: int, device: torch.device) -> Group:
+    edges = torch.tensor(places)
+    index = edges[:, :1] + torch.arange(size)
+    is_real = index < edges[:, 1:]
+    real = None if bool(is_real.all()) else is_real.flatten().nonzero().squeeze(1).to(device)
+    return Group(torch.minimum(index, edges[:, 1:] - 1).to(device), real)
 
 
 def _kernel(query: torch.Tensor) -> str:
@@ -100,40 +145,13 @@ def _tokens(tensor_BHTD: torch.Tensor) -> torch.Tensor:
     return tensor_BHTD.transpose(1, 2).flatten(0, 1)
 
 
-def _tokens_of_lse(lse_BHT: torch.Tensor) -> torch.Tensor:
-    """[H,B,T], which flattens to the [H,M] of the variable-length kernel."""
-    return lse_BHT.transpose(0, 1)
-
-
-def _take(tensor_BHTD: torch.Tensor, places: Places, length: int) -> torch.Tensor:
-    """The documents at `places` as [N,H,L,D]: a view where they are one document, or whole rows in order."""
-    if _is_whole(tensor_BHTD, places, length):
-        return tensor_BHTD
-    views = [tensor_BHTD[row : row + 1, :, first : first + length] for row, first in places]
-    return views[0] if len(views) == 1 else torch.cat(views)
-
-
-def _put(tensor_BHTD: torch.Tensor, places: Places, documents_NHLD: torch.Tensor) -> None:
-    """Write the documents back to where `_take` found them."""
-    length = documents_NHLD.shape[2]
-    if _is_whole(tensor_BHTD, places, length):
-        tensor_BHTD.copy_(documents_NHLD)
-        return
-    for (row, first), document in zip(places, documents_NHLD, strict=True):
-        tensor_BHTD[row, :, first : first + length].copy_(document)
-
-
-def _is_whole(tensor_BHTD: torch.Tensor, places: Places, length: int) -> bool:
-    return length == tensor_BHTD.shape[2] and len(places) == tensor_BHTD.shape[0]
-
-
 # What the operators look like from outside: shapes, types and memory order, for autograd and `torch.compile`. ---------
 
 
 def _empty_outputs(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, heads, length, size = query.shape
     precise = query.dtype if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(rows, length, heads, size), query.new_empty(rows, heads, length, dtype=precise)
+    return query.new_empty(rows, length, heads, size), query.new_empty(rows, length, heads, dtype=precise)
 
 
 def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
