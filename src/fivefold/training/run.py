@@ -142,16 +142,18 @@ class Job:
             seconds = time.perf_counter() - started
             self.step += 1
             self.tokens_seen += result.tokens
-            self._guard(result)
+            self._count_skipped(result)
             row = self._row(result, rate, seconds, waited)
             if self._due(self.config.eval.every) and self.data.validation:
-                self.last_eval = row["eval/loss"] = evaluate(self.model, self.data.validation, self.config)
+                self.last_eval = evaluate(self.model, self.data.validation, self.config)
+                row["eval/loss"] = _finite(self.last_eval)
                 if self.display:
                     self.display.evaluated(self.step, self.last_eval)
             self._log(row)
+            self._stop_if_diverged()
             if self._due(self.config.sample.every):
                 self._sample()
-            if self._due(self.config.checkpoint.every):
+            if self._due(self.config.checkpoint.every) or self.step == self.total_steps:
                 self._save()
         self._close()
 
@@ -190,10 +192,11 @@ class Job:
         )
 
     def _due(self, every: int) -> bool:
-        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+        """Every so many steps and at the last one; 0 means never."""
+        return every > 0 and (self.step % every == 0 or self.step == self.total_steps)
 
-    def _guard(self, result: StepResult) -> None:
-        """Count steps that were skipped; stop when they come three in a row."""
+    def _count_skipped(self, result: StepResult) -> None:
+        """Count and say a step that was skipped."""
         self.in_a_row = self.in_a_row + 1 if result.skipped else 0
         if not result.skipped:
             return
@@ -201,6 +204,9 @@ class Job:
         what = "loss" if not math.isfinite(result.loss) else "gradient"
         if self.display:
             self.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
+
+    def _stop_if_diverged(self) -> None:
+        """Raise `RunFailed` when as many steps as that were skipped in a row."""
         if self.in_a_row == MAX_SKIPPED:
             raise RunFailed(
                 f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}",
