@@ -139,6 +139,13 @@ def _cross_entropy(
     return loss, x_NV.to(logits.dtype).unsqueeze(0)
 
 
+def parameters_after_base(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
+    """Trained parameters that stand outside the base model: the head's, tied ones too, and scales of the logits."""
+    prefix = f"{anatomy.base}."
+    named = model.named_parameters(remove_duplicate=False)
+    return [p for name, p in named if p.requires_grad and not name.startswith(prefix)]
+
+
 @contextmanager
 def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Logits]:
     """The model's own forward from hidden states to logits: its base is a pass-through inside the block."""

@@ -1,0 +1,77 @@
+"""A model that fivefold has never seen: one file of facts gives it tensor parallelism, none still gives it FSDP."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parallel import toy
+from tests.parity import Case, Outcome, gradient_error, outcome, reference
+from tests.pool import run_ranks
+
+LEARNT = (("learnt_scale", True),)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    (tmp_path / "toy_family.py").write_text(toy.FAMILY_FILE)
+    return tmp_path
+
+
+@lru_cache
+def truth(case: Case) -> Outcome:
+    return reference(case)
+
+
+def check(case: Case, folder: Path | None) -> None:
+    toy.register()
+    expected = truth(case.with_layout("single"))
+    per_rank = run_ranks(case.parsed.world, toy.on_rank, case, folder)
+    found = outcome(case, per_rank, {name: g.shape for name, g in expected.gradients.items()})
+    error, worst = gradient_error(found, expected)
+    assert error <= 1e-10, worst
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-10)
+    for name, weights in expected.weights.items():
+        np.testing.assert_allclose(found.weights[name], weights, rtol=0, atol=1e-10, err_msg=name)
+    for result in per_rank:
+        assert result["ran"] == result["declared"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"), [("tp2", False), ("tp2+nosp", True), ("tp4", True), ("shard2.tp2+full", False)]
+)
+def test_one_file_makes_a_family(layout: str, tied: bool, family: Path) -> None:
+    check(Case(f"{layout}+mb4+fp64", family="toy", tied=tied, loss_chunks=3), family)
+
+
+@pytest.mark.parametrize("layout", ["single", "shard2", "dp2"])
+@pytest.mark.parametrize("overrides", [(), LEARNT], ids=["fixed", "learnt scale"])
+def test_without_a_family_a_model_trains_under_data_parallelism(layout: str, overrides: tuple) -> None:
+    """The learnt scale is a parameter of the causal model itself, neither of its base nor of its head."""
+    check(Case(f"{layout}+mb4+fp64", family="toy", loss_chunks=3, overrides=overrides), None)
+
+
+def test_without_a_family_tensor_parallelism_is_refused_with_the_reason() -> None:
+    for error in run_ranks(2, toy.refusal, Case("tp2", family="toy"), None):
+        assert error.startswith("UserError: tp 2 is refused: tensor parallel is not known for ToyForCausalLM")
+        assert "trunk.stack.*.mixer_norm.weight" in error and "dp_shard" in error
+
+
+def test_a_parameter_without_a_role_is_refused_by_name(family: Path) -> None:
+    for error in run_ranks(2, toy.refusal, Case("tp2", family="toy", overrides=LEARNT), family):
+        assert error.startswith("UserError: tp 2 is refused") and "temperature_norm" in error
+
+
+def test_heads_that_tp_cannot_deal_are_refused_with_the_arithmetic(family: Path) -> None:
+    case = Case("tp2", family="toy", kv_heads=1, overrides=(("num_attention_heads", 3),))
+    for error in run_ranks(2, toy.refusal, case, family):
+        assert "tp=2 does not fit num_attention_heads=3, num_key_value_heads=1" in error and "try tp 1, 3" in error
+
+
+def test_a_model_of_transformers_that_no_file_lists() -> None:
+    mistral = (("model_type", "mistral"), ("sliding_window", None))  # in the place of the case's own model type
+    check(Case("shard2+mb4+fp64", overrides=mistral), None)
+    for error in run_ranks(2, toy.refusal, Case("tp2", overrides=mistral), None):
+        assert "not known for MistralForCausalLM" in error
