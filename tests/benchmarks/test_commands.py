@@ -1,0 +1,89 @@
+"""Each benchmark runs, at a toy size. What it measures is not judged here."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture
+def speed_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("speed_report")
+
+
+def test_training_speed(tmp_path: Path, speed_report: ModuleType) -> None:
+    target, names = tmp_path / "speed.json", "fivefold,Trainer,fivefold tp2"
+    done = run("training_speed", "--quick", "--precisions", "fp32", "--contenders", names, "--json", str(target))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(target.read_text())
+    rows = {row["contender"]: row for row in result["rows"]}
+    assert list(rows) == ["plain loop", "fivefold", "Trainer", "fivefold tp2"]
+    for row in rows.values():
+        assert row["tokens_per_second"] > 0
+        assert row["loss_difference"] < 1e-6  # the same model on the same rows: only then is a ratio of speeds one
+    docs = tmp_path / "docs.md"
+    docs.write_text(f"before\n{speed_report.BEGIN}\nreplaced\n{speed_report.END}\nafter\n")
+    speed_report.write_docs(result, docs)
+    text = docs.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "replaced" not in text
+    assert "| fivefold tp2, 2 processes |" in text
+
+
+def test_the_docs_have_the_place_for_the_tables(speed_report: ModuleType) -> None:
+    text = speed_report.DOCS.read_text(encoding="utf-8")
+    assert text.count(speed_report.BEGIN) == text.count(speed_report.END) == 1
+
+
+def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    done = run("same_curve", "--quick", "--precisions", "fp32", "--steps", "3", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    curves = json.loads((tmp_path / "out" / "same_curve.json").read_text())["curves"]
+    assert [len(losses) for losses in curves.values()] == [3, 3]
+    assert (tmp_path / "out" / "same_curve.png").stat().st_size > 10_000
+
+
+def test_gpu_train(tmp_path: Path) -> None:
+    target = tmp_path / "gpu.json"
+    done = run("gpu_train", "--device", "cpu", "--tiny", "--warmup", "1", "--steps", "2", "--json", str(target))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(target.read_text())
+    assert result["tokens_per_step"] == 64 and len(result["steps"]) == 2 and result["mfu_pct"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "cpu"], "--device cpu only goes with --tiny"),
+        (["--device", "cpu", "--tiny", "--layout", "tp3"], "tp"),
+    ],
+)
+def test_gpu_train_refuses(arguments: list[str], said: str) -> None:
+    done = run("gpu_train", *arguments)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_gpu_train_needs_a_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = run("gpu_train")
+    assert done.returncode == 2 and "needs a CUDA GPU" in done.stderr and "--tiny" in done.stderr
+
+
+def test_training_speed_refuses_unknown_names() -> None:
+    done = run("training_speed", "--sizes", "7B")
+    assert done.returncode == 2 and "7B: choose from 15M, 110M" in done.stderr
