@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.parallel.apply import spread_of
-from fivefold.parallel.loss import CHUNK_BYTES, IGNORE, chunk_sizes, chunked_loss, head_only
+from fivefold.parallel.loss import CACHE_BYTES, IGNORE, MOST_BYTES, chunk_sizes, chunked_loss, head_only
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.training.step import gradients
@@ -81,7 +81,7 @@ def chunked(
         rows = slice(*fold.vocabulary[fold.rank])
         weight, bias = weight[rows].clone(), bias[rows].clone()
     leaves = [t.requires_grad_() for t in (hidden, weight, *([bias] if head.bias else []))]
-    sizes = chunk_sizes(TOKENS, len(weight), chunks)
+    sizes = chunk_sizes(TOKENS, len(weight), HIDDEN, chunks)
     scale = torch.tensor(SCALE, dtype=torch.float64)
     loss = chunked_loss(
         lambda h: head.logits(h, weight, bias if head.bias else None), hidden, label, leaves[1:], sizes, fold, scale
@@ -144,14 +144,15 @@ def test_without_gradients_only_the_sum_remains() -> None:
 
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(29, 101), (1, 7), (8192, 128_256), (131_072, 257)])
 def test_automatic_chunks_cover_the_tokens_and_stay_small(tokens: int, vocabulary: int) -> None:
-    sizes = chunk_sizes(tokens, vocabulary, None)
-    assert sum(sizes) == tokens and max(sizes) * vocabulary * 4 <= CHUNK_BYTES
-    assert len(sizes) == 1 or sum(sizes[:2]) * vocabulary * 4 > CHUNK_BYTES  # no more of them than needed
+    sizes = chunk_sizes(tokens, vocabulary, 64, None)
+    assert sum(sizes) == tokens and max(sizes) * vocabulary * 4 <= MOST_BYTES
+    enough = min(max(CACHE_BYTES, 4 * 64 * 4 * vocabulary), MOST_BYTES)
+    assert len(sizes) == 1 or sum(sizes[:2]) * vocabulary * 4 > enough  # no more of them than needed
 
 
 @pytest.mark.parametrize("chunks", SIZES)
 def test_chunks_that_are_asked_for(chunks: int) -> None:
-    sizes = chunk_sizes(TOKENS, VOCABULARY, chunks)
+    sizes = chunk_sizes(TOKENS, VOCABULARY, HIDDEN, chunks)
     assert sum(sizes) == TOKENS and len(sizes) <= chunks and len(set(sizes[:-1])) <= 1 and min(sizes) > 0
 
 
@@ -183,7 +184,7 @@ def test_soft_caps_and_scales_of_the_model_survive() -> None:
         model.out.weight.copy_(weight), model.out.bias.copy_(bias)
     hidden.requires_grad_()
     with head_only(model, SimpleNamespace(base="body")) as logits_of:
-        sizes = chunk_sizes(TOKENS, VOCABULARY, 3)
+        sizes = chunk_sizes(TOKENS, VOCABULARY, HIDDEN, 3)
         loss = chunked_loss(logits_of, hidden, label, list(model.out.parameters()), sizes, None, torch.tensor(SCALE))
         found = [loss.detach(), *torch.autograd.grad(loss, [hidden, *model.out.parameters()])]
     assert max(errors(found, plain(torch.float64, "mixed", CAPPED))) < 1e-7  # `scale` is given in fp32 here

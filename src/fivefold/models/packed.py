@@ -113,9 +113,9 @@ def groups(bounds: torch.Tensor, rows: int, length: int, device: torch.device) -
 
 
 def padded_length(length: int) -> int:
-    """Up to the next eighth of an octave (at most an eighth longer, 8 at least): few shapes, so that the kernels that
-    the CPU library compiles per shape stay few (with every length its own they took 900 MB) and batches are large."""
-    step = max(8, 1 << max(0, length.bit_length() - 4))
+    """Up to a multiple of 32, or of an eighth of an octave: few shapes, so that batches are large and the kernels that
+    the CPU library compiles per shape stay few (with every length its own they took 900 MB)."""
+    step = max(32, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step
 
 

@@ -195,7 +195,7 @@ def _loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Ten
     ).last_hidden_state
     if fold:
         hidden = fold.enter(hidden)
-    sizes = loss.chunk_sizes(inputs.labels.numel(), spread.vocabulary, loss_chunks)
+    sizes = loss.chunk_sizes(inputs.labels.numel(), spread.vocabulary, hidden.shape[-1], loss_chunks)
     head_parameters = loss.parameters_after_base(model, spread.anatomy)
     with loss.head_only(model, spread.anatomy) as logits_of:
         return _in_chunks(fold, logits_of, hidden, inputs, head_parameters, sizes)

@@ -22,14 +22,19 @@ from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.tensor import TensorParallel
 
 IGNORE = -100  # label of a position without a target
-CHUNK_BYTES = 64 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
+CACHE_BYTES, MOST_BYTES = 8 * 2**20, 512 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, V]
 
 
-def chunk_sizes(tokens: int, vocabulary: int, loss_chunks: int | None) -> tuple[int, ...]:
-    """Tokens of each chunk. `loss_chunks` None: as few chunks as keep fp32 logits within `CHUNK_BYTES`."""
-    most = max(1, CHUNK_BYTES // (4 * vocabulary))
+def chunk_sizes(tokens: int, vocabulary: int, hidden: int, loss_chunks: int | None) -> tuple[int, ...]:
+    """Tokens of each chunk, for `tokens` of one micro batch.
+
+    `loss_chunks` None: chunks whose fp32 logits stay in cache (`CACHE_BYTES`), yet of 4 * hidden tokens at least, for
+    every chunk adds up a gradient of [vocabulary, hidden]; and never more logits than `MOST_BYTES`.
+    """
+    row = 4 * vocabulary
+    most = max(1, min(max(CACHE_BYTES // row, 4 * hidden), MOST_BYTES // row))
     chunks = loss_chunks or -(-tokens // most)
     size = -(-tokens // min(chunks, tokens))
     return tuple(min(size, tokens - start) for start in range(0, tokens, size))

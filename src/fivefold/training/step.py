@@ -106,7 +106,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
         tokens=tokens,
         hidden=model.config.hidden_size,
         micro_batches=micro_batches,
-        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, loss_chunks),
+        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, model.config.hidden_size, loss_chunks),
         compute_bytes=dtype_bytes[layout.precision],
         master_bytes=data.master_dtype(layout.precision).itemsize,
         reduce_bytes=spread.reduce_dtype.itemsize,
