@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from fivefold.config import RunConfig
+from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
 from fivefold.errors import RunFailed, UserError
 from fivefold.training.schedule import learning_rate
 from tests.checkpoint.folders import hf_folder
-from tests.data.helpers import segments
+from tests.data.helpers import random_texts, segments, write_jsonl
 from tests.parity import Case
 from tests.training.bodies import SEQ, column, metrics, run_dir, run_file, same, state, train, write_corpus
 
@@ -101,12 +102,19 @@ def test_repeated_runs_are_bitwise_equal(tmp_path: Path, compute: str) -> None:
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_replicate": 2}, {"zero": 1}])
 def test_the_loss_does_not_depend_on_the_layout(tmp_path: Path, layout: dict[str, int]) -> None:
-    plain, other = run_file(tmp_path, run__name="plain"), run_file(tmp_path, run__name="other", layout__dp_shard=-1)
+    write_corpus(tmp_path / "more.txt", 1501, seed=8)  # 25 rows: no layout deals them evenly
+    plain, other = (
+        run_file(tmp_path, run__name=name, data__validation=str(tmp_path / "more.txt"), eval__every=3)
+        for name in ("plain", "other")
+    )
     other["layout"] = layout
     train(plain, world=1), train(other)
     assert column(other, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=1e-4)
     assert column(other, "train/loss")[0] == pytest.approx(column(plain, "train/loss")[0], rel=1e-6)
     assert column(other, "train/tokens_seen") == column(plain, "train/tokens_seen")
+    for found, expected in zip(column(other, "eval/loss"), column(plain, "eval/loss"), strict=True):
+        assert found == (expected if expected is None else pytest.approx(expected, rel=1e-4))
+    assert None not in (column(plain, "eval/loss")[2], column(plain, "eval/loss")[5])
 
 
 def test_recompute_changes_nothing(tmp_path: Path) -> None:
@@ -167,26 +175,35 @@ def test_rows_of_metrics_every_few_steps(tmp_path: Path) -> None:
 # ---- the weights a run starts from -----------------------------------------------------------------------------------
 
 
+def loss_of_transformers(model: Any, batches: list[MicroBatch]) -> float:
+    """The mean over targets, every document its own sequence."""
+    total, targets = 0.0, 0
+    for tokens, labels, _ in (segment for batch in batches for segment in segments(batch)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0]
+        total += float(F.cross_entropy(logits, torch.tensor(labels), reduction="sum"))
+        targets += sum(label != IGNORE for label in labels)
+    return total / targets
+
+
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}])
-def test_pretrained_weights_start_with_the_loss_of_transformers(tmp_path: Path, layout: dict[str, int]) -> None:
+def test_pretrained_weights_have_the_losses_of_transformers(tmp_path: Path, layout: dict[str, int]) -> None:
+    """Of the first batch and, with a rate of zero, of the first rows held out: short documents, several in a row."""
     folder = hf_folder(Case("single", overrides=(("vocab_size", 263), ("pad_token_id", None))), tmp_path / "model")
+    texts = write_jsonl(tmp_path / "texts.jsonl", random_texts(5, longest=40))
     tree = run_file(
         tmp_path, model__name_or_path=str(folder), model__init="pretrained", tokenizer__name_or_path="auto",
-        train__max_steps=1,
+        train__max_steps=1, data__validation=str(texts), eval__max_tokens=500, optimizer__learning_rate=0.0,
     )  # fmt: skip
     tree["layout"] = layout
     assert train(tree).error is None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    (rows,) = prepared(tree).train.batch(
-        0, global_batch_size=8, data_rank=0, data_ranks=1, micro_batch_size=8, row_multiple=2
-    )
-    total, targets = 0.0, 0
-    for tokens, labels, _ in segments(rows):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([tokens])).logits[0]
-        total += float(F.cross_entropy(logits, torch.tensor(labels), reduction="sum"))
-        targets += sum(label != -100 for label in labels)
-    assert column(tree, "train/loss")[0] == pytest.approx(total / targets, rel=1e-6)
+    one_rank = {"data_rank": 0, "data_ranks": 1, "row_multiple": 2}
+    first = prepared(tree).train.batch(0, global_batch_size=8, micro_batch_size=8, **one_rank)
+    assert column(tree, "train/loss")[0] == pytest.approx(loss_of_transformers(model, first), rel=1e-6)
+    held_out = list(prepared(tree).validation.sequential(micro_batch_size=1, max_tokens=500, **one_rank))
+    assert 500 <= sum(batch.tokens for batch in held_out) < 500 + SEQ
+    assert column(tree, "eval/loss")[0] == pytest.approx(loss_of_transformers(model, held_out), rel=1e-6)
 
 
 def refusal(tree: dict[str, Any]) -> UserError:
