@@ -82,7 +82,7 @@ def test_what_is_not_there_is_said(tmp_path):
 
 
 def test_a_name_that_is_nothing():
-    with pytest.raises(UserError, match="neither a local folder"):
+    with pytest.raises(UserError, match="neither a folder nor a hub id"):
         load_model_config("no/such/model/at-all", {})
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.data.cache import Progress, entry, file_digest, key_of, write_atomically
 from fivefold.data.source import FileList
 from fivefold.errors import UserError
+from fivefold.hub import is_hub_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -94,7 +95,7 @@ def _folder_of(name: str, *, auto: bool) -> Path:
         if (folder / "tokenizer.json").is_file():
             return folder
         raise _no_tokenizer(f"{folder} holds no tokenizer.json", auto)
-    if _looks_like_hub_id(name):
+    if is_hub_id(name):
         return _from_hub(name, auto)
     raise _no_tokenizer(f"the model {name!r} comes without a tokenizer" if auto else f"no folder {name!r}", auto)
 
@@ -102,10 +103,6 @@ def _folder_of(name: str, *, auto: bool) -> Path:
 def _no_tokenizer(what: str, auto: bool) -> UserError:
     key = "tokenizer.name_or_path" + (" (auto: the model's own)" if auto else "")
     return UserError(f"{key}: {what}", fix="tokenizer.name_or_path=byte, or train:8192", more=_MORE)
-
-
-def _looks_like_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def _from_hub(name: str, auto: bool) -> Path:

@@ -8,9 +8,10 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.errors import UserError
+from fivefold.hub import is_hub_id
 from fivefold.models import attention as own_attention
 from fivefold.models import surfaces
-from fivefold.models.shapes import shape_folder
+from fivefold.models.shapes import shape_folder, shape_names
 
 # Keys of older config.json files, which `transformers` folds into `rope_parameters`.
 _OLD_ROPE = ("rope_theta", "rope_scaling")
@@ -73,6 +74,7 @@ def weights_folder(name_or_path: str | Path) -> Path:
         raise UserError(
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
+    _check_hub_id(str(name_or_path))
     try:
         return surfaces.download_weights(str(name_or_path))
     except (OSError, ValueError) as error:
@@ -84,6 +86,8 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{path} holds no config.json", fix="name a Hugging Face model folder")
+    if not path.exists():
+        _check_hub_id(str(name_or_path))
     try:
         return surfaces.read_config_dict(source)
     except (OSError, ValueError) as error:
@@ -91,6 +95,14 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
             f"model {str(name_or_path)!r} is neither a local folder, a config.json, a built-in shape, nor a hub id "
             f"that can be read: {_first_line(error)}"
         ) from error
+
+
+def _check_hub_id(name: str) -> None:
+    if not is_hub_id(name):
+        raise UserError(
+            f"{name} is neither a folder nor a hub id",
+            fix=f"name a run or model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
+        )
 
 
 def _check_keys(overrides: Mapping[str, Any], known: set[str]) -> None:
