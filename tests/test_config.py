@@ -55,7 +55,9 @@ def test_every_key_of_the_contract_is_there_and_described() -> None:
 def test_defaults(here: Path) -> None:
     config = loaded(here, "")
     assert (config.train.max_steps, config.train.max_tokens) == (1000, None)
-    assert config.data.seq_length == 8192
+    assert config.data.seq_length == 1024  # of the demo shape's positions; 8192 elsewhere
+    assert (config.model.init, config.tokenizer.name_or_path) == ("random", "train:2048")
+    check_supported(config)
     assert config.data.validation == 0.01
     assert config.eval.max_tokens == 1_000_000
     assert config.checkpoint.asynchronous
@@ -129,6 +131,26 @@ def test_what_people_write_is_resolved(override: str, read: object, expected: ob
     assert read(loaded(here, "", override)) == expected  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("text", "init", "tokenizer", "seq_length"),
+    [
+        ("model: {name_or_path: qwen3-8b}", "random", "train:2048", 8192),
+        ("model: {overrides: {max_position_embeddings: 64}}", "random", "train:2048", 64),
+        ("model: {init: pretrained}\ntokenizer: {name_or_path: byte}", "pretrained", "byte", 1024),
+        ("data: {seq_length: 9000}", "random", "train:2048", 9000),
+        ("model: {name_or_path: ./folder}", "pretrained", "auto", 8192),
+        ("model: {name_or_path: org/name}", "pretrained", "auto", 8192),
+    ],
+)
+def test_a_built_in_shape_is_completed_where_nothing_is_set(
+    text: str, init: str, tokenizer: str, seq_length: int, here: Path
+) -> None:
+    config = loaded(here, text)
+    assert (config.model.init, config.tokenizer.name_or_path, config.data.seq_length) == (init, tokenizer, seq_length)
+    assert parse_config(config.to_yaml()) == config
+    assert f"init: {init}" in config.to_yaml()
+
+
 def test_precedence_is_defaults_file_command_line(here: Path) -> None:
     text = "train: {seed: 7, global_batch_size: 8}\noptimizer: {learning_rate: 1e-3, eps: 1e-6}"
     config = loaded(here, text, "train.seed=8", "train.seed=9", "optimizer.eps=1e-7")
@@ -156,6 +178,8 @@ ERRORS = [
     ("train:\n  seq_length: 3", "run.yaml:2 train.seq_length is not a key", "did you mean data.seq_length?"),
     ("data:\n  train:\n    - a.txt\n    - {pth: b}", "run.yaml:4 data.train.1.pth is not a key", "data.train[].path"),
     ("data:\n  train: [{format: txt}]", "run.yaml:2 data.train.0.path is missing", "python-stdlib"),
+    ("optimizer:\n  betas: [1.5, 0.9]", "run.yaml:2 optimizer.betas.0 is 1.5; it should be less than 1", "moments"),
+    ("optimizer:\n  betas: [0.9, -1]", "run.yaml:2 optimizer.betas.1 is -1; it should be greater", "moments"),
     ("optimizer:\n  learning_rate: fast", "run.yaml:2 optimizer.learning_rate is 'fast'", "per optimizer step"),
     ("scheduler:\n  name: square", "run.yaml:2 scheduler.name is 'square'; it should be 'cosine'", "warm-up"),
     ("optimizer: 3", "run.yaml:1 optimizer is 3; it should be a section", None),

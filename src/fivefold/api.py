@@ -32,7 +32,9 @@ def train(
     """
     from fivefold.launch.local import run
 
-    written = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
+    written = [
+        f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()
+    ]
     return Run(run(None if path is None else Path(path), written, nproc=nproc))
 
 

@@ -5,6 +5,7 @@ once; what the rest of the library sees is resolved and frozen. Reading the file
 for the errors, is `runfile`'s.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from fivefold.units import parse_count, parse_fraction, parse_length
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
+SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
 
 
 def _no_bool(value: Any) -> Any:
@@ -49,6 +51,7 @@ Count = Annotated[int, BeforeValidator(parse_count)]
 Length = Annotated[int, BeforeValidator(parse_length)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
+Decay = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
 Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
 
 
@@ -62,14 +65,17 @@ class ModelSection(Section):
     name_or_path: str = Field(
         default="demo", description="hub id, local Hugging Face folder, config.json or built-in shape"
     )
-    init: Literal["pretrained", "random"] = Field(default="pretrained", description="where the first weights come from")
+    init: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="where the first weights come from; not set, and a built-in shape: random"
+    )
     overrides: dict[str, Any] = Field(default={}, description="keys of the model's config.json to set")
 
 
 class TokenizerSection(Section):
     name_or_path: str = Field(
         default="auto",
-        description="auto: the model's; byte: built in; train:8192: BPE of that many tokens; or a name or path",
+        description="auto: the model's (of a built-in shape: train:2048); byte: built in; train:8192: BPE of that many "
+        "tokens, trained on data.train; or a name or path",
     )
 
     @field_validator("name_or_path")
@@ -105,7 +111,9 @@ class DataSection(Section):
     validation: Annotated[float | tuple[DataSource, ...], BeforeValidator(_fraction_or_sources)] = Field(
         default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources"
     )
-    seq_length: Length = Field(default=8192, ge=1, description="tokens per row; 8k = 8192")
+    seq_length: Length = Field(
+        default=8192, ge=1, description="tokens per row; 8k = 8192; not set: at most a built-in shape's positions"
+    )
     packing: bool = Field(
         default=True, description="several whole documents per row; attention never crosses a document"
     )
@@ -138,7 +146,7 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     name: Literal["adamw"] = Field(default="adamw", description="the optimizer")
     learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
-    betas: tuple[Number, Number] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
     eps: Number = Field(default=1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: Number = Field(default=0.1, ge=0, description="decoupled decay; norms and biases are exempt")
     max_grad_norm: Number = Field(
@@ -197,7 +205,11 @@ class MemorySection(Section):
 class CheckpointSection(Section):
     every: Every = Field(default=250, description="optimizer steps between checkpoints; 0 = only the last")
     keep: Whole = Field(default=3, ge=1, description="newest checkpoints kept")
-    asynchronous: bool = Field(default=True, alias="async", description="write while training goes on")
+    asynchronous: bool = Field(
+        default=True,
+        alias="async",
+        description="write while training goes on; for now saving is synchronous either way",
+    )
     resume: Literal["auto", "never"] = Field(
         default="auto", description="auto goes on from the newest checkpoint that agrees"
     )
@@ -244,6 +256,22 @@ class RunConfig(Section):
     log: LogSection = Field(default=LogSection())
     run: RunSection = Field(default=RunSection())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_shape(cls, values: Any) -> Any:
+        """A built-in shape has no weights and no tokenizer: what is left unset is what makes a run of it."""
+        model, tokenizer, data = (_section(values, name) for name in ("model", "tokenizer", "data"))
+        if model is None or tokenizer is None or data is None:
+            return values
+        folder = shape_folder(str(model.get("name_or_path", ModelSection().name_or_path)))
+        if folder is None:
+            return values
+        if tokenizer.get("name_or_path", "auto") == "auto":
+            tokenizer = {**tokenizer, "name_or_path": SHAPE_TOKENIZER}
+        if "seq_length" not in data and (longest := _positions(folder, model)):
+            data = {**data, "seq_length": min(longest, DataSection().seq_length)}
+        return {**values, "model": {"init": "random", **model}, "tokenizer": tokenizer, "data": data}
+
     @cached_property
     def layout(self) -> Layout:
         """How the run is spread and executed. Raises `UserError` when a degree or an option is out of its range."""
@@ -265,6 +293,20 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """The resolved run file; `load_config` reads it back to an equal config."""
         return str(yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True))
+
+
+def _section(values: Any, name: str) -> dict[str, Any] | None:
+    """A section as it was written, empty when it was not; None when it is no section."""
+    section = values.get(name, {}) if isinstance(values, dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def _positions(folder: Path, model: dict[str, Any]) -> int | None:
+    """Positions of a shape with its overrides; None where the config does not say."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    overrides = model.get("overrides")
+    positions = (values | overrides if isinstance(overrides, dict) else values).get("max_position_embeddings")
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -13,6 +13,7 @@ import pytest
 
 from fivefold import cli
 from fivefold.cli.train import split_arguments
+from fivefold.config import load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch import local
 
@@ -154,6 +155,15 @@ def test_train_calls_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("train", "data.train=./notes.jsonl") == 0
     assert calls[0] == ((Path("my.yaml"), ["train.seed=3", "layout=tp2"]), {"nproc": 2})
     assert calls[1] == ((None, ["data.train=./notes.jsonl"]), {"nproc": None})
+
+
+def test_overrides_from_python_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fivefold
+
+    calls: list[Any] = []
+    monkeypatch.setattr(local, "run", lambda path, overrides, **_: calls.append(overrides) or path)
+    fivefold.train("my.yaml", {"sample.prompts": ["\U0001f600 \u00e9"]})
+    assert load_config(None, calls[0]).sample.prompts == ("\U0001f600 \u00e9",)
 
 
 def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
