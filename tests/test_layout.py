@@ -139,3 +139,8 @@ def test_accumulation() -> None:
         layout.accumulation(40)
     assert "micro_batch_size 4 x dp_replicate 2 x dp_shard 2 = 16" in caught.value.what
     assert caught.value.fix == "set train.global_batch_size to 32 or 48"
+
+
+def test_the_designs_own_text_is_its_own_text() -> None:
+    text = "dp2.shard4.cp2.tp4.pp2.ep8+zero1+zbv+v2+ring+mb2+full+fp8"
+    assert str(Layout.parse(text)) == text

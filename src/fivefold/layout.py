@@ -50,6 +50,12 @@ _VALUED = (
     (re.compile(r"(\d+x\d+)"), "cp_method", str, "{}"),
 )
 
+# Options in the order of the text form.
+_OPTION_ORDER = (
+    "zero", "pp_schedule", "pp_virtual", "pp_split", "cp_method", "micro_batch_size", "recompute",
+    "offload_activations", "offload_optimizer", "precision", "fp8", "sequence_parallel", "expert_tp",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -123,13 +129,8 @@ class Layout:
 
     def _options(self) -> list[str]:
         default = {f.name: f.default for f in fields(self)}
-        words = [word for word, (name, value) in _WORDS.items() if getattr(self, name) == value]
-        valued = [
-            form.format(getattr(self, name))
-            for pattern, name, _, form in _VALUED
-            if getattr(self, name) != default[name] and pattern.fullmatch(form.format(getattr(self, name)))
-        ]
-        return valued + words
+        changed = [name for name in _OPTION_ORDER if getattr(self, name) != default[name]]
+        return [_option_text(name, getattr(self, name)) for name in changed]
 
     @property
     def world(self) -> int:
@@ -183,6 +184,12 @@ class Layout:
             f"x dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} = {per_pass}",
             fix=f"set train.global_batch_size to {near}",
         )
+
+
+def _option_text(name: str, value: Any) -> str:
+    """An option as the text form writes it."""
+    words = [word for word, option in _WORDS.items() if option == (name, value)]
+    return words[0] if words else next(form.format(value) for _, field, _, form in _VALUED if field == name)
 
 
 def _read_option(option: str, text: str) -> tuple[str, Any]:

@@ -15,7 +15,7 @@ def _agreement(fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
 
 MUST = {
     "model.name_or_path": {"model": {"name_or_path": "other"}},
-    "model.init": {"model": {"init": "random"}},
+    "model.init": {"model": {"init": "pretrained"}},
     "model.overrides": {"model": {"overrides": {"hidden_size": 8}}},
     "tokenizer.name_or_path": {"tokenizer": {"name_or_path": "byte"}},
     "data.seq_length": {"data": {"seq_length": 16}},
@@ -59,3 +59,12 @@ def test_data_are_known_by_their_contents() -> None:
 def test_a_key_that_the_checkpoint_does_not_know() -> None:
     with pytest.raises(UserError, match=r"x is 1, but the checkpoint was trained with \(not set\)"):
         check_agreement(_agreement(), {**_agreement(), "x": 1})
+
+
+def test_a_model_that_changed_behind_its_name_is_told() -> None:
+    saved, now = (
+        agreement(RunConfig.model_validate({}), "f", {"rope_theta": theta, "transformers_version": version})
+        for theta, version in ((10000.0, "5.17"), (500000.0, "5.23"))
+    )
+    with pytest.raises(UserError, match=r"model.config.rope_theta is 500000.0, but"):
+        check_agreement(saved, now)

@@ -30,7 +30,7 @@ PLANS = {
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_contract(family):
     model = build_meta(tiny.FAMILIES[family]())
-    assert surfaces.attention_of(model) == NAME
+    assert model.config._attn_implementation == NAME
     assert surfaces.base_prefix(model) == "model" and model.base_model is model.model
     assert surfaces.block_classes(model) == {type(model.model.layers[0]).__name__}
     plan = surfaces.tensor_parallel_plan(model)

@@ -4,7 +4,7 @@ from fivefold.checkpoint.agreement import agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint, newest, restore, step_folder, steps
 from fivefold.checkpoint.manifest import Damaged, Manifest
-from fivefold.checkpoint.save import save
+from fivefold.checkpoint.save import on_first_rank, save
 
 __all__ = [
     "Checkpoint",
@@ -16,6 +16,7 @@ __all__ = [
     "export",
     "find_checkpoint",
     "newest",
+    "on_first_rank",
     "restore",
     "save",
     "step_folder",

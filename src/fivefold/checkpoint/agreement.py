@@ -13,18 +13,21 @@ from fivefold.errors import UserError
 
 FINGERPRINT = "data.fingerprint"
 _SECTIONS = ("model", "tokenizer", "data", "optimizer", "scheduler")
+_VOLATILE = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_name_or_path")
 _TRAIN_KEYS = ("global_batch_size", "seed")
 _MORE = "a run goes on under any layout, but only with the same model, tokenizer, data, seed, batch and optimizer"
 
 
-def agreement(config: RunConfig, fingerprint: str) -> dict[str, Any]:
+def agreement(config: RunConfig, fingerprint: str, model_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The keys that must agree, as the run file names them, with their resolved values: plain JSON.
 
-    `fingerprint` names the rows by their contents (`PreparedData.fingerprint`).
+    `fingerprint` names the rows by their contents (`PreparedData.fingerprint`); `model_config` is the resolved
+    config.json, for a name says little: the folder it means may have changed.
     """
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
-    return keys | {f"train.{key}": tree["train"][key] for key in _TRAIN_KEYS} | {FINGERPRINT: fingerprint}
+    resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}
+    return keys | resolved | {f"train.{key}": tree["train"][key] for key in _TRAIN_KEYS} | {FINGERPRINT: fingerprint}
 
 
 def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, where: str = "the checkpoint") -> None:

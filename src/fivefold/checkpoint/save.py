@@ -92,11 +92,11 @@ def save(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    _on_first_rank(lambda: _start(beside, directory / step_folder(step)))
+    on_first_rank(lambda: _start(beside, directory / step_folder(step)))
     part = _write(beside, collect(model, optimizer), _scalars(model, optimizer))
     parts: list[_Part] = [part] * dist.get_world_size()
     dist.gather_object(part, parts if dist.get_rank() == 0 else None)
-    return _on_first_rank(lambda: _publish(model, parts, beside, directory / step_folder(step), about, keep))
+    return on_first_rank(lambda: _publish(model, parts, beside, directory / step_folder(step), about, keep))
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[OwnedSlice]:
@@ -244,7 +244,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _on_first_rank(action: Callable[[], Result]) -> Result:
+def on_first_rank(action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0; its result, or its error, on every rank."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -253,7 +253,7 @@ def _on_first_rank(action: Callable[[], Result]) -> Result:
         except UserError as error:
             outcome[1] = error
         except OSError as error:
-            outcome[1] = RunFailed(f"the checkpoint could not be written: {error}")
+            outcome[1] = RunFailed(f"the run folder could not be read or written: {error}")
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]

@@ -52,17 +52,28 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
     own_attention.register()
-    if getattr(hf_config, "attention_dropout", 0.0):
-        raise UserError(
-            f"attention_dropout {hf_config.attention_dropout} is not supported",
-            fix="set model.overrides.attention_dropout: 0",
-        )
+    _refuse_dropout(hf_config)
     try:
         model = surfaces.causal_lm_on_meta(hf_config, attention)
     except ValueError as error:
         raise UserError(f"no causal language model for model type {hf_config.model_type!r}: {error}") from error
     model.config.use_cache = False
     return model
+
+
+def use_our_attention(model: PreTrainedModel) -> None:
+    """Select our attention in a model that was built elsewhere. Raises `UserError` if it asks for attention dropout."""
+    own_attention.register()
+    _refuse_dropout(model.config)
+    surfaces.select_attention(model, own_attention.NAME)
+
+
+def _refuse_dropout(hf_config: PreTrainedConfig) -> None:
+    if getattr(hf_config, "attention_dropout", 0.0):
+        raise UserError(
+            f"attention_dropout {hf_config.attention_dropout} is not supported",
+            fix="set model.overrides.attention_dropout: 0",
+        )
 
 
 def weights_folder(name_or_path: str | Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.initialization
+import transformers.initialization as hf_initialization
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -78,9 +78,9 @@ def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..
     AttentionMaskInterface.register(name, mask)
 
 
-def attention_of(model: PreTrainedModel) -> str:
-    """The name of the attention function that the model calls."""
-    return str(model.config._attn_implementation)
+def select_attention(model: PreTrainedModel, name: str) -> None:
+    """Make every attention module of `model` call the function registered under `name`."""
+    model.set_attn_implementation(name)
 
 
 def base_prefix(model: PreTrainedModel) -> str:
@@ -124,7 +124,7 @@ def intercepted_initialisers(receive: Callable[[str, tuple[Any, ...], dict[str, 
 
         return initialise
 
-    places = [(space, name) for space in (transformers.initialization, nn.init) for name in INITIALISERS]
+    places = [(space, name) for space in (hf_initialization, nn.init) for name in INITIALISERS]
     originals = [(space, name, getattr(space, name)) for space, name in places if hasattr(space, name)]
     try:
         for space, name, _ in originals:

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.errors import UserError
+from fivefold.launch.world import open_world
 from fivefold.layout import Layout
 from fivefold.models.anatomy import Anatomy
+from fivefold.models.build import use_our_attention
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
@@ -102,13 +104,16 @@ def parallelize(
     """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
-    initialisation by the model's own recipe with `seed`. Adds `model.loss_sum(LossInputs)`, the summed cross
+    initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
+    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross
     entropy, and the record `model.fivefold` (`Spread`).
 
     Raises `UserError` when the layout does not fit the world or the model.
     """
-    _check(layout)
+    open_world()
+    layout = _checked(layout)
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    use_our_attention(model)
     anatomy = Anatomy.of(model)
     on_meta = next(model.parameters()).is_meta
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
@@ -117,6 +122,7 @@ def parallelize(
     copies = tensor.HeadCounts.of(model.config).kv_copies(layout.tp) if layout.tp > 1 else 1
     mesh = build_mesh(layout, device.type, kv_copies=copies)
     model.to("meta")
+    _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, specs, mesh)
     _wrap_blocks(model, anatomy, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
@@ -150,20 +156,26 @@ def spread_of(model: nn.Module) -> Spread:
     return cast(Spread, model.fivefold)
 
 
-def _check(layout: Layout) -> None:
-    layout.resolve(dist.get_world_size())
+def _checked(layout: Layout) -> Layout:
+    """The layout with its -1 resolved for the current world."""
+    layout = layout.resolve(dist.get_world_size())
     for fold in ("pp", "cp", "ep"):
         if getattr(layout, fold) > 1:
             raise UserError(f"layout {layout}: {fold} is not built yet", fix="use dp_replicate, dp_shard and tp")
+    return layout
 
 
 def _tensor_parallel(
     model: nn.Module, anatomy: Anatomy, specs: dict[str, ShardSpec], mesh: Mesh
 ) -> tensor.TensorParallel | None:
-    layout = mesh.layout
-    if layout.tp == 1:
+    sequence_parallel = mesh.layout.sequence_parallel
+    if mesh.layout.tp == 1:
         return None
-    sequence_parallel = layout.sequence_parallel
+    if sequence_parallel and anatomy.sequence_parallel_refusal:
+        raise UserError(
+            f"sequence parallel is refused: {anatomy.sequence_parallel_refusal}",
+            fix="set layout.sequence_parallel: false",
+        )
     return tensor.apply_tensor_parallel(model, anatomy, specs, mesh.tp_group, sequence_parallel=sequence_parallel)
 
 
@@ -178,10 +190,15 @@ def _wrap_blocks(model: nn.Module, anatomy: Anatomy, *, recompute: str, compile_
 
 
 def _materialise(model: nn.Module, spread: Spread, device: torch.device) -> None:
-    """Allocate the sharded parameters and the buffers. `to_empty` unties shared parameters: tie them again."""
+    """Allocate the sharded parameters and the buffers."""
     model.to_empty(device=device)
-    if spread.anatomy.tied:
-        head, embedding = (model.get_submodule(path) for path in (spread.anatomy.head, spread.anatomy.embedding))
+    _tie(model, spread.anatomy)
+
+
+def _tie(model: nn.Module, anatomy: Anatomy) -> None:
+    """Tie the head to the embedding again: moving between devices gives each module a parameter of its own."""
+    if anatomy.tied:
+        head, embedding = (model.get_submodule(path) for path in (anatomy.head, anatomy.embedding))
         head.weight = embedding.weight
 
 

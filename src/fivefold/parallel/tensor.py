@@ -237,6 +237,7 @@ def apply_tensor_parallel(
     head = model.get_submodule(anatomy.head)
     head.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
     head.register_forward_hook(lambda _, args, logits: logits if fold.head_in_chunks else fold.whole_logits(logits))
+    model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
     for name in anatomy.regions:
         model.get_submodule(name).register_forward_pre_hook(_entering(fold), with_kwargs=True)
     for name in {path.rpartition(".")[0] for path, role in anatomy.roles.items() if role.kind == "row"}:
@@ -286,6 +287,26 @@ def _entering(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": fold.enter(kwargs["hidden_states"])}
         return (fold.enter(args[0]), *args[1:]), kwargs
+
+    return hook
+
+
+def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
+    """Pre-hook of the base: positions of the whole sequence, which a model would count off its share of the tokens."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if not fold.sequence_parallel or tokens is None:
+            return args, kwargs
+        rows, length = tokens.shape
+        if length % fold.size:
+            raise UserError(
+                f"sequence parallel splits the tokens of a row: tp {fold.size} does not divide {length}",
+                fix=f"pad the rows to {-(-length // fold.size) * fold.size} tokens, or use +nosp",
+            )
+        if kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
+        return args, kwargs
 
     return hook
 

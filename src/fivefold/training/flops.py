@@ -4,6 +4,7 @@ Counted: every matmul of the model, forward and backward (6 per weight and token
 causally halved. Not counted: recompute, padding, element-wise work. (The convention of PaLM, arXiv:2204.02311.)
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,16 +16,17 @@ from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.models.anatomy import Anatomy
 from fivefold.parallel.tensor import HeadCounts
 
-# Dense bf16 peak of one device in TFLOP/s without sparsity, by a part of the name CUDA gives it.
+# Dense bf16 peak of one device in TFLOP/s without sparsity, by words of the name CUDA gives it; the first match counts.
 BF16_PEAKS = {
     "B200": 2250.0,
     "H200": 989.4,
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.4,
     "A100": 312.0,
     "L40S": 362.0,
+    "A10G": 70.0,
     "A10": 125.0,
-    "V100": 125.0,
 }
 
 
@@ -66,4 +68,4 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in BF16_PEAKS.items() if part in name), None)
+    return next((peak for words, peak in BF16_PEAKS.items() if re.search(rf"\b{words}\b", name)), None)

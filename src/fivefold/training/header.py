@@ -5,9 +5,13 @@ from typing import TYPE_CHECKING
 
 from fivefold.layout import MESH_AXES
 from fivefold.parallel.apply import spread_of
+from fivefold.units import human
 
 if TYPE_CHECKING:
     from fivefold.training.run import Job
+
+
+_FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
 
 
 def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str, str]]:
@@ -20,7 +24,7 @@ def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str
     name = spread_of(job.model).anatomy.model_class
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
-        ("model", f"{name} {_count(job.costs.parameters)} parameters, {config.model.init} weights"),
+        ("model", f"{name} {human(job.costs.parameters)} parameters, {config.model.init} weights"),
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
@@ -36,7 +40,7 @@ def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str
 
 
 def _mfu_line(job: "Job") -> str:
-    peak = job._peak_tflops
+    peak = job.peak_tflops
     formula = "6 x matmul weights x tokens + causal attention (halved), no recompute"
     return f"{formula}; peak {peak:g} TFLOP/s" if peak else f"n/a: the peak of this device is not known ({formula})"
 
@@ -47,16 +51,11 @@ def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
     val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""
     skipped = f"   {job.skipped} steps skipped" if job.skipped else ""
     prompt = next(iter(job.config.sample.prompts), "The")
+    there = [name for name in _FILES if (run / name.rstrip("/")).exists()]
+    export = [] if (run / "hf").exists() else [("", f"fivefold export {run} {run / 'hf'}")]
     return [
         ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
-        ("files", f"{run}/  metrics.jsonl  samples.jsonl  checkpoints/  logs/  run.yaml"),
+        ("files", f"{run}/  {'  '.join(there)}"),
         ("next", f'fivefold generate {run} --prompt "{prompt}"'),
-        ("", f"fivefold export {run} {run / 'hf'}"),
+        *export,
     ]
-
-
-def _count(n: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if n >= size:
-            return f"{n / size:.1f}{unit}"
-    return str(n)

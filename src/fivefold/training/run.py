@@ -31,7 +31,7 @@ from fivefold.training import flops, header
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
 from fivefold.training.memory import PeakMemory
-from fivefold.training.metrics import Sink, open_sinks
+from fivefold.training.metrics import JsonLines, Sink, open_sinks
 from fivefold.training.model import build_model, compile_pays, load_source
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.schedule import learning_rate
@@ -105,25 +105,32 @@ class Job:
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint of this run, if there is one that agrees."""
-        folder = checkpoint.newest(self.checkpoint_dir) if self.config.checkpoint.resume == "auto" else None
+        folder = checkpoint.on_first_rank(self._where_to_go_on)  # one rank looks: folders can differ between machines
         if folder is None:
-            self._refuse_leftovers()
             return None
         opened = checkpoint.Checkpoint.open(folder)
-        now = checkpoint.agreement(self.config, self.data.fingerprint)
-        checkpoint.check_agreement(opened.agreement, now, where=str(folder))
         checkpoint.restore(self.model, self.optimizer, opened)
         self.step = opened.step
         self.tokens_seen, self.skipped = opened.state["tokens_seen"], opened.state["skipped"]
         return folder
 
-    def _refuse_leftovers(self) -> None:
-        """A run that starts at step 0 must not write among the checkpoints of another."""
+    def _where_to_go_on(self) -> Path | None:
+        """The newest checkpoint, after it has been compared with this run; None to start at step 0."""
+        folder = checkpoint.newest(self.checkpoint_dir) if self.config.checkpoint.resume == "auto" else None
+        if folder is not None:
+            saved = checkpoint.Checkpoint.open(folder).agreement
+            checkpoint.check_agreement(saved, self._agreement(), where=str(folder))
+            return folder
         if there := checkpoint.steps(self.checkpoint_dir):
             raise UserError(
                 f"{self.checkpoint_dir} holds steps {', '.join(map(str, there))}, and this run starts at step 0",
                 fix="take another run.name, set checkpoint.resume: auto, or remove the folder",
             )
+        return None
+
+    def _agreement(self) -> dict[str, Any]:
+        model_config = json.loads(self.model.config.to_json_string())
+        return checkpoint.agreement(self.config, self.data.fingerprint, model_config)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +228,7 @@ class Job:
         tokens_per_second = result.tokens / seconds
         flops_done = self.costs.per_token * result.tokens + self.costs.per_squared_length * result.squared_lengths
         tflops = flops_done / seconds / self.world.size / 1e12
-        peak = self._peak_tflops
+        peak = self.peak_tflops
         return {
             "step": self.step,
             "train/loss": _finite(result.loss),
@@ -238,7 +245,7 @@ class Job:
         }
 
     @cached_property
-    def _peak_tflops(self) -> float | None:
+    def peak_tflops(self) -> float | None:
         return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
 
     def _log(self, row: dict[str, Any]) -> None:
@@ -270,14 +277,20 @@ class Job:
                 seed=self.config.train.seed,
             )
             if self.display:
-                row = {"step": self.step, "prompt": prompt, "text": text}
-                with (self.config.run_dir / "samples.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                self._samples.write({"step": self.step, "prompt": prompt, "text": text})
                 self.display.sampled(self.step, prompt, text)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.data.tokenizer_dir / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(self.data.tokenizer_dir / "tokenizer.json"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def _samples(self) -> JsonLines:
+        """`samples.jsonl`, cut back to the steps before this one."""
+        return JsonLines(self.config.run_dir / "samples.jsonl", last_step=self.step - 1)
 
     def _save(self) -> None:
         checkpoint.save(
@@ -286,7 +299,7 @@ class Job:
             self.checkpoint_dir,
             step=self.step,
             state={"tokens_seen": self.tokens_seen, "skipped": self.skipped},
-            agreement=checkpoint.agreement(self.config, self.data.fingerprint),
+            agreement=self._agreement(),
             config=self.config,
             tokenizer_dir=self.data.tokenizer_dir,
             keep=self.config.checkpoint.keep,
