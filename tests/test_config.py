@@ -114,6 +114,13 @@ run: {name: demo, dir: runs}
         ("data.train=[a.txt,b.jsonl]", lambda c: [s.path for s in c.data.train], ["a.txt", "b.jsonl"]),
         ("data.train=[{path: a, text_key: body}, b]", lambda c: c.data.train[0].text_key, "body"),
         ("data.train={path: a, weight: 2}", lambda c: c.data.train[0].weight, 2.0),
+        (
+            "data.train.text_key=body",
+            lambda c: [(s.path, s.text_key) for s in c.data.train],
+            [("python-stdlib", "body")],
+        ),
+        ("data.train[0].text_key=body", lambda c: c.data.train[0].text_key, "body"),
+        ("data.train.0.path=a.txt", lambda c: c.data.train[0].path, "a.txt"),
         ("train.compile=true", lambda c: c.train.compile, True),
         ("train.compile=auto", lambda c: c.train.compile, "auto"),
         ("memory.loss_chunks=4", lambda c: c.memory.loss_chunks, 4),
@@ -156,6 +163,42 @@ def test_precedence_is_defaults_file_command_line(here: Path) -> None:
     config = loaded(here, text, "train.seed=8", "train.seed=9", "optimizer.eps=1e-7")
     assert (config.train.seed, config.train.global_batch_size, config.train.micro_batch_size) == (9, 8, 1)
     assert (config.optimizer.learning_rate, config.optimizer.eps) == (1e-3, 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("written", "override", "expected"),
+    [
+        ("a.jsonl", "data.train.format=txt", [("a.jsonl", "txt")]),
+        ("{path: a.jsonl}", "data.train.format=txt", [("a.jsonl", "txt")]),
+        ("[a.jsonl, b.jsonl]", "data.train[1].format=txt", [("a.jsonl", "auto"), ("b.jsonl", "txt")]),
+    ],
+)
+def test_a_key_of_a_source_can_be_overridden(written: str, override: str, expected: list[str], here: Path) -> None:
+    config = loaded(here, f"data: {{train: {written}}}", override)
+    assert [(source.path, source.format) for source in config.data.train] == expected
+
+
+def test_a_key_of_one_source_of_several_has_to_say_which(here: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        loaded(here, "data: {train: [a, b]}", "data.train.format=txt")
+    assert "data.train has 2 sources" in caught.value.what
+    assert "data.train.0.format=" in str(caught.value.fix)
+
+
+def test_a_run_folder_stands_for_its_run_file(here: Path) -> None:
+    folder = here / "runs" / "007"
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").write_text("run: {name: old, dir: elsewhere}\ntrain: {seed: 5}")
+    config = load_config(Path("runs/007"))
+    assert (config.run_dir, config.train.seed) == (Path("runs/007"), 5)
+    assert load_config(Path("runs/007"), ["run.name=other"]).run_dir == Path("runs/other")
+    for other in (Path("runs"), here):
+        with pytest.raises(UserError, match="a folder without a run") as caught:
+            load_config(other)
+    (here / "runs" / "empty").mkdir()
+    with pytest.raises(UserError) as caught:
+        load_config(Path("runs/empty"))
+    assert caught.value.fix == "runs in runs: 007"
 
 
 def test_a_length_on_the_command_line_replaces_the_other_kind_in_the_file(here: Path) -> None:
@@ -217,7 +260,9 @@ def test_errors_name_the_line_the_key_and_the_fix(text: str, what: str, fix: str
         ("learning_rate=3", "command line learning_rate is not a key"),
         ("foo", "command line: 'foo' is not key=value"),
         ("train.seed.x=3", "command line train.seed is a section"),
-        ("data.train.0.path=3", "data.train is a str, not a section"),
+        ("data.train.1.path=3", "data.train has 1 source"),
+        ("data.train.foo=3", "command line data.train.0.foo is not a key"),
+        ("data.validation.text_key=body", "data.validation is a str, not a section"),
         ("layout=zz", "command line layout 'zz'"),
         ("layout.tp=0", "command line layout: tp 0 is not a degree"),
         ("sample.prompts=[", "the value of sample.prompts is not YAML"),
@@ -232,6 +277,10 @@ def test_errors_of_the_command_line_say_so(override: str, what: str) -> None:
 def test_a_missing_file_is_said(here: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere.yaml: there is no such file"):
         load_config(Path("nowhere.yaml"))
+    written(here, "")
+    with pytest.raises(UserError) as caught:
+        load_config(Path("nowhere.yaml"))
+    assert (caught.value.fix, bool(caught.value.more)) == ("run files here: run.yaml", True)
 
 
 def test_the_resolved_file_reads_back_equal(here: Path) -> None:

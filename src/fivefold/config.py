@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fivefold.config_errors import READ_MORE, Key, explained
+from fivefold.config_errors import Key, explained
 from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.models.shapes import shape_folder
-from fivefold.runfile import RunFile
+from fivefold.runfile import READ_MORE, RunFile
 from fivefold.units import parse_count, parse_fraction, parse_length
 
 DEMO = Path(__file__).with_name("demo.yaml")
@@ -310,12 +310,15 @@ def _positions(folder: Path, model: dict[str, Any]) -> int | None:
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file, or the built-in demo when `path` is None, and set `key=value` overrides on top.
+    """Read a run file (None: the built-in demo; a run folder: its own) and set `key=value` overrides on top.
 
     Precedence: defaults, then the file, then the overrides in their order. Raises `UserError` with the file and
     line of the key, the likely fix and where to read more.
     """
-    file = RunFile.read(DEMO, name="built-in demo.yaml") if path is None else RunFile.read(Path(path))
+    if path is None:
+        file = RunFile.read(DEMO, name="built-in demo.yaml")
+    else:
+        file = RunFile.of_run(Path(path)) if Path(path).is_dir() else RunFile.read(Path(path))
     for override in overrides:
         file.override(override)
     try:

@@ -9,9 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fivefold.errors import UserError
-from fivefold.runfile import RunFile
-
-READ_MORE = "every key, its unit and its default: fivefold train --keys"
+from fivefold.runfile import READ_MORE, RunFile
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ What the keys mean is `config`'s; this module only knows where each one was writ
 """
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import yaml
 
 from fivefold.errors import UserError
 from fivefold.layout import Layout
+from fivefold.nearby import is_run, run_files, runs
 
 Path_ = tuple[str | int, ...]  # a place inside the tree: ("data", "train", 0, "path")
 
 COMMAND_LINE = "command line"
+READ_MORE = "every key, its unit and its default: fivefold train --keys"
 
 # Options of a layout's text that the run file keeps in another section.
 _KEPT_ELSEWHERE = {
@@ -28,8 +31,13 @@ _KEPT_ELSEWHERE = {
     "fp8": ("precision", "fp8"),
 }
 
+_SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
+
 # Two ways to say the same thing: an override of one drops what the file says of the other.
-_RIVALS = {("train", "max_steps"): ("train", "max_tokens"), ("train", "max_tokens"): ("train", "max_steps")}
+_RIVALS: dict[Path_, tuple[str, str]] = {
+    ("train", "max_steps"): ("train", "max_tokens"),
+    ("train", "max_tokens"): ("train", "max_steps"),
+}
 
 
 @dataclass
@@ -39,6 +47,24 @@ class RunFile:
     name: str
     tree: dict[str, Any] = field(default_factory=dict)
     places: dict[Path_, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "RunFile":
+        """The run file inside a run folder; the run is the one in that folder, wherever it has been moved."""
+        if not is_run(folder):
+            raise UserError(
+                f"{_shown(folder)} is a folder without a run.yaml, so it is not a run",
+                fix=runs(folder) or runs(folder.parent) or run_files(folder) or "name a run file, or a run folder",
+                more=READ_MORE,
+            )
+        file = cls.read(folder / "run.yaml")
+        whole = folder if folder.name not in ("", "..") else folder.resolve()
+        section = file.tree.get("run")
+        file.tree["run"] = (section if isinstance(section, dict) else {}) | {
+            "name": whole.name,
+            "dir": str(whole.parent),
+        }
+        return file
 
     @classmethod
     def read(cls, path: Path, *, name: str | None = None) -> "RunFile":
@@ -82,9 +108,9 @@ class RunFile:
             raise UserError(
                 f"{COMMAND_LINE}: the value of {dotted} is not YAML: {written}", fix="quote it: key='\"...\"'"
             ) from None
-        path = tuple(dotted.strip().split("."))
+        path = self._path(dotted.strip())
         if path in _RIVALS and value is not None:
-            section = self.tree.get(path[0])
+            section = self.tree.get(str(path[0]))
             if isinstance(section, dict) and self.places.get(_RIVALS[path]) != COMMAND_LINE:
                 section.pop(_RIVALS[path][1], None)
         if path == ("layout",) and isinstance(value, str):
@@ -93,18 +119,65 @@ class RunFile:
             return
         self._set(path, value)
 
-    def _set(self, path: tuple[str, ...], value: Any) -> None:
+    def _path(self, dotted: str) -> Path_:
+        """The place that a dotted key names. A key of a source may leave out which one when there is only one.
+
+        `data.train.text_key`, `data.train[0].text_key` and `data.train.0.text_key` are the same place.
+        """
+        path: Path_ = tuple(re.sub(r"\[(\d+)\]", r".\1", dotted).split("."))
+        if path[:2] not in _SOURCES or len(path) == 2:
+            return path
+        sources = self._listed_sources(str(path[1]))
+        if sources is None:
+            return path
+        if not str(path[2]).isdigit():
+            if len(sources) == 1:
+                return (*path[:2], 0, *path[2:])
+            rest = ".".join(map(str, path[2:]))
+            raise UserError(
+                f"{COMMAND_LINE} {dotted}: data.{path[1]} has {len(sources)} sources",
+                fix=f"say which, from 0 on: data.{path[1]}.0.{rest}=...",
+            )
+        if int(path[2]) >= len(sources):
+            raise UserError(
+                f"{COMMAND_LINE} {dotted}: data.{path[1]} has {len(sources)} source{'s' * (len(sources) != 1)}",
+                fix=f"they are counted from 0; the last is data.{path[1]}.{len(sources) - 1}",
+            )
+        return (*path[:2], int(path[2]), *path[3:])
+
+    def _listed_sources(self, side: str) -> list[Any] | None:
+        """`data.train` or `data.validation` as a list of sections, in the tree; None when it is not made of sources."""
+        data = self.tree.setdefault("data", {})
+        if data is None:
+            data = self.tree["data"] = {}
+        if not isinstance(data, dict):
+            return None
+        given = data.get(side, "python-stdlib" if side == "train" else None)
+        if not given or not isinstance(given, str | dict | list):
+            return None
+        items = given if isinstance(given, list) else [given]
+        if side == "validation" and isinstance(given, str) and given[:1].isdigit():
+            return None  # a fraction
+        data[side] = [{"path": item} if isinstance(item, str) else item for item in items]
+        return data[side]  # type: ignore[no-any-return]
+
+    def _set(self, path: Path_, value: Any) -> None:
         """Put a value at a path; a mapping joins the section that is there."""
-        if isinstance(value, dict) and value and path != ("data", "train"):
+        if isinstance(value, dict) and value and path not in _SOURCES:
             for key, inner in value.items():
                 self._set((*path, str(key)), inner)
             return
-        at = self.tree
+        at: Any = self.tree
         for depth, part in enumerate(path[:-1], start=1):
-            if not isinstance(at.setdefault(part, {}), dict) and at[part] is not None:
-                name = ".".join(path[:depth])
+            if isinstance(at, dict):
+                at.setdefault(part, {})
+            if isinstance(at[part], list) and isinstance(path[depth], int):
+                at = at[part]
+                continue
+            if not isinstance(at[part], dict) and at[part] is not None:
+                name = ".".join(map(str, path[:depth]))
                 raise UserError(
-                    f"{COMMAND_LINE} {'.'.join(path)}: {name} is a {type(at[part]).__name__}, not a section",
+                    f"{COMMAND_LINE} {'.'.join(map(str, path))}: {name} is a {type(at[part]).__name__}, not a section",
                     fix=f"set it whole: {name}=...",
                 )
             if not at[part]:
@@ -181,7 +254,12 @@ def _compose(path: Path, name: str) -> yaml.Node | None:
         with path.open(encoding="utf-8") as stream:
             return yaml.compose(stream, Loader=yaml.SafeLoader)
     except FileNotFoundError:
-        raise UserError(f"{name}: there is no such file", fix="without a file, fivefold train runs the demo") from None
+        there = run_files(path.parent)
+        raise UserError(
+            f"{name}: there is no such file",
+            fix=there or "write one, or leave it out: without a file, fivefold train runs the demo",
+            more=READ_MORE,
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name} cannot be read: {error}") from None
     except yaml.MarkedYAMLError as error:

@@ -186,6 +186,13 @@ def test_arguments_are_a_file_first_and_then_keys() -> None:
     assert split_arguments([]) == (None, [])
 
 
+def test_a_file_that_is_there_is_the_run_file_whatever_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "lr=3.yaml"
+    assert split_arguments([str(file)]) == (None, [str(file)])
+    file.touch()
+    assert split_arguments([str(file), "a=1"]) == (file, ["a=1"])
+
+
 def test_keys_are_listed_with_default_and_unit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--keys") == 0
     listed = capsys.readouterr().out

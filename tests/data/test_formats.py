@@ -1,10 +1,13 @@
 """What can be read, in which order, and what is said about what cannot."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fivefold.config import load_config
 from fivefold.data import PreparedData, formats, prepare
 from fivefold.data.source import Source, resolve
 from fivefold.errors import UserError
@@ -101,11 +104,11 @@ def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 BAD_ROWS = {
-    b'{"body": "a", "id": "1"}': ("no key 'text'; the keys are 'body', 'id'", "set data.train[0].text_key: body"),
-    b'{"n": 1}': ("no key 'text'; the keys are 'n'", "set data.train[0].text_key to the key of the text"),
+    b'{"body": "a", "id": "1"}': ("no key 'text'; the keys are 'body', 'id'", "add data.train.text_key=body"),
+    b'{"n": 1}': ("no key 'text'; the keys are 'n'", "data.train.text_key names the key"),
     b"{}": ("no key 'text'; the keys are none at all", "text_key"),
     b'{"text": 5}': ("'text' holds a int, not a string", "text_key"),
-    b'{"text": null, "raw": "x"}': ("'text' holds a NoneType, not a string", "set data.train[0].text_key: raw"),
+    b'{"text": null, "raw": "x"}': ("'text' holds a NoneType, not a string", "add data.train.text_key=raw"),
     b'["a"]': ("a JSON list, not an object", "per line"),
     b'{"text": "a"': ("not JSON: Expecting ',' delimiter at column 13", "one JSON object per line"),
     b'{"text": "\xff"}': ("not UTF-8: byte 0xff at offset 10 of the row", "UTF-8"),
@@ -119,7 +122,7 @@ def test_a_bad_record_names_file_and_row(tmp_path: Path, row: bytes) -> None:
     path.write_bytes(b'{"text": "fine"}\n\n' + row + b'\n{"text": "fine"}\n')
     what, fix = BAD_ROWS[row]
     error = refusal(tmp_path, path)
-    assert error.what == f"data.train[0]: {path}:3: {what}"
+    assert error.what == f"data.train: {path}:3: {what}"
     assert fix in str(error.fix)
     assert not list((tmp_path / "cache").glob("stores/*/*"))
 
@@ -131,7 +134,20 @@ def test_the_text_key_is_followed_and_named_with_its_source(tmp_path: Path) -> N
     held = [{"path": str(good), "text_key": "body"}, {"path": str(bad), "text_key": "body"}]
     error = refusal(tmp_path, held[:1], validation=held)
     assert error.what.startswith(f"data.validation[1]: {bad}:1: no key 'body'")
-    assert error.fix == "set data.validation[1].text_key: txet"
+    assert error.fix == "add data.validation.1.text_key=txet"
+
+
+@pytest.mark.parametrize("key", ["body", "yes", "1", "a key", "it's: x", "\U0001f600"])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_the_fix_works_when_it_is_typed(tmp_path: Path, key: str, sources: int) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", ["a", "b"], key=key)
+    good = write_jsonl(tmp_path / "good.jsonl", ["c"])
+    given = [str(good), str(bad)][-sources:]
+    error = refusal(tmp_path, given)
+    (typed,) = shlex.split(str(error.fix).removeprefix("add "))
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"train": given}}))
+    read_again = load_config(tmp_path / "run.yaml", [typed]).data.train[-1]
+    assert (read_again.path, read_again.text_key) == (str(bad), key)
 
 
 def test_bad_text_names_file_line_and_byte(tmp_path: Path) -> None:
@@ -164,7 +180,7 @@ def test_what_is_not_there_or_not_built_is_refused(tmp_path: Path) -> None:
     assert "hub: sources are not built yet" in refusal(tmp_path, "hub:org/name").what
     assert "parquet sources are not built yet" in refusal(tmp_path, tmp_path).what  # a folder that holds one
     odd = [{"path": str(tmp_path / "odd.xyz"), "format": "csv"}]
-    assert "data.train[0].format: there is no format 'csv'" in refusal(tmp_path, odd).what
+    assert "data.train.format: there is no format 'csv'" in refusal(tmp_path, odd).what
 
 
 def test_weights_and_texts_without_a_target_are_refused(tmp_path: Path) -> None:

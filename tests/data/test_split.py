@@ -128,3 +128,16 @@ def _blocks(rows: PackedRows, tokens: list[int]) -> set[int]:
             start = text.index(bytes(token % 256 for token in inputs))
             found |= {start // BLOCK, (start + len(inputs) - 1) // BLOCK}
     return found
+
+
+def test_what_the_held_out_blocks_leave_of_one_document_is_not_called_documents(tmp_path: Path) -> None:
+    data = prepare_texts(
+        tmp_path,
+        ["".join(np.random.default_rng(0).choice(list("abcdefgh"), 11 * BLOCK))],
+        validation=0.2,
+        seq_length=4099,
+    )
+    assert data.counts.train.split > 1
+    lines = data.counts.lines()
+    assert lines[0].startswith("1 document in 1 file")
+    assert f"{data.counts.train.split} pieces of text cut over rows" in lines[1] and "document" not in lines[1]

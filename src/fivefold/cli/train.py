@@ -14,7 +14,7 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="RUN.yaml key=value",
-            help="A run file (none: the built-in demo), and keys to set on top of it.",
+            help="A run file, or a run folder to go on with (none: the built-in demo), and keys to set on top of it.",
             show_default=False,
         ),
     ] = None,
@@ -39,14 +39,16 @@ def train(
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """The run file, if the first argument is one, and the overrides. Raises `UserError` on a second file."""
-    path = Path(arguments[0]) if arguments and "=" not in arguments[0] else None
+    """The run file or folder, if the first argument is one, and the overrides. Raises `UserError` on a second file."""
+    is_file = bool(arguments) and ("=" not in arguments[0] or Path(arguments[0]).exists())
+    path = Path(arguments[0]) if is_file else None
     overrides = arguments[1:] if path else arguments
     for each in overrides:
         if "=" not in each:
             raise UserError(
                 f"{each} is neither the run file, which comes first, nor key=value",
                 fix="fivefold train RUN.yaml key=value ...",
+                more="fivefold train --help",
             )
     return path, overrides
 

@@ -61,7 +61,7 @@ class DataCounts:
 
 
 def _rows(counts: RowCounts, seq_length: int) -> str:
-    split = f", {_many(counts.split, 'document')} split over rows" if counts.split else ""
+    split = f", {_many(counts.split, 'piece')} of text cut over rows" if counts.split else ""
     return f"{_many(counts.rows, 'row')} of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"
 
 

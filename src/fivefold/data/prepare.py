@@ -61,7 +61,7 @@ def _files(config: RunConfig) -> tuple[list[FileList], list[FileList]]:
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
     train, validation = (
-        [resolve(_source(one, f"{name}[{i}]"), formats) for i, one in enumerate(sources)]
+        [resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]"), formats) for i, one in enumerate(sources)]
         for name, sources in lists.items()
     )
     return train, validation
@@ -71,7 +71,7 @@ def _source(given: DataSource, label: str) -> Source:
     if given.weight != 1.0:
         raise UserError(
             f"{label}.weight: {given.weight:g}: mixtures by weight are not available yet",
-            fix=f"set {label}.weight: 1.0",
+            fix=f"leave {label}.weight at 1",
         )
     return Source(path=given.path, label=label, format=given.format, text_key=given.text_key)
 

@@ -1,24 +1,46 @@
 """Where documents come from: a source of the run file, the files it names, and what a format must know to read them."""
 
 import glob
+import json
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from fivefold.errors import UserError
 
+_INDEX = re.compile(r"\[(\d+)\]")
 MORE = "formats: txt, jsonl, python-stdlib, a token store, and folders or globs of them"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data.train` or `data.validation`; `label` is how messages name it (`data.train[0]`)."""
+    """One entry of `data.train` or `data.validation`.
+
+    `label` is how messages name it: `data.train`, or `data.train[1]` where there are several.
+    """
 
     path: str
     label: str
     format: str = "auto"
     text_key: str = "text"
+
+    def option(self, key: str, value: str) -> str:
+        """`key=value` for this source, as it is typed behind `fivefold train`: quoted for YAML and for the shell."""
+        plain = value if _reads_back(value) else json.dumps(value, ensure_ascii=False)
+        source = _INDEX.sub(r".\1", self.label)  # brackets mean something to shells
+        return shlex.quote(f"{source}.{key}={plain}")
+
+
+def _reads_back(text: str) -> bool:
+    try:
+        return bool(yaml.safe_load(text) == text)
+    except yaml.YAMLError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -105,7 +127,9 @@ def _named_format(source: Source, formats: Sequence[Format]) -> Format | None:
         if form.name == source.format:
             return form
     names = ", ".join(form.name for form in formats)
-    raise UserError(f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}")
+    raise UserError(
+        f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}", more=MORE
+    )
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -158,6 +182,6 @@ def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError
     known = ", ".join(suffix for form in formats for suffix in form.suffixes)
     return UserError(
         f"{source.label}: {path}: no format reads the suffix {path.suffix!r} (known: {known})",
-        fix=f"say what it holds: set {source.label}.format: txt (or jsonl)",
+        fix=f"say what it holds: {source.option('format', 'txt')} (or jsonl)",
         more=MORE,
     )

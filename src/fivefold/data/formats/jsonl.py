@@ -33,7 +33,7 @@ class JsonLines(Format):
 
 def _text(line: bytes, source: Source, where: str) -> str:
     record = _record(line, where)
-    fix = f"set {source.label}.text_key to the key of the text"
+    fix = f"{source.label}.text_key names the key that holds the text"
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix='one {"text": "..."} per line')
     if source.text_key not in record:
@@ -88,7 +88,7 @@ def _suggest(record: dict[str, object], source: Source, otherwise: str) -> str:
     texts = {name: value for name, value in record.items() if isinstance(value, str) and name != source.text_key}
     if not texts:
         return otherwise
-    return f"set {source.label}.text_key: {max(texts, key=lambda name: len(texts[name]))}"
+    return f"add {source.option('text_key', max(texts, key=lambda name: len(texts[name])))}"
 
 
 FORMAT = JsonLines(name="jsonl", suffixes=(".jsonl", ".ndjson"))
