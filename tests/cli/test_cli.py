@@ -99,6 +99,13 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
         (["train", "layout=shard3", "--nproc", "2"], "dp_shard 3 = 3, but 2 workers started", "dp_shard 2 fits"),
         (["train", "layout=tp3", "--nproc", "2"], "3 does not divide 2", ""),
         (["train", "train.global_batch_size=7", "--nproc", "2"], "is not a multiple of", "train.global_batch_size"),
+        (["train", "layout=tp3"], "tp=3 does not fit num_attention_heads=4, num_key_value_heads=2", "try tp 1, 2, 4"),
+        (
+            ["train", "data.seq_length=2k"],
+            "data.seq_length 2048 is more than the model's max_position_embeddings",
+            "1024",
+        ),
+        (["train", "model.name_or_path=dmeo"], "dmeo is neither a folder nor a hub id", "demo"),
         (["train", "layout.pp=2"], "layout.pp 2 is not built yet", "set layout.pp: 1"),
     ],
 )
@@ -174,7 +181,16 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
     assert run("export", "runs/demo", "out", "--step", "20") == 0
-    options = {"layout": "tp2", "max_new_tokens": 100, "temperature": 0.8, "top_k": 5, "seed": 1234}
+    options = {
+        "layout": "tp2",
+        "device": "auto",
+        "step": None,
+        "max_new_tokens": 100,
+        "temperature": 0.8,
+        "top_k": 5,
+        "seed": 1234,
+        "quiet": False,
+    }
     assert calls[0] == (("runs/demo", "def "), options)
     assert calls[1] == ((Path("runs/demo"), Path("out")), {"step": 20})
     assert "from_pretrained('out')" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from uuid import uuid4
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.folder import claim_fresh, named, open_folder
+from fivefold.launch.model import check_model
 from fivefold.launch.world import (
     LOOPBACK,
     World,
@@ -95,6 +96,7 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
     kind = device_kind(config.train.device)
     workers = worker_count(config.layout, kind=kind, devices=_gpus() if kind == "cuda" else 0, nproc=nproc)
     config.layout.resolve(workers).accumulation(config.train.global_batch_size)
+    check_model(config)
     _prepare(config, show=True)
     config = claim_fresh(config) if is_fresh else config
     print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
@@ -109,6 +111,7 @@ def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int |
         if nproc is not None and nproc != world.size:
             raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
         config.layout.resolve(world.size).accumulation(config.train.global_batch_size)
+        check_model(config)
         _prepare(config, show=world.is_first)
     here = find_world(config.train.device) or world
     with join(here):

@@ -1,0 +1,88 @@
+"""What can be known of the model before anything is started: its config.json read as JSON, without torch.
+
+The training body checks all of it again on the model itself; here a wrong request costs no tokenising and no worker.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.errors import UserError
+from fivefold.heads import check_heads
+from fivefold.hub import is_hub_id
+from fivefold.models.shapes import shape_folder, shape_names
+from fivefold.nearby import runs
+
+READ_MORE = "fivefold train --keys"
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise `UserError` where the model cannot run as asked. A hub id is left to the workers, which may fetch it."""
+    name = config.model.name_or_path
+    path = shape_folder(name) or Path(name).expanduser()
+    if not path.exists():
+        if is_hub_id(name):
+            return
+        raise UserError(
+            f"model.name_or_path {name} is neither a folder nor a hub id",
+            fix=f"name a model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
+            more=runs(Path(name).parent) or READ_MORE,
+        )
+    values = _config_of(path) | config.model.overrides
+    _check_heads(values, config.layout.tp)
+    _check_positions(values, config.data.seq_length)
+    if config.model.init == "pretrained":
+        _check_weights(name, path)
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} holds no config.json",
+            fix="name a Hugging Face model folder; of a run, fivefold export writes one",
+            more=READ_MORE,
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read: {error}", fix="copy it from its origin again", more=READ_MORE
+        ) from None
+    return values if isinstance(values, dict) else {}
+
+
+def _check_heads(values: dict[str, Any], tp: int) -> None:
+    query = values.get("num_attention_heads")
+    kv = values.get("num_key_value_heads") or query
+    if tp > 1 and isinstance(query, int) and isinstance(kv, int) and query > 0 and kv > 0:
+        check_heads(query, kv, tp)
+
+
+def _check_positions(values: dict[str, Any], seq_length: int) -> None:
+    positions = values.get("max_position_embeddings")
+    if isinstance(positions, int) and 0 < positions < seq_length:
+        raise UserError(
+            f"data.seq_length {seq_length} is more than the model's max_position_embeddings {positions}",
+            fix=f"set data.seq_length to {positions} or less, or model.overrides.max_position_embeddings",
+            more=READ_MORE,
+        )
+
+
+def _check_weights(name: str, path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(
+            f"{name} is a config without weights, and model.init is pretrained",
+            fix="set model.init: random, or name a folder or a hub id",
+            more=READ_MORE,
+        )
+    if any(path.glob("*.safetensors")):
+        return
+    pickled = sorted(file.name for file in path.glob("*.bin"))
+    convert = "convert the .bin where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+    raise UserError(
+        f"{name} holds no *.safetensors" + (f"; {pickled[0]} is a pickle, which can run code" if pickled else ""),
+        fix=convert if pickled else "download the weights, or start from random ones: model.init: random",
+        more=READ_MORE,
+    )

@@ -1,0 +1,75 @@
+"""What the launcher finds out about a model before it starts anything."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config import load_config
+from fivefold.errors import UserError
+from fivefold.launch.model import check_model
+
+CONFIG = {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 128, "model_type": "llama"}
+
+
+def folder(tmp_path: Path, *files: str, **changes: Any) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | changes))
+    for name in files:
+        (tmp_path / "model" / name).touch()
+    return tmp_path / "model"
+
+
+def check(path: Path | str, *overrides: str) -> None:
+    check_model(load_config(None, [f"model.name_or_path={path}", "model.init=pretrained", *overrides]))
+
+
+def refusal(path: Path | str, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        check(path, "data.seq_length=128", *overrides)
+    assert caught.value.fix and caught.value.more
+    return caught.value
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 12])
+def test_what_fits_passes(tmp_path: Path, tp: int) -> None:
+    check(folder(tmp_path, "a.safetensors"), "data.seq_length=128", f"layout.tp={tp}")
+
+
+def test_heads_are_counted_as_the_model_is_cut(tmp_path: Path) -> None:
+    path = folder(tmp_path, "a.safetensors")
+    assert refusal(path, "layout.tp=6").what.startswith(
+        "tp=6 does not fit num_attention_heads=12, num_key_value_heads=4"
+    )
+    check(path, "data.seq_length=128", "layout.tp=6", "model.overrides.num_key_value_heads=6")
+
+
+def test_rows_are_no_longer_than_the_positions(tmp_path: Path) -> None:
+    assert "max_position_embeddings 128" in refusal(folder(tmp_path, "a.safetensors"), "data.seq_length=129").what
+
+
+def test_weights_are_safetensors(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    assert refusal(path).what == f"{path} holds no *.safetensors"
+    (path / "pytorch_model.bin").touch()
+    error = refusal(path)
+    assert "holds no *.safetensors; pytorch_model.bin is a pickle" in error.what and "convert" in str(error.fix)
+    check(path, "data.seq_length=128", "model.init=random")
+    assert "config without weights" in refusal(path / "config.json").what
+
+
+def test_a_name_that_is_nothing_is_said_and_a_hub_id_is_left_alone(tmp_path: Path) -> None:
+    assert "neither a folder nor a hub id" in refusal(tmp_path / "nowhere").what
+    assert "holds no config.json" in refusal(tmp_path).what
+    check("org/name")
+
+
+def test_it_costs_no_torch() -> None:
+    code = (
+        "import sys; from fivefold.config import load_config; from fivefold.launch.model import check_model; "
+        "check_model(load_config(None)); assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
