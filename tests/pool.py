@@ -6,6 +6,7 @@ thrown away and the next call starts a fresh one.
 """
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -83,6 +84,18 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        _end_groups()
+
+
+def _end_groups() -> None:
+    """End the process groups a test made: each keeps threads, and a session makes thousands."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_group, _world
+
+    gc.collect()
+    for group in list(_world.pg_map):
+        if group is not _get_default_group():
+            dist.destroy_process_group(group)
 
 
 _pools: dict[int, _Pool] = {}
