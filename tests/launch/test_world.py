@@ -101,9 +101,11 @@ def test_a_batch_script_is_not_a_task() -> None:
     assert find_world("cpu", batch | {"SLURM_STEP_ID": "0"}) is not None
 
 
-def test_one_task_needs_no_network() -> None:
-    found = find_world("cpu", SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
-    assert found is not None and found.rendezvous == ""
+def test_a_step_of_one_task_is_a_place_to_start_workers_from() -> None:
+    """`srun --pty bash` inside an allocation of seven tasks."""
+    assert find_world("cpu", SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert find_world("cpu", {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert find_world("cpu", {"SLURM_PROCID": "0"}) is None
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,14 @@ def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> Wor
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(device, env)
     in_batch_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
-    if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env) and not in_batch_script:
+    # A step of one task, such as `srun --pty bash`, is a place to work in; its workers are started by us.
+    if "SLURM_PROCID" in env and _tasks(env) > 1 and not in_batch_script:
         return _from_srun(device, env)
     return None
+
+
+def _tasks(env: Mapping[str, str]) -> int:
+    return int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
 
 
 def alone(device: str = "auto") -> World:
@@ -166,7 +171,7 @@ def _from_torchrun(device: str, env: Mapping[str, str]) -> World:
 
 def _from_srun(device: str, env: Mapping[str, str]) -> World:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or LOOPBACK
-    size = int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"])
+    size = _tasks(env)
     local_rank = int(env.get("SLURM_LOCALID", "0"))
     layout = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
     node = int(env.get("SLURM_NODEID", "0"))
@@ -179,7 +184,7 @@ def _from_srun(device: str, env: Mapping[str, str]) -> World:
         local_rank=local_rank,
         size=size,
         local_size=local_size,
-        rendezvous=f"tcp://{host}:{port}" if size > 1 else "",
+        rendezvous=f"tcp://{host}:{port}",
     )
 
 
