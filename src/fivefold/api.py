@@ -46,8 +46,26 @@ def export(run: "Run | str | Path", out: str | Path, *, step: int | None = None)
     return Path(out)
 
 
-def generate(model: "Run | str | Path", prompt: str, **options: Any) -> Any:
-    """Continue `prompt` with a run or a Hugging Face model, as `fivefold generate` does; the same options."""
+def generate(
+    model: "Run | str | Path",
+    prompt: str,
+    *,
+    layout: str = "single",
+    device: str = "auto",
+    step: int | None = None,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 1234,
+    quiet: bool = True,
+) -> str:
+    """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does.
+
+    Unless `quiet`, it is written to the screen as it comes. Raises `UserError` for what does not fit.
+    """
     from fivefold.generation import main
 
-    return main(str(model.path if isinstance(model, Run) else model), prompt, **options)
+    return main(
+        str(model.path if isinstance(model, Run) else model), prompt, layout=layout, device=device, step=step,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, quiet=quiet,
+    )  # fmt: skip

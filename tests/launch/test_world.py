@@ -130,8 +130,10 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find_world("auto", TORCHRUN)
     assert found is not None and (found.device, found.backend) == ("cuda:1", "nccl")
     monkeypatch.setattr(cuda, "device_count", lambda: 1)  # the scheduler shows each task its own GPU only
-    found = find_world("cuda", TORCHRUN)
+    found = find_world("cuda", TORCHRUN | {"CUDA_VISIBLE_DEVICES": "3"})
     assert found is not None and found.device == "cuda:0"
+    with pytest.raises(UserError, match="4 workers started on this machine, which has 1 GPU"):
+        find_world("cuda", TORCHRUN)
     assert device_kind("cpu") == "cpu"
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     assert alone("auto") == World()

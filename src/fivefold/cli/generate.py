@@ -1,10 +1,17 @@
 """`fivefold generate`."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from fivefold.cli.options import Debug
+
+
+class Device(StrEnum):
+    """Where to compute."""
+
+    AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 
 
 def generate(
@@ -13,6 +20,7 @@ def generate(
     ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
+    device: Annotated[Device, typer.Option(help="auto takes CUDA where there is one.")] = Device.AUTO,
     step: Annotated[int | None, typer.Option(help="Which checkpoint of a run.", show_default="the newest")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
@@ -30,9 +38,11 @@ def generate(
         model,
         prompt,
         layout=layout,
+        device=device.value,
         step=step,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
+        quiet=False,
     )

@@ -1,14 +1,28 @@
 """Text from a trained model, under any layout. No torch until it is asked for."""
 
-from typing import Any
 
+def main(
+    model: str,
+    prompt: str,
+    *,
+    layout: str = "single",
+    device: str = "auto",
+    step: int | None = None,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 1234,
+    quiet: bool = False,
+) -> str:
+    """Continue `prompt`, on the screen unless `quiet`, over as many workers as `layout` says; returns the new text.
 
-def main(model: str, prompt: str, *, layout: str = "single", device: str = "auto", **options: Any) -> str:
-    """Continue `prompt` on the screen, over as many workers as `layout` says; returns the new text.
-
-    `options` are those of `GenerateRequest`. Inside a world that is there already (torchrun), uses that world.
-    Raises `UserError` when the model, the layout or an option does not fit.
+    `model`, `step` and the rest are those of `GenerateRequest`; `device`: auto, cpu or cuda. Inside a world that is
+    there already (torchrun), uses that world. Raises `UserError` when the model, the layout or an option does not fit.
     """
     from fivefold.generation.launch import start
 
-    return start({"model": model, "prompt": prompt, "layout": layout, **options}, device=device)
+    request = {
+        "model": model, "prompt": prompt, "layout": layout, "step": step, "max_new_tokens": max_new_tokens,
+        "temperature": temperature, "top_k": top_k, "seed": seed,
+    }  # fmt: skip
+    return start(request, device=device, quiet=quiet)

@@ -6,31 +6,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.launch.local import start_workers
+from fivefold.launch.local import gpus, start_workers, worker_count
 from fivefold.launch.world import alone, device_kind, find_world, join
 from fivefold.layout import Layout
 
 
-def start(options: Mapping[str, Any], *, device: str) -> str:
-    """Generate with the `GenerateRequest` of `options`; the text goes to the screen and comes back."""
+def start(options: Mapping[str, Any], *, device: str, quiet: bool = False) -> str:
+    """Generate with the `GenerateRequest` of `options`; the text comes back, and goes to the screen unless `quiet`."""
     layout = Layout.parse(options["layout"])
     world = find_world(device)
-    if world is None and layout.world > 1:
-        return _over_workers(options, layout.world, device)
+    if world is None:
+        kind = device_kind(device)
+        devices = gpus() if kind == "cuda" else 0
+        workers = worker_count(layout, kind=kind, devices=devices, nproc=None, on_cpu="--device cpu")
+        if workers > 1:
+            return _over_workers(options, workers, kind, quiet=quiet)
     from fivefold.generation.run import GenerateRequest, generate, to_screen
 
     with join(world or alone(device)) as here:
-        text = generate(GenerateRequest(**options), here, write=to_screen)
-        if here.is_first:
+        text = generate(GenerateRequest(**options), here, write=None if quiet else to_screen)
+        if not quiet and here.is_first:
             print(flush=True)
         return text
 
 
-def _over_workers(options: Mapping[str, Any], workers: int, device: str) -> str:
+def _over_workers(options: Mapping[str, Any], workers: int, device: str, *, quiet: bool) -> str:
     """The folder of the workers' logs stays only after a failure, whose message names it."""
     logs = Path(tempfile.mkdtemp(prefix="fivefold-generate-"))
     result = logs / "text"
-    request = {"generate": dict(options), "result": str(result), "device": device_kind(device)}
+    request = {"generate": dict(options), "result": str(result), "quiet": quiet, "device": device}
     start_workers("fivefold.generation.run:on_worker", request, workers=workers, logs=logs)
     text = result.read_text(encoding="utf-8")
     shutil.rmtree(logs)

@@ -46,7 +46,11 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
             if not getattr(self, name) >= least:
-                raise UserError(f"{name} {getattr(self, name)} is less than {least}")
+                raise UserError(
+                    f"{name} {getattr(self, name)} is less than {least}",
+                    fix=f"write {least} or more",
+                    more="fivefold generate --help",
+                )
 
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
@@ -76,9 +80,11 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
 def on_worker(request: Mapping[str, Any], world: World) -> None:
     """The body of a worker: the text goes to standard output, and to the file `request["result"]` when it is done."""
     asked = GenerateRequest(**request["generate"])
-    text = generate(asked, world, write=to_screen)
+    is_quiet = bool(request.get("quiet"))
+    text = generate(asked, world, write=None if is_quiet else to_screen)
     if world.is_first:
-        print(flush=True)
+        if not is_quiet:
+            print(flush=True)
         Path(request["result"]).write_text(text, encoding="utf-8")
 
 

@@ -56,7 +56,9 @@ def run(path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None =
     return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc)
 
 
-def worker_count(layout: Layout, *, kind: str, devices: int, nproc: int | None) -> int:
+def worker_count(
+    layout: Layout, *, kind: str, devices: int, nproc: int | None, on_cpu: str = "train.device=cpu"
+) -> int:
     """How many workers to start: the layout's product; where it holds a -1, `nproc`, else every GPU, or 2 on CPU.
 
     Raises `UserError` with the arithmetic when `nproc` or the number of GPUs disagrees.
@@ -72,7 +74,8 @@ def worker_count(layout: Layout, *, kind: str, devices: int, nproc: int | None) 
     if kind == "cuda" and workers > devices:
         raise UserError(
             f"{_product(layout)} needs {workers} GPUs, but this machine has {devices}",
-            fix=f"choose a layout of {devices}, or train.device=cpu",
+            fix=f"choose a layout of {devices}, or {on_cpu}",
+            more="docs/layouts.md",
         )
     return workers
 
@@ -94,7 +97,7 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
 
 def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
     kind = device_kind(config.train.device)
-    workers = worker_count(config.layout, kind=kind, devices=_gpus() if kind == "cuda" else 0, nproc=nproc)
+    workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
     config.layout.resolve(workers).accumulation(config.train.global_batch_size)
     check_model(config)
     _prepare(config, show=True)
@@ -153,7 +156,8 @@ def _prepare(config: RunConfig, *, show: bool) -> None:
         prepare(config, progress=progress)
 
 
-def _gpus() -> int:
+def gpus() -> int:
+    """GPUs that torch sees on this machine."""
     from torch import cuda
 
     return cuda.device_count()

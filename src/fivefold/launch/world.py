@@ -161,6 +161,7 @@ def _from_torchrun(device: str, env: Mapping[str, str]) -> World:
     size = int(env["WORLD_SIZE"])
     return _world(
         device,
+        env,
         rank=int(env["RANK"]),
         local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
         size=size,
@@ -180,6 +181,7 @@ def _from_srun(device: str, env: Mapping[str, str]) -> World:
     port = env.get("MASTER_PORT") or _port(env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0"))
     return _world(
         device,
+        env,
         rank=int(env["SLURM_PROCID"]),
         local_rank=local_rank,
         size=size,
@@ -189,14 +191,29 @@ def _from_srun(device: str, env: Mapping[str, str]) -> World:
 
 
 def _world(
-    device: str, *, rank: int = 0, local_rank: int = 0, size: int = 1, local_size: int = 1, rendezvous: str = ""
+    device: str,
+    env: Mapping[str, str] = os.environ,
+    *,
+    rank: int = 0,
+    local_rank: int = 0,
+    size: int = 1,
+    local_size: int = 1,
+    rendezvous: str = "",
 ) -> World:
     kind = device_kind(device)
     if kind == "cuda":
         from torch import cuda
 
         # A scheduler that shows each task only its own GPU makes that GPU number 0 everywhere.
-        kind = f"cuda:{local_rank % cuda.device_count()}"
+        devices = cuda.device_count()
+        is_bound = devices == 1 and "CUDA_VISIBLE_DEVICES" in env
+        if local_size > devices and not is_bound:
+            raise UserError(
+                f"{local_size} workers started on this machine, which has {devices} GPU{'s' * (devices != 1)}",
+                fix=f"start {devices} a machine, or set train.device: cpu",
+                more="fivefold doctor",
+            )
+        kind = f"cuda:{local_rank % devices}"
     return World(
         rank=rank,
         local_rank=local_rank,

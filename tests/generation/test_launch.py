@@ -1,0 +1,31 @@
+"""Where generation runs."""
+
+from typing import Any
+
+import pytest
+
+from fivefold.errors import UserError
+from fivefold.generation import launch, main
+
+
+def test_a_layout_larger_than_the_machine_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(launch, "gpus", lambda: 1)
+    with pytest.raises(UserError, match="tp 2 needs 2 GPUs, but this machine has 1") as caught:
+        main("runs/demo", "def ", layout="tp2")
+    assert "--device cpu" in str(caught.value.fix)
+
+
+def test_quiet_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fivefold
+
+    seen: list[Any] = []
+
+    def write(verb: str, request: dict[str, Any], **_: object) -> None:
+        seen.append(request)
+        with open(request["result"], "w") as file:
+            file.write("text")
+
+    monkeypatch.setattr(launch, "start_workers", write)
+    assert fivefold.generate("runs/demo", "def ", layout="tp2", device="cpu", top_k=5) == "text"
+    assert (seen[0]["quiet"], seen[0]["generate"]["top_k"], seen[0]["device"]) == (True, 5, "cpu")
