@@ -21,6 +21,7 @@ from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.folder import claim_fresh, named, open_folder
 from fivefold.launch.model import check_model
+from fivefold.launch.voice import one_voice, said_once
 from fivefold.launch.world import (
     LOOPBACK,
     World,
@@ -47,7 +48,7 @@ def run(path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None =
     Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
     """
     world = find_world("cpu")  # the place is known before torch is; the device is looked up below
-    with _one_voice(world):
+    with one_voice(world):
         config = load_config(path, overrides)
         check_supported(config)
         is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
@@ -110,7 +111,7 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
 
 def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None) -> Path:
     """This process is one of the workers already."""
-    with _one_voice(world):
+    with one_voice(world):
         if nproc is not None and nproc != world.size:
             raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
         config.layout.resolve(world.size).accumulation(config.train.global_batch_size)
@@ -121,7 +122,8 @@ def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int |
         config = _agreed_name(config, here) if is_fresh else config
         if here.is_first:
             open_folder(config)
-        execute("train", {"config": config.to_yaml()}, here)
+        with said_once(here):
+            execute("train", {"config": config.to_yaml()}, here)
     return config.run_dir
 
 
@@ -132,17 +134,6 @@ def _agreed_name(config: RunConfig, world: World) -> RunConfig:
     name = [claim_fresh(config).run.name if world.is_first else ""]
     dist.broadcast_object_list(name, src=0)
     return named(config, name[0])
-
-
-@contextmanager
-def _one_voice(world: World | None) -> Iterator[None]:
-    """Errors that every rank meets alike, such as those of the run file, are said by rank 0 only."""
-    try:
-        yield
-    except UserError as error:
-        if world is None or world.is_first:
-            raise
-        raise SystemExit(error.exit_code) from None
 
 
 def _prepare(config: RunConfig, *, show: bool) -> None:
