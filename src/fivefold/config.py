@@ -354,11 +354,12 @@ def check_supported(config: RunConfig) -> None:
         if asked:
             value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
             value = list(value) if isinstance(value, tuple) else str(value).lower()
-            raise UserError(f"{key} {value} is not built yet", fix=f"set {key}: {instead}")
+            raise UserError(f"{key} {value} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(
             f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",
             fix="set model.init: random, or name a Hugging Face folder or hub id",
+            more=READ_MORE,
         )
 
 

@@ -101,7 +101,11 @@ class RunFile:
         """Apply one `key=value`; the value is read as YAML. Raises `UserError` when it is not of that form."""
         dotted, equals, written = text.partition("=")
         if not equals or not dotted.strip():
-            raise UserError(f"{COMMAND_LINE}: {text!r} is not key=value", fix="write train.max_steps=100, for example")
+            raise UserError(
+                f"{COMMAND_LINE}: {text!r} is not key=value",
+                fix="write train.max_steps=100, for example",
+                more=READ_MORE,
+            )
         try:
             value = yaml.safe_load(written)
         except yaml.YAMLError:
@@ -202,7 +206,7 @@ class RunFile:
         try:
             layout = Layout.parse(text)
         except UserError as error:
-            raise UserError(f"{place} {error.what}", fix=error.fix, more=error.more) from None
+            raise UserError(f"{place} {error.what}", fix=error.fix, more=error.more or "docs/layouts.md") from None
         section: dict[str, Any] = {}
         for option in fields(Layout):
             value = getattr(layout, option.name)

@@ -121,7 +121,11 @@ def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel],
         checkpoint = find_checkpoint(path, request.step)
         return checkpoint.model_folder, lambda _: checkpoint.source()
     if request.step is not None:
-        raise UserError(f"{path} is not a run folder, so it has no step {request.step}", fix="leave --step out")
+        raise UserError(
+            f"{path} is not a run folder, so it has no step {request.step}",
+            fix="leave --step out",
+            more="fivefold generate --help",
+        )
     folder = weights_folder(request.model)
     return folder, lambda model: SafetensorsFolder(folder, model)
 

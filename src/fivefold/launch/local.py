@@ -71,7 +71,8 @@ def worker_count(
         workers = nproc
     else:
         workers = devices if kind == "cuda" else -(-CPU_WORKERS // fixed) * fixed
-    layout.resolve(workers if nproc is None else nproc)
+    with _arithmetic():
+        layout.resolve(workers if nproc is None else nproc)
     if kind == "cuda" and workers > devices:
         raise UserError(
             f"{_product(layout)} needs {workers} GPUs, but this machine has {devices}",
@@ -99,7 +100,8 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
 def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
     kind = device_kind(config.train.device)
     workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
-    config.layout.resolve(workers).accumulation(config.train.global_batch_size)
+    with _arithmetic():
+        config.layout.resolve(workers).accumulation(config.train.global_batch_size)
     check_model(config)
     _prepare(config, show=True)
     config = claim_fresh(config) if is_fresh else config
@@ -114,7 +116,8 @@ def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int |
     with one_voice(world):
         if nproc is not None and nproc != world.size:
             raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
-        config.layout.resolve(world.size).accumulation(config.train.global_batch_size)
+        with _arithmetic():
+            config.layout.resolve(world.size).accumulation(config.train.global_batch_size)
         check_model(config)
         _prepare(config, show=world.is_first)
     here = find_world(config.train.device) or world
@@ -134,6 +137,16 @@ def _agreed_name(config: RunConfig, world: World) -> RunConfig:
     name = [claim_fresh(config).run.name if world.is_first else ""]
     dist.broadcast_object_list(name, src=0)
     return named(config, name[0])
+
+
+@contextmanager
+def _arithmetic() -> Iterator[None]:
+    """Adds to the sums of a layout what to do about them and where to read more."""
+    try:
+        yield
+    except UserError as error:
+        fix = error.fix or "change the layout, or the number of workers: --nproc; dp_shard -1 takes those that are left"
+        raise type(error)(error.what, fix=fix, more=error.more or "docs/layouts.md") from None
 
 
 def _prepare(config: RunConfig, *, show: bool) -> None:
