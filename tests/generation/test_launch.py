@@ -1,5 +1,6 @@
 """Where generation runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,3 +30,11 @@ def test_quiet_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "start_workers", write)
     assert fivefold.generate("runs/demo", "def ", layout="tp2", device="cpu", top_k=5) == "text"
     assert (seen[0]["quiet"], seen[0]["generate"]["top_k"], seen[0]["device"]) == (True, 5, "cpu")
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "run.yaml").touch()
+    with pytest.raises(UserError, match="neither a run folder") as caught:
+        main(str(tmp_path / "dmeo"), "def ", device="cpu")
+    assert caught.value.fix == f"runs in {tmp_path}: demo"

@@ -16,10 +16,12 @@ from fivefold.data.tokenizer import find_tokenizer
 from fivefold.errors import UserError
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.text import TextStream, encode_prompt
+from fivefold.hub import is_hub_id
 from fivefold.launch.world import World
 from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.nearby import runs
 from fivefold.parallel.apply import parallelize
 
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -124,6 +126,12 @@ def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel],
         raise UserError(
             f"{path} is not a run folder, so it has no step {request.step}",
             fix="leave --step out",
+            more="fivefold generate --help",
+        )
+    if not path.exists() and not is_hub_id(request.model):
+        raise UserError(
+            f"{path} is neither a run folder, a model folder nor a hub id",
+            fix=runs(path.parent) or runs(Path("runs")) or "train one first: fivefold train",
             more="fivefold generate --help",
         )
     folder = weights_folder(request.model)
