@@ -112,6 +112,19 @@ def join(world: World) -> Iterator[World]:
     dist.destroy_process_group()
 
 
+def open_world() -> None:
+    """Make `torch.distributed` ready where nobody has yet: the world in the environment, or this process alone."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    world = find_world() or alone()
+    if world.device != "cpu":
+        torch.cuda.set_device(world.device)
+    _open_group(world)
+
+
 @contextmanager
 def worker_environment(local_size: int) -> Iterator[None]:
     """Inside, the environment is what local workers should inherit; afterwards it is what it was."""

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fivefold import heads
 from fivefold.errors import UserError
 from fivefold.models.anatomy import Anatomy, Role
 from fivefold.parallel import ops
@@ -41,19 +42,19 @@ def shard_specs(model: nn.Module, anatomy: Anatomy, tp: int) -> dict[str, ShardS
         return {name: whole(name, shape, 1) for name, shape in shapes.items()}
     if anatomy.tp_refusal:
         raise UserError(f"tp {tp} is refused: {anatomy.tp_refusal}", fix="use dp_shard instead (FSDP needs no roles)")
-    heads = HeadCounts.of(model.config)
-    heads.check(tp)
-    return {name: _shard(name, shape, anatomy.roles[name], heads, tp) for name, shape in shapes.items()}
+    counts = HeadCounts.of(model.config)
+    heads.check_heads(counts.query, counts.kv, tp)
+    return {name: _shard(name, shape, anatomy.roles[name], counts, tp) for name, shape in shapes.items()}
 
 
-def _shard(name: str, shape: tuple[int, ...], role: Role, heads: "HeadCounts", tp: int) -> ShardSpec:
+def _shard(name: str, shape: tuple[int, ...], role: Role, counts: "HeadCounts", tp: int) -> ShardSpec:
     if role.kind in ("column", "vocab_embedding", "vocab_head"):
         dim = 0
     elif role.kind == "row":
         dim = 1
     else:
         return whole(name, shape, tp)
-    blocks = split_even(shape[dim], tp) if role.heads is None else heads.blocks(role.heads, tp)
+    blocks = split_even(shape[dim], tp) if role.heads is None else counts.blocks(role.heads, tp)
     return ShardSpec(name, shape, dim, tuple((block,) for block in blocks))
 
 
@@ -73,20 +74,7 @@ class HeadCounts:
 
     def kv_copies(self, tp: int) -> int:
         """How many tp ranks share each key/value head."""
-        return max(1, tp // self.kv)
-
-    def check(self, tp: int) -> None:
-        """Raise `UserError` with the arithmetic when `tp` cannot deal the heads evenly."""
-        legal = [n for n in range(1, self.query + 1) if self._fits(n)]
-        if tp not in legal:
-            raise UserError(
-                f"tp={tp} does not fit num_attention_heads={self.query}, num_key_value_heads={self.kv}: "
-                f"tp must divide the first, and divide or be a multiple of the second",
-                fix=f"try tp {', '.join(map(str, legal))}",
-            )
-
-    def _fits(self, tp: int) -> bool:
-        return self.query % tp == 0 and (self.kv % tp == 0 or tp % self.kv == 0)
+        return heads.kv_copies(self.kv, tp)
 
     def blocks(self, kind: str, tp: int) -> tuple[Block, ...]:
         """Features of each tp rank: whole heads; the kv heads that its query heads attend to."""
