@@ -49,7 +49,7 @@ def test_the_command(folder: Path, expected: str, layout: str, capfd: pytest.Cap
 
 
 def test_what_is_not_there(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match="neither a folder nor a hub id"):
+    with pytest.raises(UserError, match="neither a run folder, a model folder nor a hub id"):
         main(str(tmp_path / "absent"), "a")
     with pytest.raises(UserError, match=r"no checkpoint of step 4\nsteps: 3"):
         main(str(folder.parent / "run"), "a", step=4)

@@ -10,7 +10,8 @@ from fivefold.layout import MESH_AXES, Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh of a layout (axes `MESH_AXES`, outermost first) seen from this rank.
+    """The mesh of a layout seen from this rank: the axes of `MESH_AXES` of more than one rank, outermost first, and
+    `dp_shard` always. (An axis of one rank would cost a process group per rank of the world.)
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
     `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every rank has its own).
@@ -27,7 +28,7 @@ class Mesh:
 
     @property
     def tp_rank(self) -> int:
-        return self.device.get_local_rank("tp")
+        return self._rank("tp")
 
     @property
     def fsdp_rank(self) -> int:
@@ -40,14 +41,19 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """This rank's place among the `layout.data_ranks` that read different rows."""
-        return self.device.get_local_rank("dp_replicate") * self.layout.dp_shard + self.device.get_local_rank(
-            "dp_shard"
-        )
+        return self._rank("dp_replicate") * self.layout.dp_shard + self._rank("dp_shard")
 
     @property
     def is_first_copy(self) -> bool:
         """True on the ranks that stand for all copies over `dp_replicate`."""
-        return self.device.get_local_rank("dp_replicate") == 0
+        return self._rank("dp_replicate") == 0
+
+    def _rank(self, axis: str) -> int:
+        return self.device.get_local_rank(axis) if axis in self._axes else 0
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return self.device.mesh_dim_names or ()
 
     @property
     def spanning_axes(self) -> set[str]:
@@ -58,7 +64,7 @@ class Mesh:
 
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has this name: how recorded collectives are told apart."""
-        named: dict[str, str] = {self.device.get_group(axis).group_name: axis for axis in reversed(MESH_AXES)}
+        named: dict[str, str] = {self.device.get_group(axis).group_name: axis for axis in reversed(self._axes)}
         named[self.fsdp.get_group(self.fsdp.ndim - 1).group_name] = "dp_shard"
         if self.kv_replicas is not None:
             named[self.kv_replicas.group_name] = "tp_kv"
@@ -71,7 +77,8 @@ def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1) -> Mesh:
 
     `kv_copies`: how many neighbouring tp ranks share the same key/value heads.
     """
-    device = init_device_mesh(device_type, layout.shape, mesh_dim_names=MESH_AXES)
+    sizes = {axis: size for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size > 1 or axis == "dp_shard"}
+    device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if layout.cp > 1:
         device["dp_shard", "cp"]._flatten("fsdp")
     shard = "fsdp" if layout.cp > 1 else "dp_shard"
