@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.load import is_whole, step_folder, steps
@@ -25,6 +24,7 @@ from fivefold.checkpoint.manifest import NAME, WEIGHT, Manifest, Slice, TensorRe
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
 from fivefold.parallel.apply import spread_of
+from fivefold.parallel.data import reshard
 from fivefold.parallel.tensor import local
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
@@ -89,9 +89,7 @@ def save(
     """
     about = About(step=step, state=state, agreement=agreement or {}, config=config, tokenizer_dir=tokenizer_dir)
     beside = directory / f"{_BESIDE}{step_folder(step)}"
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     on_first_rank(lambda: _start(beside, directory / step_folder(step)))
     part = _write(beside, collect(model, optimizer), _scalars(model, optimizer))
     parts: list[_Part] = [part] * dist.get_world_size()

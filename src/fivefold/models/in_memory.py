@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-Region = tuple[slice, ...]
+from fivefold.models.random_stream import Region
 
 
 class ModelTensors:

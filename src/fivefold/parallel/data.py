@@ -74,6 +74,13 @@ def prepare_micro_batch(model: nn.Module, layout: Layout, *, last: bool) -> None
     root.set_reshard_after_backward(last or layout.zero == 3)
 
 
+def reshard(model: nn.Module) -> None:
+    """Drop what is gathered, so that the next use sees the parameters as they are then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def declare(
     model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], layout: Layout, shape: StepShape
 ) -> list[Collective]:

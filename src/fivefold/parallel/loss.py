@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.tensor import TensorParallel
 
-IGNORE = -100  # label of a position without a target
 CACHE_BYTES, MOST_BYTES = 8 * 2**20, 512 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, V]

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from fivefold.config import RunConfig
 from fivefold.data.rows import PackedRows
 from fivefold.parallel.apply import spread_of
+from fivefold.parallel.data import reshard
 from fivefold.training.optimizer import all_reduce_sum
 from fivefold.training.step import to_device
 
@@ -46,6 +46,4 @@ def evaluating(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
