@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fivefold.config import OptimizerSection
 from fivefold.data.batch import MicroBatch, Piece, assemble
-from fivefold.launch.world import LOOPBACK, cores, worker_environment
+from fivefold.launch.world import LOOPBACK, cores, multiplies_bf16, worker_environment
 from fivefold.models.build import build_meta
 from fivefold.models.sources import RandomInit, read_whole
 
@@ -31,6 +31,10 @@ RESULTS = Path(__file__).parent / "results"
 SEED = 1234
 LEARNING_RATE = 3e-4
 OPTIONS = OptimizerSection(learning_rate=LEARNING_RATE)
+
+
+# What a CPU can be timed in: without bf16 instructions (AVX2 at most) one bf16 step takes minutes, whoever runs it.
+PRECISIONS = ("fp32", "bf16") if multiplies_bf16("cpu") else ("fp32",)
 
 
 class RankFailed(Exception):

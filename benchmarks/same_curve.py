@@ -1,6 +1,7 @@
 """Is the demo's loss curve that of a plain PyTorch loop? The same rows, weights, schedule and clipping, step by step.
 
-    python benchmarks/same_curve.py                  100 steps of the demo, fp32 and bf16; writes benchmarks/results/
+    python benchmarks/same_curve.py                  100 steps of the demo, fp32 and (where the CPU has
+                                                    instructions for it) bf16; writes benchmarks/results/
     python benchmarks/same_curve.py --quick          a toy run in a temporary folder: does it run?
     python benchmarks/same_curve.py --steps 300 optimizer.learning_rate=1e-3       other keys of the run file
 
@@ -22,7 +23,7 @@ import torch
 
 import fivefold
 import plain_loop
-from common import RESULTS, machine, plain_model
+from common import PRECISIONS, RESULTS, machine, plain_model
 from fivefold.config import RunConfig, load_config
 from fivefold.data import prepare
 from fivefold.launch.world import threads_per_worker
@@ -30,7 +31,6 @@ from fivefold.training.model import build_model
 from fivefold.training.schedule import learning_rate
 
 PARITY_STEPS, FIRST, FOLLOWING = 20, 1e-6, 1e-4  # of the design: fp32 at step 1, and over 20 steps
-PRECISIONS = ("fp32", "bf16")
 QUICK = [
     "tokenizer.name_or_path=byte", "data.seq_length=64", "train.global_batch_size=4", "train.micro_batch_size=2",
     "scheduler.warmup_steps=2", "model.overrides.hidden_size=64", "model.overrides.intermediate_size=96",
@@ -64,13 +64,13 @@ def arguments() -> argparse.Namespace:
     """The command line, checked. bf16 needs fp32 beside it, as the measure of what rounding does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps; default 100 (4 with --quick)")
-    parser.add_argument("--precisions", default="fp32,bf16", help="fp32, or fp32,bf16")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="fp32, or fp32,bf16")
     parser.add_argument("--quick", action="store_true", help="a toy model on a little text, to see that it runs")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON and the PNG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run file")
     args = parser.parse_args()
     args.precisions = args.precisions.split(",")
-    if tuple(args.precisions) not in (("fp32",), PRECISIONS):
+    if tuple(args.precisions) not in (("fp32",), ("fp32", "bf16")):
         parser.error(f"--precisions {','.join(args.precisions)}: choose fp32, or fp32,bf16")
     args.steps = args.steps or (4 if args.quick else 100)
     args.out = args.out or (Path(tempfile.mkdtemp(prefix="same-curve-")) if args.quick else RESULTS)

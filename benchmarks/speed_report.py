@@ -97,6 +97,8 @@ def notes(result: Json) -> Iterator[str]:
         f"Repeats: {result['repeats']}; medians, and ratios repeat by repeat. Documents: {result['documents']}. "
         f"The run took {result['minutes']:.0f} minutes."
     )
+    if all(row["precision"] != "bf16" for row in rows):
+        yield "bf16 is not in this run: by default it is left out on a CPU without bf16 instructions."
     for precision in dict.fromkeys(row["precision"] for row in rows):
         theirs = [row for row in rows if row["precision"] == precision]
         for which in ("fivefold", "Trainer"):

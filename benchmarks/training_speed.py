@@ -1,6 +1,7 @@
 """Training speed and peak memory of fivefold beside a plain PyTorch loop and `transformers.Trainer`, in one run.
 
-    python benchmarks/training_speed.py                  15M and 110M, fp32 and bf16; writes benchmarks/results/
+    python benchmarks/training_speed.py                  15M and 110M, fp32 and bf16 (where the CPU has instructions
+                                                         for it); writes benchmarks/results/
     python benchmarks/training_speed.py --quick          a toy model, one repeat, writes nothing: does it run?
     python benchmarks/training_speed.py --sizes 15M --json F     a part of it; written only where you say
     python benchmarks/training_speed.py --write-docs     the newest result into docs/benchmarks.md; measures nothing
@@ -22,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 import speed_report
-from common import RESULTS, SHAPES, RankFailed, isa_limit_gflops, machine, run_ranks, slug
+from common import PRECISIONS, RESULTS, SHAPES, RankFailed, isa_limit_gflops, machine, run_ranks, slug
 
 SCRIPT = Path(__file__).parent / "contenders.py"
 YARDSTICK = "plain loop"
@@ -78,7 +79,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a toy model and one repeat, to see that everything runs")
     add("--sizes", type=_names(SHAPES), default=None, help="of " + ",".join(SHAPES) + "; default 15M,110M")
-    add("--precisions", type=_names(("fp32", "bf16")), default=["fp32", "bf16"], help="fp32,bf16")
+    add("--precisions", type=_names(("fp32", "bf16")), default=list(PRECISIONS), help="fp32,bf16 (if the CPU has it)")
     add("--contenders", type=_names(CONTENDERS), default=list(CONTENDERS), help="of " + ",".join(CONTENDERS))
     add("--repeats", type=_positive, default=None, help="3 (1 with --quick)")
     add("--steps", type=_positive, default=None, help="timed steps per process; 3 for 15M, 1 for 110M")

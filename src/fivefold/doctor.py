@@ -116,8 +116,12 @@ def _cpu() -> Iterator[Finding]:
         yield Finding("bf16 on the cpu", "ok", "AMX matrix units: fast")
     elif "avx512_bf16" in flags:
         yield Finding("bf16 on the cpu", "ok", "AVX-512 bf16 instructions")
+    elif "avx512bw" in flags:
+        yield Finding("bf16 on the cpu", "ok", "emulated with AVX-512: no faster than fp32")
     else:
-        yield Finding("bf16 on the cpu", "help", "emulated, so slow", "set precision.compute: fp32 on this CPU")
+        yield Finding(
+            "bf16 on the cpu", "help", "no instructions: up to 100 x slower than fp32", "set precision.compute: fp32"
+        )
 
 
 def _memory() -> Iterator[Finding]:

@@ -134,6 +134,23 @@ def test_logits_far_from_zero_do_not_overflow() -> None:
     assert errors(found, plain(torch.float64, "mixed", head))[0] < 1e-5
 
 
+@pytest.mark.parametrize("last", ["tanh", "slice of a tanh"])
+def test_logits_that_backward_needs_are_not_overwritten(last: str) -> None:
+    """Logits become their own gradient in place, but not where the operation that made them saved them."""
+    hidden, weight, bias, label = inputs(torch.float64)
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    cut = slice(None) if last == "tanh" else slice(0, VOCABULARY - 4)
+    label[label >= VOCABULARY - 4] = IGNORE
+
+    def logits_of(h: Tensor) -> Tensor:
+        return torch.tanh(F.linear(h, weight, bias))[..., cut]
+
+    truth = F.cross_entropy(logits_of(hidden)[0], label[0], ignore_index=IGNORE, reduction="sum")
+    found = chunked_loss(logits_of, hidden, label, [weight, bias], (11, 18), None)
+    both = [[loss.detach(), *torch.autograd.grad(loss, leaves)] for loss in (found, truth)]
+    assert max(errors(*both)) < 1e-13
+
+
 def test_without_gradients_only_the_sum_remains() -> None:
     hidden, weight, bias, label = inputs(torch.float64)
     with torch.no_grad():

@@ -78,7 +78,8 @@ class _ChunkedLoss(torch.autograd.Function):
             leaf = h.detach().requires_grad_()
             with torch.enable_grad():
                 logits = logits_of(leaf)
-            loss, logits_grad = _cross_entropy(logits.detach(), y, fold, scale, gradient=True)
+            free = not _is_saved(logits)  # then their memory becomes that of their gradient
+            loss, logits_grad = _cross_entropy(logits.detach(), y, fold, scale, gradient=True, overwrite=free)
             chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad)
             total += loss
             grad.copy_(chunk_grad)
@@ -90,6 +91,18 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden_grad, *sums = ctx.saved_tensors
         return (None, hidden_grad * grads[0], None, None, None, None, *(s * grads[0] for s in sums))
+
+
+def _is_saved(output: Tensor) -> bool:
+    """Whether backward needs the memory of `output`, as that of a tanh does: an operation in its graph saved it."""
+    memory, nodes = output.untyped_storage().data_ptr(), [node for node in (output.grad_fn,) if node]
+    for node in nodes:
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += getattr(node, "saved_tensors", ())
+        if any(isinstance(s, Tensor) and s.untyped_storage().data_ptr() == memory for s in saved):
+            return True
+        nodes += [following for following, _ in node.next_functions if following]
+    return False
 
 
 def _accumulate(sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -112,14 +125,15 @@ def _cross_entropy(
     scale: Tensor | None = None,
     *,
     gradient: bool = False,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Summed cross entropy of vocabulary-split logits [1, N, V] and, if asked, its gradient (same shape and dtype).
 
-    One buffer of [N, V] is filled once and then worked on in place: exponentials, softmax, gradient. Over tp, two
-    all-reduces of [N]-sized vectors: the maximum logit; then the sum of exponentials together with the target's
-    logit, which exactly one rank holds.
+    One fp32 (fp64) buffer of [N, V], that of the logits themselves if they may be overwritten, is worked on in place:
+    exponentials, softmax, gradient. Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of
+    exponentials together with the target's logit, which exactly one rank holds.
     """
-    x_NV = logits[0].to(_accumulator(logits.dtype), copy=True)
+    x_NV = logits[0].to(_accumulator(logits.dtype), copy=not overwrite)
     start = fold.vocabulary[fold.rank][0] if fold else 0
     has_target = labels_N != IGNORE
     index_N = labels_N - start
