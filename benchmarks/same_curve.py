@@ -3,7 +3,7 @@
     python benchmarks/same_curve.py                  100 steps of the demo, fp32 and (where the CPU has
                                                     instructions for it) bf16; writes benchmarks/results/
     python benchmarks/same_curve.py --quick          a toy run in a temporary folder: does it run?
-    python benchmarks/same_curve.py --steps 300 optimizer.learning_rate=1e-3       other keys of the run file
+    python benchmarks/same_curve.py --steps 200 optimizer.learning_rate=1e-3       other keys of the run file
 
 fivefold's curve is that of the command itself, `fivefold train`, on its usual processes. The plain loop is
 plain_loop.py on the unmodified `transformers` model in one process; packed documents are kept apart by a mask.
