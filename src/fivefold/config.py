@@ -131,6 +131,9 @@ class TrainSection(Section):
         default="auto", description="torch.compile of each block: auto, true, false"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
+    max_restarts: Whole = Field(
+        default=3, ge=0, description="restarts after a worker died, without a new checkpoint in between"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -208,7 +211,7 @@ class CheckpointSection(Section):
     asynchronous: bool = Field(
         default=True,
         alias="async",
-        description="write while training goes on; for now saving is synchronous either way",
+        description="write while training goes on, from a copy in memory",
     )
     resume: Literal["auto", "never"] = Field(
         default="auto", description="auto goes on from the newest checkpoint that agrees"

@@ -22,7 +22,7 @@ from fivefold.config import parse_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.world import World, alone, find_world, join
 
-INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended by Ctrl-C and by SIGTERM
 
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
@@ -43,6 +43,8 @@ def main(verb: str, request_file: str) -> int:
             execute(verb, request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as stopped:  # by a signal, politely
+        return int(stopped.code or 0)
     except UserError as error:
         return error.exit_code
     except Exception:

@@ -87,3 +87,19 @@ def test_gpu_train_needs_a_gpu() -> None:
 def test_training_speed_refuses_unknown_names() -> None:
     done = run("training_speed", "--sizes", "7B")
     assert done.returncode == 2 and "7B: choose from 15M, 110M" in done.stderr
+
+
+def test_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    done = run("reliability/damage", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    for kind, count in {"flips": 200, "cuts": 20, "swaps": 5}.items():
+        assert result[kind]["refused"] == result[kind]["done"] == count
+        assert result[kind]["tensor named"] == result[kind]["in tensors"]
+
+
+def test_stall() -> None:
+    done = run("reliability/stall", "--quick", "--repeats", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["asynchronous_stall_seconds"] > 0

@@ -1,14 +1,17 @@
 """What the ranks of the checkpoint tests do: train a little, save, load under another layout, report their pieces."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.checkpoint import About, Checkpoint, Saver, disk, restore, save, shard
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.training.optimizer import build_optimizer
@@ -122,26 +125,22 @@ def save_steps(case: Case, directory: Path, steps: list[int], keep: int) -> list
 
 def save_on_full_disk(case: Case, directory: Path) -> str:
     """Rank 1 cannot write; the error that this rank raises."""
-    import sys
-
-    from fivefold.checkpoint import save as _  # noqa: F401
-
-    module = sys.modules["fivefold.checkpoint.save"]
     model, optimizer = _fresh(case)
-    plain = module.save_file
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    if dist.get_rank() == 1:
-        module.save_file = full
     try:
-        save(model, optimizer, directory, step=9, state={}, keep=3)
+        with full_disk(rank=1):
+            save(model, optimizer, directory, step=9, state={}, keep=3)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        module.save_file = plain
     return ""
+
+
+def full_disk(rank: int) -> Any:
+    """Inside, this rank cannot write a file."""
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    return patch.object(disk, "write", full) if dist.get_rank() == rank else nullcontext()
 
 
 def restore_error(case: Case, folder: Path) -> str:
@@ -154,3 +153,60 @@ def restore_error(case: Case, folder: Path) -> str:
         assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def save_behind(case: Case, directory: Path) -> tuple[State, State]:
+    """Save in the background, and let the writer begin only after more training; the states before and after it."""
+    model, optimizer = _fresh(case)
+    _train(model, optimizer, case, 0, 2)
+    before, trained, plain = _state(model, optimizer), Event(), shard.write
+
+    def late(*args: Any) -> Any:
+        assert trained.wait(60)
+        return plain(*args)
+
+    saver = Saver(directory, keep=3, asynchronous=True)
+    with patch.object(shard, "write", late):
+        saver.save(model, optimizer, _about(2))
+        before.losses = _train(model, optimizer, case, 2, 2)
+        after = _state(model, optimizer)
+        assert not list(directory.glob("step-*"))
+        trained.set()
+        saver.close()  # as at the end of a run: it waits
+    saver.wait()
+    return before, after
+
+
+def fail_behind(case: Case, directory: Path) -> tuple[str, list[str], list[str], str]:
+    """A background save fails on rank 1, then one succeeds: the error told at the next step, the folders after each,
+    and what is told the second time."""
+    model, optimizer = _fresh(case)
+    saver = Saver(directory, keep=3, asynchronous=True)
+    with full_disk(rank=1):
+        saver.save(model, optimizer, _about(1))
+        told = saver.failure(wait=True)
+    names = sorted(path.name for path in directory.iterdir())
+    assert saver.failure(wait=True) is None  # told once
+    _train(model, optimizer, case, 0, 1)
+    saver.save(model, optimizer, _about(2))
+    again = saver.failure(wait=True)
+    dist.barrier()
+    later = sorted(path.name for path in directory.iterdir())
+    saver.close()
+    return f"{type(told).__name__}: {told}", names, later, str(again)
+
+
+def save_over(case: Case, directory: Path) -> list[str]:
+    """Three background saves without a pause, then the folders that are there."""
+    model, optimizer = _fresh(case)
+    saver = Saver(directory, keep=2, asynchronous=True)
+    for step in (1, 2, 3):
+        _train(model, optimizer, case, step, 1)
+        saver.save(model, optimizer, _about(step))
+    saver.wait()
+    saver.close()
+    return sorted(path.name for path in directory.iterdir())
+
+
+def _about(step: int) -> About:
+    return About(step=step, state={})

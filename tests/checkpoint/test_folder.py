@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from fivefold.checkpoint import Checkpoint, Damaged, find_checkpoint, newest, steps
+from fivefold.checkpoint.manifest import signed
 from fivefold.errors import UserError
 from tests.checkpoint.ranks import restore_error, save_on_full_disk, save_steps, save_twice
 from tests.parity import Case
@@ -76,7 +78,7 @@ def _edited(change: Any) -> Any:
     def damage(folder: Path) -> None:
         tree = json.loads((folder / "manifest.json").read_text())
         change(tree)
-        (folder / "manifest.json").write_text(json.dumps(tree))
+        (folder / "manifest.json").write_text(signed({key: tree[key] for key in tree if key != "checksum"}))
 
     return damage
 
@@ -85,11 +87,36 @@ def _first_record(tree: Any) -> Any:
     return next(iter(tree["tensors"]["weight"].values()))
 
 
+def _overlapping(tree: Any) -> None:
+    """Two slices over the same elements, none over the others: the sizes still add up."""
+    pairs = [record["slices"] for record in tree["tensors"]["weight"].values() if len(record["slices"]) == 2]
+    first, second = next(pair for pair in pairs if pair[0]["shape"] == pair[1]["shape"])
+    second["offset"] = first["offset"]
+
+
+def _repeated(folder: Path) -> str:
+    """A manifest in which a later `step` overrules the first, with the right checksum."""
+    text = (folder / "manifest.json").read_text()
+    body = '"step":7,' + text[text.index('"format"') :]
+    return f'{{"checksum":"{xxh3_128_hexdigest(body.encode())}",{body}'
+
+
+def _linked(folder: Path) -> None:
+    """A file of the right size, outside of the checkpoint."""
+    file = folder / "weight-00000.safetensors"
+    file.rename(folder.parent.parent / "elsewhere")
+    file.symlink_to(folder.parent.parent / "elsewhere")
+
+
 DAMAGES = {
     "no manifest": _without_manifest,
     "no shard": _without_shard,
     "truncated shard": _truncated,
     "half a manifest": _cut_manifest,
+    "an unsigned manifest": lambda folder: (folder / "manifest.json").write_text('{"format":"fivefold-checkpoint"}'),
+    "slices that overlap": _edited(_overlapping),
+    "a key twice": lambda folder: (folder / "manifest.json").write_text(_repeated(folder)),
+    "a link for a file": _linked,
     "not JSON we know": _edited(lambda tree: tree.update(format="other")),
     "a missing slice": _edited(lambda tree: _first_record(tree)["slices"].pop()),
     "a slice outside": _edited(lambda tree: _first_record(tree)["slices"][0].update(offset=[90, 30])),

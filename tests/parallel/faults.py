@@ -44,9 +44,9 @@ def _clipping_by_a_local_norm() -> Any:
 def _loss_is_a_mean_of_means() -> Any:
     """Each data rank divides by its own count of targets."""
 
-    def count(batch: Any, spread: Spread, device: torch.device) -> Tensor:
+    def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
         mine = sum(b.targets for b in batch) * spread.layout.data_ranks
-        return torch.tensor([mine, sum(b.tokens for b in batch), 0], device=device)
+        return torch.tensor([mine, sum(b.tokens for b in batch), 0, int(stop)], device=device)
 
     return patch.object(step, "_count", count)
 

@@ -88,7 +88,12 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 def test_nothing_is_written_for_tensorboard_unless_asked(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1)
     train(tree)
-    assert sorted(path.name for path in run_dir(tree).iterdir()) == ["checkpoints", "metrics.jsonl", "run.yaml"]
+    assert sorted(path.name for path in run_dir(tree).iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "metrics.jsonl",
+        "run.yaml",
+    ]
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

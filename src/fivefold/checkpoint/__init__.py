@@ -2,16 +2,20 @@
 
 from fivefold.checkpoint.agreement import agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export, find_checkpoint
-from fivefold.checkpoint.load import Checkpoint, newest, restore, step_folder, steps
+from fivefold.checkpoint.load import Candidate, Checkpoint, candidates, newest, restore, step_folder, steps
 from fivefold.checkpoint.manifest import Damaged, Manifest
-from fivefold.checkpoint.save import on_first_rank, save
+from fivefold.checkpoint.save import About, Saver, on_first_rank, save
 
 __all__ = [
+    "About",
+    "Candidate",
     "Checkpoint",
     "Damaged",
     "Exported",
     "Manifest",
+    "Saver",
     "agreement",
+    "candidates",
     "check_agreement",
     "export",
     "find_checkpoint",

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from fivefold.checkpoint import model_folder
-from fivefold.checkpoint.load import Checkpoint, CheckpointSource, newest, step_folder, steps
+from fivefold.checkpoint.load import Checkpoint, CheckpointSource, step_folder, steps
+from fivefold.checkpoint.manifest import WEIGHT, Damaged
 from fivefold.errors import RunFailed, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -63,7 +64,10 @@ def export(
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
-    """The checkpoint of `step` of the run folder `run`; None: the newest whole one. Raises `UserError`."""
+    """The checkpoint of `step` of the run folder `run`; None: the newest. Its weights are read and compared.
+
+    Raises `UserError`, and `Damaged` naming what is wrong with it; another one is never taken in its place.
+    """
     directory = run / "checkpoints"
     if not run.is_dir():
         raise UserError(f"{run} is not a run folder", fix="name a folder such as runs/demo")
@@ -74,10 +78,15 @@ def find_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
         )
     if step is not None and step not in there:
         raise UserError(f"{run} has no checkpoint of step {step}", fix=f"steps: {', '.join(map(str, there))}")
-    path = directory / step_folder(step) if step is not None else newest(directory)
-    if path is None:
-        raise UserError(f"none of the checkpoints in {directory} is whole: steps {', '.join(map(str, there))}")
-    return Checkpoint.open(path)
+    wanted = there[-1] if step is None else step
+    try:
+        checkpoint = Checkpoint.open(directory / step_folder(wanted))
+        checkpoint.verify([WEIGHT])
+    except Damaged as damage:
+        others = [str(each) for each in there if each != wanted]
+        fix = f"choose another step: {', '.join(others)}" if others else "there is no other step"
+        raise Damaged(damage.what, fix=fix) from damage
+    return checkpoint
 
 
 def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -1,14 +1,19 @@
 """Reading a checkpoint, under any layout: each rank reads the parts it keeps, tensor by tensor, and nothing else."""
 
+import heapq
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, Damaged, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
 from fivefold.errors import UserError
@@ -34,19 +39,36 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def is_whole(folder: Path) -> bool:
-    """True for a checkpoint folder whose manifest reads and whose files are there at their full size."""
+def is_valid(folder: Path) -> bool:
+    """True for a checkpoint folder that holds, byte for byte, what was saved. All of it is read, in this process."""
     try:
-        read_manifest(folder)
+        return next(Checkpoint.open(folder).damages(), None) is None
     except Damaged:
         return False
-    return True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step's folder: what it says in its manifest, or what is wrong with it at first sight (its bytes are unread)."""
+
+    path: Path
+    checkpoint: "Checkpoint | None"
+    damage: str = ""
+
+
+def candidates(directory: Path) -> Iterator[Candidate]:
+    """The steps in `directory`, the newest first. Raises `UserError` for a step that a later fivefold wrote."""
+    for step in reversed(steps(directory)):
+        path = directory / step_folder(step)
+        try:
+            yield Candidate(path, Checkpoint.open(path))
+        except Damaged as damage:
+            yield Candidate(path, None, damage.what)
 
 
 def newest(directory: Path) -> Path | None:
-    """The folder of the last step in `directory` that is whole; None when there is none."""
-    folders = (directory / step_folder(step) for step in reversed(steps(directory)))
-    return next((folder for folder in folders if is_whole(folder)), None)
+    """The folder of the last step in `directory` that is whole at first sight; None when there is none."""
+    return next((each.path for each in candidates(directory) if each.checkpoint), None)
 
 
 class Checkpoint:
@@ -84,6 +106,50 @@ class Checkpoint:
     def kinds(self) -> tuple[str, ...]:
         """`weight`, and what the optimizer keeps per element."""
         return tuple(self.manifest.tensors)
+
+    def verify(self, kinds: Collection[str] | None = None, *, together: bool = False) -> None:
+        """Read every byte of these kinds of tensors (None: of everything) and compare it with its checksum.
+
+        `together`: every rank of the process group calls this, and they share the reading. Raises `Damaged` (then on
+        every rank), naming the first file and tensor that is not what was saved.
+        """
+        rank, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        everyone = [next(self.damages(rank, size, kinds), None)] * size
+        if together:
+            dist.all_gather_object(everyone, everyone[rank])
+        if damage := next((each for each in everyone if each), None):
+            raise Damaged(damage, fix=f"remove {self.path}, or put back the copy that was saved")
+
+    def damages(self, rank: int = 0, size: int = 1, kinds: Collection[str] | None = None) -> Iterator[str]:
+        """What is wrong with the bytes that `rank` of `size` is to read: slices are dealt out, the largest first."""
+        units = [(0, file, "") for file in self.manifest.files]
+        for file, held in self.manifest.by_file.items():
+            units += [(prod(one.shape), file, one.key) for kind, _, one in held if kinds is None or kind in kinds]
+        loads = [(0, reader) for reader in range(size)]
+        mine: dict[str, list[str]] = {}
+        for count, file, key in sorted(units, key=lambda unit: (-unit[0], *unit[1:])):
+            load, reader = loads[0]
+            heapq.heapreplace(loads, (load + count + 1, reader))
+            if reader == rank:
+                mine.setdefault(file, []).append(key)
+        for file, keys in sorted(mine.items()):
+            yield from self._check_file(file, [key for key in keys if key])
+
+    def _check_file(self, file: str, keys: Sequence[str]) -> Iterator[str]:
+        """What is wrong with a file's header, or all of it when it holds no tensors, and with these tensors in it."""
+        path, checksum = self.path / file, self.manifest.files[file].checksum
+        held = {one.key: (f"{kind} of {name}", one.checksum) for kind, name, one in self.manifest.by_file.get(file, ())}
+        if not held:
+            try:
+                is_same = shard.checksum(path.read_bytes()) == checksum
+            except OSError as error:
+                yield f"{path} cannot be read: {error.strerror}"
+                return
+            if not is_same:
+                yield f"{path} is not what was saved"
+            return
+        for key, wrong in shard.check(path, checksum, {key: own for key, (_, own) in held.items()}, keys):
+            yield f"{path}: {held[key][0]}: {wrong}" if key else f"{path}: {wrong}{self.manifest.listing(file)}"
 
     def source(self, kind: str = WEIGHT) -> "CheckpointSource":
         """The tensors of one kind, by parameter name."""
@@ -159,10 +225,12 @@ def _intersect(one: Slice, wanted: tuple[tuple[int, int], ...]) -> tuple[tuple[i
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Overwrite the weights and the optimizer state of a parallelized model, whatever layout wrote the checkpoint.
 
-    Raises `UserError` before anything changes when names, shapes or types differ from the model's.
+    Raises, before anything changes, `UserError` when names, shapes or types differ from the model's, and `Damaged` when
+    a byte is not what was saved.
     """
     weights = checkpoint.source()
     check_fits(model, weights, where=str(checkpoint.path))
+    checkpoint.verify(together=True)
     fill(model, weights)
     sources = [(kind, checkpoint.source(kind)) for kind in checkpoint.kinds if kind != WEIGHT]
     devices = _scalar_devices(optimizer)

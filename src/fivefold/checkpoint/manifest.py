@@ -9,16 +9,23 @@
 
 Tensors go by kind (`weight`, and whatever the optimizer keeps per parameter: `exp_avg`, `exp_avg_sq`), then by the
 Hugging Face parameter name. Each is cut into slices that tile it exactly; nothing says which layout wrote them.
-Readers ignore keys that they do not know, so that later versions may add some (a checksum per slice).
+Every byte is under a checksum: the manifest's own comes first in it; a slice has one, bound to its name, type and
+range; of a safetensors file the header has one, of every other file the whole. Readers ignore keys that they do not
+know, so that later versions may add some.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
+from fivefold import strict_json
 from fivefold.errors import UserError
 
 NAME = "manifest.json"
@@ -26,6 +33,9 @@ FORMAT = "fivefold-checkpoint"
 VERSION = 1
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 WEIGHT = "weight"
+MOST_BYTES = 2**30  # of a manifest; one of 500,000 slices takes 150 MB
+
+_SIGNED = re.compile(r'\{"checksum":"([0-9a-f]{32})",')
 
 
 class Damaged(UserError):
@@ -40,6 +50,15 @@ class Slice:
     shape: tuple[int, ...]
     file: str
     key: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the checkpoint: its size, and the checksum of its header (safetensors) or of all of it."""
+
+    bytes: int
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Manifest:
     """What a checkpoint holds.
 
     `tensors`: kind -> parameter name -> record. `scalars`: parameter name -> what the optimizer counts for it (`step`).
-    `files`: path inside the folder -> size in bytes. `layout`: the layout that wrote it, for people. `agreement`: what
+    `files`: path inside the folder -> record. `layout`: the layout that wrote it, for people. `agreement`: what
     must be the same to go on (`checkpoint.agreement`). `state`: the caller's own.
     """
 
@@ -67,7 +86,7 @@ class Manifest:
     state: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, TensorRecord]]
     scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    files: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of `manifest.json`. Raises `ValueError` for values that JSON does not have, such as NaN."""
@@ -79,48 +98,79 @@ class Manifest:
             "versions": dict(self.versions),
             "agreement": dict(self.agreement),
             "state": dict(self.state),
-            "files": {name: {"bytes": size} for name, size in self.files.items()},
+            "files": {name: {"bytes": one.bytes, "checksum": one.checksum} for name, one in self.files.items()},
             "scalars": {name: dict(values) for name, values in self.scalars.items()},
             "tensors": {
                 kind: {name: _record_tree(record) for name, record in records.items()}
                 for kind, records in self.tensors.items()
             },
         }
-        return json.dumps(tree, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+        return signed(tree)
+
+    @cached_property
+    def by_file(self) -> Mapping[str, Sequence[tuple[str, str, Slice]]]:
+        """The slices that lie in each file that holds any: (kind, parameter name, slice)."""
+        found: dict[str, list[tuple[str, str, Slice]]] = {}
+        for kind, records in self.tensors.items():
+            for name, record in records.items():
+                for one in record.slices:
+                    found.setdefault(one.file, []).append((kind, name, one))
+        return found
+
+    def listing(self, file: str) -> str:
+        """What is lost with a file, for an error; empty when it holds no tensors."""
+        lost = [f"{kind} of {name}" for kind, name, _ in self.by_file.get(file, ())]
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        return f"; it should hold {', '.join(lost[:3])}{more}" if lost else ""
 
     @staticmethod
     def from_json(text: str, *, where: str) -> "Manifest":
         """Read and check `text`; `where` names it in errors. Raises `Damaged`, or `UserError` for a later version."""
         try:
-            tree = json.loads(text)
+            checksum = _SIGNED.match(text)
+            if not checksum or checksum[1] != xxh3_128_hexdigest(text[checksum.end() :].encode()):
+                raise ValueError("its checksum is not that of its text")
+            tree = strict_json.loads(text)
             if tree["format"] != FORMAT:
                 raise ValueError(f"format {tree['format']!r}")
             _check_version(tree["version"], where)
             manifest = _manifest(tree)
             _check(manifest)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{where} is not the manifest of a checkpoint: {error!r}") from error
         return manifest
+
+
+def signed(tree: Mapping[str, Any]) -> str:
+    """A tree as JSON whose first key is the checksum of the rest. Raises `ValueError` for NaN and infinities."""
+    text = json.dumps(tree, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return f'{{"checksum":"{xxh3_128_hexdigest(text[1:].encode())}",{text[1:]}'
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder whose files are all there at their full size. Raises `Damaged`."""
     path = folder / NAME
     try:
-        manifest = Manifest.from_json(path.read_text(encoding="utf-8"), where=str(path))
+        if path.stat().st_size > MOST_BYTES:
+            raise Damaged(f"{path} is larger than any manifest: {path.stat().st_size:,} bytes")
+        manifest = Manifest.from_json(path.read_bytes().decode(), where=str(path))
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path} is not the manifest of a checkpoint: {error}") from error
     except OSError as error:
         raise Damaged(f"{folder} is not a whole checkpoint: {error.strerror}: {path.name}") from error
-    for name, size in manifest.files.items():
+    for name, record in manifest.files.items():
         file = folder / name
-        found = file.stat().st_size if file.is_file() else 0
-        if found != size:
-            raise Damaged(f"{file} has {found} bytes, and the manifest says {size}")
+        if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
+            raise Damaged(f"{file} is no file of this checkpoint{manifest.listing(name)}")
+        found = file.stat().st_size
+        if found != record.bytes:
+            raise Damaged(f"{file} has {found} bytes, and the manifest says {record.bytes}{manifest.listing(name)}")
     return manifest
 
 
 def _record_tree(record: TensorRecord) -> dict[str, Any]:
     slices = [
-        {"offset": one.offset, "shape": one.shape, "file": one.file, "key": one.key}
+        {"offset": one.offset, "shape": one.shape, "file": one.file, "key": one.key, "checksum": one.checksum}
         for one in sorted(record.slices, key=lambda one: one.offset)
     ]
     return {"shape": record.shape, "dtype": record.dtype, "slices": slices}
@@ -140,13 +190,14 @@ def _manifest(tree: Mapping[str, Any]) -> Manifest:
         scalars={
             name: {key: float(value) for key, value in values.items()} for name, values in tree["scalars"].items()
         },
-        files={name: _size(file["bytes"]) for name, file in tree["files"].items()},
+        files={name: FileRecord(_size(one["bytes"]), str(one["checksum"])) for name, one in tree["files"].items()},
     )
 
 
 def _record(tree: Mapping[str, Any]) -> TensorRecord:
     slices = tuple(
-        Slice(_sizes(one["offset"]), _sizes(one["shape"]), str(one["file"]), str(one["key"])) for one in tree["slices"]
+        Slice(_sizes(one["offset"]), _sizes(one["shape"]), str(one["file"]), str(one["key"]), str(one["checksum"]))
+        for one in tree["slices"]
     )
     return TensorRecord(_sizes(tree["shape"]), str(tree["dtype"]), slices)
 
@@ -184,8 +235,8 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("no weights")
 
 
-def _check_record(name: str, record: TensorRecord, files: Mapping[str, int]) -> None:
-    """Slices lie inside the tensor, in files that the manifest lists, and add up to its size."""
+def _check_record(name: str, record: TensorRecord, files: Mapping[str, FileRecord]) -> None:
+    """Slices lie inside the tensor, in files that the manifest lists, and tile it."""
     if record.dtype not in DTYPES:
         raise ValueError(f"{name}: dtype {record.dtype!r}")
     for one in record.slices:
@@ -197,3 +248,25 @@ def _check_record(name: str, record: TensorRecord, files: Mapping[str, int]) -> 
             raise ValueError(f"{name}: {one.file!r} is not listed")
     if sum(prod(one.shape) for one in record.slices) != prod(record.shape):
         raise ValueError(f"{name}: its slices do not add up to {list(record.shape)}")
+    if _overlap(record.slices):
+        raise ValueError(f"{name}: slices that overlap")
+
+
+def _overlap(slices: tuple[Slice, ...]) -> bool:
+    """Whether two slices share an element. Swept along the first dimension, so that many thin slices cost little."""
+    open_slices: list[Slice] = []
+    for one in sorted((one for one in slices if prod(one.shape)), key=lambda one: one.offset):
+        open_slices = [other for other in open_slices if not one.offset or _end(other) > one.offset[0]]
+        if any(_meet(one, other) for other in open_slices):
+            return True
+        open_slices.append(one)
+    return False
+
+
+def _end(one: Slice) -> int:
+    return one.offset[0] + one.shape[0]
+
+
+def _meet(one: Slice, other: Slice) -> bool:
+    ranges = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    return all(start < at + length and at < start + size for start, size, at, length in ranges)

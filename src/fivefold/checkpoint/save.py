@@ -1,26 +1,24 @@
 """Writing a checkpoint: every rank writes the slices it owns, beside; the first rank publishes them by one rename.
 
-In order: collect the slices that this rank owns, write them, gather the descriptions, write the manifest, rename, and
-only then delete what retention no longer keeps. Whoever is killed on the way leaves the published steps as they were
-and a `.tmp-` folder that the next save clears away.
+In order: copy the slices that this rank owns; then, in a thread, write them, read them back, gather the descriptions,
+write the manifest, rename, and only then delete what retention no longer keeps. Whoever is killed on the way leaves the
+published steps as they were and a `.tmp-` folder that the next save clears away.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fivefold.checkpoint import model_folder
-from fivefold.checkpoint.load import is_whole, step_folder, steps
-from fivefold.checkpoint.manifest import NAME, WEIGHT, Manifest, Slice, TensorRecord
+from fivefold.checkpoint import disk, model_folder, shard
+from fivefold.checkpoint.load import is_valid, step_folder, steps
+from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
 from fivefold.parallel.apply import spread_of
@@ -38,9 +36,9 @@ class About:
 
     step: int
     state: Mapping[str, Any]
-    agreement: Mapping[str, Any]
-    config: RunConfig | None
-    tokenizer_dir: Path | None
+    agreement: Mapping[str, Any] = field(default_factory=dict)
+    config: RunConfig | None = None
+    tokenizer_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -65,36 +63,119 @@ class _Part:
 
     slices: list[tuple[str, str, str, Slice]] = field(default_factory=list)  # kind, name, dtype, slice
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
     error: str | None = None
 
 
-def save(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    directory: Path,
-    *,
-    step: int,
-    state: Mapping[str, Any],
-    keep: int,
-    agreement: Mapping[str, Any] | None = None,
-    config: RunConfig | None = None,
-    tokenizer_dir: Path | None = None,
-) -> Path:
-    """Save weights and optimizer state as `directory/step-NNNNNN`; every rank calls it and waits for its publication.
+@dataclass(frozen=True)
+class _Snapshot:
+    """All that a save needs; nothing that training goes on with."""
 
-    `state` is JSON and comes back as `Checkpoint.state`, `agreement` likewise; the resolved `config` and the files of
-    `tokenizer_dir` are kept with the weights. `keep`: how many of the newest checkpoints remain. Raises, on all
-    ranks, `UserError` when the step is published already and `RunFailed` when it cannot be written.
+    about: About
+    layout: str
+    shapes: Mapping[str, tuple[int, ...]]  # parameter -> its global shape, in the model's order
+    slices: Sequence[OwnedSlice]
+    scalars: dict[str, dict[str, float]]
+    texts: Mapping[str, bytes]  # the first rank's: files beside the tensors, by path
+
+
+class Saver:
+    """Saves the checkpoints of one run, one at a time; `asynchronous`: in the background, while training goes on.
+
+    Every rank makes one (it opens a gloo group of its own for the thread that writes) and calls the same methods in
+    the same order. In the background what is saved is first copied to the CPU; that memory is kept for the next save.
     """
+
+    def __init__(self, directory: Path, *, keep: int, asynchronous: bool = False) -> None:
+        """Save into `directory/step-NNNNNN` and keep the newest `keep` of them."""
+        self._directory, self._keep, self._asynchronous = directory, keep, asynchronous
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+        self._staged: dict[str, Tensor] = {}
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> None:
+        """Save weights and optimizer state as they are now; asynchronous: return when they are copied.
+
+        Waits for an earlier save first. Raises, on all ranks, what `wait` raises: if asynchronous, that of the earlier.
+        """
+        self.wait()
+        reshard(model)
+        self._pending = self._thread.submit(self._write_and_publish, self._snapshot(model, optimizer, about))
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any.
+
+        Raises, on all ranks, `UserError` when the step is published already and `RunFailed` when it cannot be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.result()
+
+    def failure(self, *, wait: bool = False) -> UserError | None:
+        """The error of the save under way if it has failed (`wait`: when it has ended), told once."""
+        if self._pending is None or not (wait or self._pending.done()):
+            return None
+        error = self._pending.exception()
+        self._pending = None
+        if error is not None and not isinstance(error, UserError):
+            raise error
+        return error
+
+    def close(self) -> None:
+        """Let the save under way end, whatever becomes of it."""
+        self._thread.shutdown(wait=True)
+
+    def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> _Snapshot:
+        spread = spread_of(model)
+        slices = [replace(one, values=self._stage(one)) for one in collect(model, optimizer)]
+        if any(parameter.is_cuda for parameter in model.parameters()):
+            torch.cuda.synchronize()
+        return _Snapshot(
+            about=about,
+            layout=str(spread.layout),
+            shapes={name: spec.shape for name, spec in spread.shards.items()},
+            slices=slices,
+            scalars=_scalars(model, optimizer),
+            texts=_texts(model, about) if dist.get_rank() == 0 else {},
+        )
+
+    def _stage(self, one: OwnedSlice) -> Tensor:
+        """The values on the CPU; asynchronous: a copy that training does not touch."""
+        if not self._asynchronous and not one.values.is_cuda:
+            return one.values
+        kept = self._staged.get(one.key)
+        if kept is None or kept.dtype != one.values.dtype:
+            kept = torch.empty(one.values.shape, dtype=one.values.dtype, pin_memory=one.values.is_cuda)
+            self._staged[one.key] = kept
+        return kept.copy_(one.values, non_blocking=True)
+
+    def _write_and_publish(self, snapshot: _Snapshot) -> Path:
+        """In the thread, on every rank."""
+        published = self._directory / step_folder(snapshot.about.step)
+        beside = self._directory / f"{_BESIDE}{published.name}"
+        on_first_rank(lambda: _start(beside, published), self._group)
+        part = _write(beside, snapshot, dist.get_rank())
+        parts: list[_Part] = [part] * dist.get_world_size()
+        dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=self._group)
+        return on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self._group)
+
+
+def save(
+    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, *, step: int, state: Mapping[str, Any],
+    keep: int, agreement: Mapping[str, Any] | None = None, config: RunConfig | None = None,
+    tokenizer_dir: Path | None = None,
+) -> Path:  # fmt: skip
+    """Save once, with a `Saver` that waits; see `About` for the other arguments. Returns the published folder."""
     about = About(step=step, state=state, agreement=agreement or {}, config=config, tokenizer_dir=tokenizer_dir)
-    beside = directory / f"{_BESIDE}{step_folder(step)}"
-    reshard(model)
-    on_first_rank(lambda: _start(beside, directory / step_folder(step)))
-    part = _write(beside, collect(model, optimizer), _scalars(model, optimizer))
-    parts: list[_Part] = [part] * dist.get_world_size()
-    dist.gather_object(part, parts if dist.get_rank() == 0 else None)
-    return on_first_rank(lambda: _publish(model, parts, beside, directory / step_folder(step), about, keep))
+    saver = Saver(directory, keep=keep)
+    try:
+        saver.save(model, optimizer, about)
+    finally:
+        saver.close()
+    return directory / step_folder(step)
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[OwnedSlice]:
@@ -129,72 +210,79 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 
 def _start(beside: Path, published: Path) -> None:
-    if is_whole(published):
+    if is_valid(published):
         raise UserError(f"{published} is published already; a checkpoint is never rewritten")
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    for abandoned in beside.parent.glob(f"{_BESIDE}*"):
-        shutil.rmtree(abandoned)
-    beside.mkdir()
+    directory = beside.parent
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(directory)
+    for abandoned in directory.glob(f"{_BESIDE}*"):
+        disk.remove(abandoned)
+    disk.make_folder(beside)
 
 
-def _write(folder: Path, owned: Iterator[OwnedSlice], scalars: dict[str, dict[str, float]]) -> _Part:
-    """Write this rank's slices, weights and optimizer state in a file each; nothing if it owns none."""
-    part, rank = _Part(scalars=scalars), dist.get_rank()
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for one in owned:
-        file = f"{WEIGHT if one.kind == WEIGHT else 'optimizer'}-{rank:05d}.safetensors"
-        tensors.setdefault(file, {})[one.key] = one.values.cpu().contiguous()
-        described = Slice(one.offset, tuple(one.values.shape), file, one.key)
-        part.slices.append((one.kind, one.name, str(one.values.dtype).removeprefix("torch."), described))
+def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
+    """Write this rank's slices, weights and optimizer state in a file each, and read them back."""
+    part = _Part(scalars=snapshot.scalars)
+    by_file: dict[str, dict[str, OwnedSlice]] = {}
+    for one in snapshot.slices:
+        file = f"{WEIGHT if one.kind == WEIGHT else 'optimizer'}-{rank:05d}{shard.SUFFIX}"
+        by_file.setdefault(file, {})[one.key] = one
     try:
-        for file, content in tensors.items():
-            save_file(content, folder / file)
-            _sync(folder / file)
-            part.files[file] = (folder / file).stat().st_size
-    except Exception as error:  # safetensors has its own kind for a full disk
+        for file, owned in by_file.items():
+            written = shard.write(folder / file, {key: one.values for key, one in owned.items()})
+            part.files[file] = FileRecord(written.bytes, written.header)
+            for key, wrong in shard.check(folder / file, written.header, written.tensors, list(owned)):
+                raise OSError(f"{folder / file}: {key}: {wrong}")
+            for key, one in owned.items():
+                dtype = str(one.values.dtype).removeprefix("torch.")
+                described = Slice(one.offset, tuple(one.values.shape), file, key, written.tensors[key])
+                part.slices.append((one.kind, one.name, dtype, described))
+    except Exception as error:  # told to the first rank, which waits for it
         part.error = f"rank {rank}: {error}"
     return part
 
 
-def _publish(model: nn.Module, parts: Sequence[_Part], beside: Path, published: Path, about: About, keep: int) -> Path:
+def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int) -> Path:
     try:
         if errors := [part.error for part in parts if part.error]:
             raise OSError(errors[0])
-        manifest = _manifest(model, parts, _write_texts(model, beside, about), about)
-        _write_text(beside / NAME, manifest.to_json().encode())
-        _sync(beside)
+        manifest = _manifest(snapshot, parts, _write_texts(beside, snapshot.texts))
+        disk.write(beside / NAME, [manifest.to_json().encode()])
+        disk.sync_folder(beside)
+        read_manifest(beside)
     except (OSError, ValueError, TypeError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        disk.remove(beside)
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix="is that disk full?") from error
-    if published.exists():  # not whole, or `_start` would have refused
-        shutil.rmtree(published)
-    os.rename(beside, published)
-    _sync(published.parent)
+    if published.exists():  # not valid, or `_start` would have refused
+        disk.rename(published, published.with_name(f"{_BESIDE}damaged-{published.name}"))
+    disk.rename(beside, published)
     _retain(published.parent, keep)
     return published
 
 
-def _write_texts(model: nn.Module, folder: Path, about: About) -> dict[str, int]:
-    """Write `run.yaml` and `model/`; their sizes by path."""
+def _texts(model: nn.Module, about: About) -> dict[str, bytes]:
+    """`run.yaml` and `model/`, by path."""
     texts = {"run.yaml": about.config.to_yaml().encode()} if about.config else {}
-    origin = Path(about.config.model.name_or_path) if about.config else None
     model_files = model_folder.model_files(
         model.config,
         model_class=spread_of(model).anatomy.model_class,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         tokenizer=about.tokenizer_dir,
-        origin=origin,
+        origin=Path(about.config.model.name_or_path) if about.config else None,
     )
-    texts |= {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
-    (folder / model_folder.FOLDER).mkdir()
+    return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
+
+
+def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    disk.make_folder(folder / model_folder.FOLDER)
+    records = {}
     for name, content in texts.items():
-        _write_text(folder / name, content)
-    _sync(folder / model_folder.FOLDER)
-    return {name: len(content) for name, content in texts.items()}
+        records[name] = FileRecord(disk.write(folder / name, [content]), shard.checksum(content))
+    disk.sync_folder(folder / model_folder.FOLDER)
+    return records
 
 
-def _manifest(model: nn.Module, parts: Sequence[_Part], texts: dict[str, int], about: About) -> Manifest:
-    spread = spread_of(model)
+def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, FileRecord]) -> Manifest:
     found: dict[str, dict[str, list[Slice]]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     for kind, name, dtype, one in (described for part in parts for described in part.slices):
@@ -202,17 +290,17 @@ def _manifest(model: nn.Module, parts: Sequence[_Part], texts: dict[str, int], a
         dtypes[kind, name] = dtype
     scalars = {name: values for part in parts for name, values in part.scalars.items()}
     return Manifest(
-        step=about.step,
-        layout=str(spread.layout),
+        step=snapshot.about.step,
+        layout=snapshot.layout,
         versions={package: version(package) for package in _PACKAGES},
-        agreement=about.agreement,
-        state=about.state,
-        files={file: size for part in parts for file, size in part.files.items()} | texts,
-        scalars={name: scalars[name] for name in spread.shards if name in scalars},
+        agreement=snapshot.about.agreement,
+        state=snapshot.about.state,
+        files={file: record for part in parts for file, record in part.files.items()} | texts,
+        scalars={name: scalars[name] for name in snapshot.shapes if name in scalars},
         tensors={
             kind: {
-                name: TensorRecord(spec.shape, dtypes[kind, name], tuple(slices[name]))
-                for name, spec in spread.shards.items()
+                name: TensorRecord(shape, dtypes[kind, name], tuple(slices[name]))
+                for name, shape in snapshot.shapes.items()
                 if name in slices
             }
             for kind, slices in found.items()
@@ -224,25 +312,13 @@ def _retain(directory: Path, keep: int) -> None:
     """Delete all but the newest `keep`: renamed first, so that no half-deleted folder carries a step's name."""
     for step in steps(directory)[:-keep]:
         doomed = directory / f"{_BESIDE}old-{step_folder(step)}"
-        os.rename(directory / step_folder(step), doomed)
-        shutil.rmtree(doomed)
+        disk.rename(directory / step_folder(step), doomed)
+        disk.remove(doomed)
+    for damaged in directory.glob(f"{_BESIDE}damaged-*"):
+        disk.remove(damaged)
 
 
-def _write_text(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Put a file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def on_first_rank(action: Callable[[], Result]) -> Result:
+def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `action` on rank 0; its result, or its error, on every rank."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -252,7 +328,7 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
             outcome[1] = error
         except OSError as error:
             outcome[1] = RunFailed(f"the run folder could not be read or written: {error}")
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]  # type: ignore[no-any-return]

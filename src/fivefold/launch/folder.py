@@ -1,9 +1,16 @@
-"""The run folder: which one a run gets, and what is in it before the first step."""
+"""The run folder: which one a run gets, what is in it before the first step, that one run at a time writes to it."""
 
+import errno
+import os
+import re
+import socket
 from itertools import count
 from pathlib import Path
 
 from fivefold.config import RunConfig
+from fivefold.errors import UserError
+
+LOCK = ".lock"
 
 
 def claim_fresh(config: RunConfig) -> RunConfig:
@@ -25,13 +32,59 @@ def named(config: RunConfig, name: str) -> RunConfig:
 
 
 def open_folder(config: RunConfig) -> Path:
-    """Make the run folder and return its `logs/`.
+    """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it.
 
     A new folder gets the resolved `run.yaml`; one that is there keeps its own until the run it describes has been
     compared with this one, which is for the training body to do.
     """
     logs = config.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    FolderLock(config.run_dir).release()  # refuses a folder in use before anything in it is touched
     if not (config.run_dir / "run.yaml").exists():
         (config.run_dir / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
     return logs
+
+
+def last_logged_step(config: RunConfig) -> int:
+    """The step of the last whole line of `metrics.jsonl`; 0 when there is none."""
+    path = config.run_dir / "metrics.jsonl"
+    found = re.findall(rb'^{"step": (\d+),.*}$', path.read_bytes()[-100_000:], re.MULTILINE) if path.is_file() else []
+    return int(found[-1]) if found else 0
+
+
+def last_saved_step(config: RunConfig) -> int:
+    """The step of the newest published checkpoint; 0 when there is none."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in (config.run_dir / "checkpoints").glob("step-*"))
+    return max((int(name[1]) for name in names if name), default=0)
+
+
+class FolderLock:
+    """Held by the one process that writes to a run folder; the system drops it when that process ends in any way."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Take the lock of `run_dir`, which exists. Raises `UserError` naming the process that holds it.
+
+        On a filesystem that knows no locks, and on Windows, there is nothing to take.
+        """
+        self._descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            import fcntl
+
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            return
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                return
+            owner = os.read(self._descriptor, 1000).decode(errors="replace").strip()
+            self.release()
+            raise UserError(
+                f"another run writes to {run_dir}: {owner or 'its owner is not known'}",
+                fix="wait for it, end it, or take another run.name",
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def release(self) -> None:
+        """Let others write."""
+        os.close(self._descriptor)

@@ -19,8 +19,9 @@ from uuid import uuid4
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
-from fivefold.launch.folder import claim_fresh, named, open_folder
+from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.model import check_model
+from fivefold.launch.restart import WorkerDied, with_restarts
 from fivefold.launch.voice import one_voice, said_once
 from fivefold.launch.world import (
     LOOPBACK,
@@ -31,12 +32,12 @@ from fivefold.launch.world import (
     worker_environment,
 )
 from fivefold.layout import MESH_AXES, Layout
-from fivefold.worker import INTERRUPTED, execute, failure_file
+from fivefold.worker import INTERRUPTED, TERMINATED, execute, failure_file
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
 
 
-class WorkerCrashed(RunFailed):
+class WorkerCrashed(WorkerDied):
     """A worker ended on an error that is not the user's; `traceback` is the text of it, for `--debug`."""
 
     traceback = ""
@@ -91,7 +92,7 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     """
     logs.mkdir(parents=True, exist_ok=True)
     for old in (*logs.glob("failure-*.json"), *logs.glob("rank-*.log")):
-        old.unlink()
+        old.replace(old.with_name(f"before-{old.name}"))
     request_file = logs / "request.json"
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
     _elastic(["-m", "fivefold.worker", verb, str(request_file)], workers=workers, logs=logs)
@@ -107,7 +108,13 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
     config = claim_fresh(config) if is_fresh else config
     print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
     request = {"config": config.to_yaml(), "device": kind}
-    start_workers("train", request, workers=workers, logs=open_folder(config))
+    logs = open_folder(config)
+    with_restarts(
+        lambda: start_workers("train", request, workers=workers, logs=logs),
+        most=config.train.max_restarts,
+        steps=lambda: (last_logged_step(config), last_saved_step(config)),
+        say=lambda text: print(text, flush=True),
+    )
     return config.run_dir
 
 
@@ -208,6 +215,8 @@ def _first_failure(logs: Path, codes: Mapping[int, int]) -> BaseException:
     """What the first worker to fail left behind; failing that, what its exit code says."""
     if INTERRUPTED in codes.values():
         return KeyboardInterrupt()
+    if TERMINATED in codes.values():
+        return SystemExit(TERMINATED)
     # SIGTERM is how the agent ends those that are left when one has failed.
     killed = {rank: code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
     killed = {rank: code for rank, code in killed.items() if not failure_file(logs, rank).exists()}
@@ -223,21 +232,20 @@ def _first_failure(logs: Path, codes: Mapping[int, int]) -> BaseException:
         fix="--debug shows where",
         more=f"log: {logs / 'rank-{}.log'.format(first['rank'])}",
     )
-    crashed.traceback = first["traceback"]
+    crashed.traceback, crashed.cause = first["traceback"], first["what"]
     return crashed
 
 
-def _killed(logs: Path, codes: Mapping[int, int]) -> RunFailed:
+def _killed(logs: Path, codes: Mapping[int, int]) -> WorkerDied:
     rank, code = min(codes.items())
-    if code >= 0:
-        cause, fix = f"ended with exit code {code} and without a word", None
-    else:
-        cause = f"was killed by {signal.Signals(-code).name}"
-        out_of_memory = (
-            "most often the machine ran out of memory: a smaller train.micro_batch_size or data.seq_length helps"
-        )
-        fix = out_of_memory if -code == signal.SIGKILL else None
-    return RunFailed(f"rank {rank} {cause}", fix=fix, more=f"log: {logs / f'rank-{rank}.log'}")
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    fix = None
+    if code == -signal.SIGKILL:
+        fix = "most often the machine ran out of memory: a smaller train.micro_batch_size or data.seq_length helps"
+    more = f"log: {logs / f'rank-{rank}.log'}"
+    died = WorkerDied(f"rank {rank} {cause}{' and without a word' if code >= 0 else ''}", fix=fix, more=more)
+    died.cause, died.by_chance = cause, code == -signal.SIGKILL
+    return died
 
 
 @contextmanager

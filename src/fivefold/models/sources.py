@@ -1,6 +1,5 @@
 """Where weights come from: drawn, or read from safetensors; in both cases only the region that is asked for."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from fivefold import safetensors_header, strict_json
 from fivefold.errors import UserError
 from fivefold.models import recipe as recipes
 from fivefold.models import surfaces
@@ -93,10 +93,12 @@ class SafetensorsFolder:
         """
         self._folder = Path(path)
         self._files = _locate(self._folder)
-        self._shapes = _shapes(self._files)
-        expected = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+        entries = _entries(self._files)
+        self._shapes = {name: entry.shape for name, entry in entries.items()}
+        expected = stored_tensors(model)
         _check_names(self._folder, set(self._files), set(expected), model)
-        _check_shapes(self._folder, self._shapes, expected)
+        _check_shapes(self._folder, self._shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
+        _check_types(self._folder, entries, expected)
         self._names = set(expected)
 
     def names(self) -> set[str]:
@@ -123,8 +125,7 @@ def _locate(folder: Path) -> dict[str, Path]:
         return {name: files[file] for name, file in weight_map.items()}
     if (folder / _SINGLE).is_file():
         path = _inside(folder, _SINGLE)
-        with _open(path) as file:
-            return dict.fromkeys(file.keys(), path)
+        return dict.fromkeys(_header(path), path)
     pickled = sorted(file.name for file in folder.glob("*.bin"))
     if pickled:
         raise UserError(
@@ -138,9 +139,9 @@ def _locate(folder: Path) -> dict[str, Path]:
 
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = strict_json.read(path)["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise UserError(f"{path} is not an index of safetensors files: {error!r}") from error
 
 
@@ -164,16 +165,25 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}", fix="download the file again") from error
 
 
-def _shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-    shapes = {}
+def _header(path: Path) -> Mapping[str, safetensors_header.Entry]:
+    """The tensors of a file that was checked to be one. Raises `UserError`."""
+    try:
+        with path.open("rb") as file:
+            return safetensors_header.read(file).tensors
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}", fix="download the file again") from error
+
+
+def _entries(files: Mapping[str, Path]) -> dict[str, safetensors_header.Entry]:
+    found = {}
     for path in sorted(set(files.values())):
         named = {name for name, where in files.items() if where == path}
-        with _open(path) as file:
-            absent = named - set(file.keys())
-            if absent:
-                raise UserError(f"{path} lacks {_some(absent)}, which the index places there")
-            shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in named})
-    return shapes
+        entries = _header(path)
+        absent = named - entries.keys()
+        if absent:
+            raise UserError(f"{path} lacks {_some(absent)}, which the index places there")
+        found.update({name: entries[name] for name in named})
+    return found
 
 
 def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTrainedModel) -> None:
@@ -199,6 +209,18 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], expected: 
             f"{folder} has other shapes than the model: {'; '.join(wrong[:4])}"
             + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
             fix="does model.overrides change a size that the weights were trained with?",
+        )
+
+
+def _check_types(
+    folder: Path, found: Mapping[str, safetensors_header.Entry], expected: Mapping[str, torch.Tensor]
+) -> None:
+    floats = [name for name, tensor in expected.items() if tensor.is_floating_point()]
+    wrong = [name for name in floats if found[name].dtype not in ("F64", "F32", "F16", "BF16")]
+    if wrong:
+        raise UserError(
+            f"{folder} holds {_some(wrong)} as {found[wrong[0]].dtype}, which are no weights to train",
+            fix="a quantised model is trained from the folder that it was made of",
         )
 
 

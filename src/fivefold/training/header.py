@@ -1,6 +1,5 @@
 """The lines around a run: what it is before the first step, where everything is after the last."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.launch.world import multiplies_bf16
@@ -9,13 +8,14 @@ from fivefold.parallel.apply import spread_of
 from fivefold.units import human
 
 if TYPE_CHECKING:
+    from fivefold.training.keeper import Resumed
     from fivefold.training.run import Job
 
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
 
 
-def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str, str]]:
+def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
     config, layout, world = job.config, spread_of(job.model).layout, job.world
     on = " ".join(f"{axis} {getattr(layout, axis)}" for axis in MESH_AXES if getattr(layout, axis) > 1) or "one process"
@@ -37,8 +37,9 @@ def lines(job: "Job", *, compiled: bool, resumed: Path | None) -> list[tuple[str
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.insert(-1, ("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    if resumed:
-        rows.append(("resume", f"from {resumed}, step {job.step} of {job.total_steps}"))
+    rows += [("DAMAGED", damage) for damage in resumed.damages]
+    if resumed.folder:
+        rows.append(("resume", f"from {resumed.folder}, step {job.step} of {job.total_steps}"))
     return rows
 
 

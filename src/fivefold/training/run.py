@@ -3,9 +3,9 @@
 The same code runs on one CPU and on many GPUs; nothing here knows which folds are on.
 """
 
-import json
 import math
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,32 +23,39 @@ from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.errors import RunFailed, UserError
+from fivefold.errors import RunFailed
 from fivefold.generation.text import sample_text
+from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.training import flops, header
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
+from fivefold.training.keeper import Keeper
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import JsonLines, Sink, open_sinks
 from fivefold.training.model import build_model, compile_pays, load_source
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.schedule import learning_rate
 from fivefold.training.step import StepResult, train_step
+from fivefold.training.stop import Stopped, StopRequest
 
 SAMPLE_TOKENS = 48  # length of a sample
+COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Job`, kept in its checkpoints
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 
 
 def train(config: RunConfig, world: World) -> None:
     """Train as `config` says, on this rank of `world`, which has been joined.
 
-    Raises `UserError` for a request that cannot be met and `RunFailed` when the run diverges.
+    Raises `UserError` for a request that cannot be met, `RunFailed` when the run diverges, and `Stopped` when a signal
+    ended it early, saved.
     """
     check_supported(config)
     with ExitStack() as stack:
-        Job.build(config, world, prepare(config), stack).run()  # prepared before the group existed: a cache hit
+        job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
+        with job.stop.listening():
+            job.run()
 
 
 @dataclass
@@ -60,6 +67,7 @@ class Job:
     data: PreparedData
     model: Any
     optimizer: torch.optim.Optimizer
+    keeper: Keeper
     display: Display | None  # rank 0 only, like the sinks
     sinks: list[Sink]
     memory: PeakMemory
@@ -70,6 +78,7 @@ class Job:
     skipped: int = 0
     in_a_row: int = 0
     last_eval: float | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     # ---- before the first step --------------------------------------------------------------------------------------
@@ -91,8 +100,14 @@ class Job:
             reduce=config.precision.reduce, loss_chunks=chunks, compile_blocks=compiled,
         )  # fmt: skip
         optimizer = build_optimizer(model, config.optimizer)
-        job = cls(config, world, data, model, optimizer, None, [], memory, costs, total_steps)
-        resumed = job._resume()
+        checkpoint.on_first_rank(lambda: _hold(config.run_dir, stack))
+        keeper = Keeper(config, model, optimizer, data)
+        job = cls(config, world, data, model, optimizer, keeper, None, [], memory, costs, total_steps)
+        stack.callback(keeper.close)
+        resumed = keeper.resume()
+        job.step = resumed.step
+        for name in COUNTED if resumed.folder else ():
+            setattr(job, name, resumed.state[name])
         if world.is_first:
             (config.run_dir / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
             job.display = stack.enter_context(open_display(total_steps=total_steps, start=job.step))
@@ -102,35 +117,6 @@ class Job:
                 stack.callback(sink.close)
         stack.callback(job.prefetch.shutdown, wait=True)
         return job
-
-    def _resume(self) -> Path | None:
-        """Go on from the newest checkpoint of this run, if there is one that agrees."""
-        folder = checkpoint.on_first_rank(self._where_to_go_on)  # one rank looks: folders can differ between machines
-        if folder is None:
-            return None
-        opened = checkpoint.Checkpoint.open(folder)
-        checkpoint.restore(self.model, self.optimizer, opened)
-        self.step = opened.step
-        self.tokens_seen, self.skipped = opened.state["tokens_seen"], opened.state["skipped"]
-        return folder
-
-    def _where_to_go_on(self) -> Path | None:
-        """The newest checkpoint, after it has been compared with this run; None to start at step 0."""
-        folder = checkpoint.newest(self.checkpoint_dir) if self.config.checkpoint.resume == "auto" else None
-        if folder is not None:
-            saved = checkpoint.Checkpoint.open(folder).agreement
-            checkpoint.check_agreement(saved, self._agreement(), where=str(folder))
-            return folder
-        if there := checkpoint.steps(self.checkpoint_dir):
-            raise UserError(
-                f"{self.checkpoint_dir} holds steps {', '.join(map(str, there))}, and this run starts at step 0",
-                fix="take another run.name, set checkpoint.resume: auto, or remove the folder",
-            )
-        return None
-
-    def _agreement(self) -> dict[str, Any]:
-        model_config = json.loads(self.model.config.to_json_string())
-        return checkpoint.agreement(self.config, self.data.fingerprint, model_config)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -144,12 +130,14 @@ class Job:
             rate = self._learning_rate(self.step)
             options = self.config.optimizer
             result = train_step(
-                self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm
-            )
+                self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
+                stop=self.stop.by is not None,
+            )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1
             self.tokens_seen += result.tokens
             self._count_skipped(result)
+            self._report_save()
             row = self._row(result, rate, seconds, waited)
             if self._due(self.config.eval.every) and self.data.validation:
                 self.last_eval = evaluate(self.model, self.data.validation, self.config)
@@ -160,8 +148,15 @@ class Job:
             self._stop_if_diverged()
             if self._due(self.config.sample.every):
                 self._sample()
-            if self._due(self.config.checkpoint.every) or self.step == self.total_steps:
+            if self._due(self.config.checkpoint.every) or self.step == self.total_steps or result.stop:
                 self._save()
+            if result.stop and self.step < self.total_steps:
+                self.keeper.wait()
+                by = self.stop.by or signal.SIGTERM  # another rank's
+                self._tell(f"stopped by {by.name} after step {self.step} of {self.total_steps}, which is saved")
+                dist.barrier()  # a rank that ends earlier would have the others ended
+                raise Stopped(by)
+        self.keeper.wait()
         self._close()
 
     def _batches(self) -> Iterator[tuple[list[MicroBatch], float]]:
@@ -293,28 +288,31 @@ class Job:
         return JsonLines(self.config.run_dir / "samples.jsonl", last_step=self.step - 1)
 
     def _save(self) -> None:
-        checkpoint.save(
-            self.model,
-            self.optimizer,
-            self.checkpoint_dir,
-            step=self.step,
-            state={"tokens_seen": self.tokens_seen, "skipped": self.skipped},
-            agreement=self._agreement(),
-            config=self.config,
-            tokenizer_dir=self.data.tokenizer_dir,
-            keep=self.config.checkpoint.keep,
-        )
+        """Begin to save what `COUNTED` names, with the model; the last save of a run is waited for."""
+        self._report_save(wait=True)
+        self.keeper.save(self.step, {name: getattr(self, name) for name in COUNTED})
+
+    def _report_save(self, *, wait: bool = False) -> None:
+        """Say it when the last save has failed in the background: training goes on, and the older checkpoint stands."""
+        failure = self.keeper.failure(wait=wait)
+        if failure and self.display:
+            self.display.note(f"step {self.step}: {failure.what}; training goes on")
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
             shutil.rmtree(self.config.run_dir / "hf", ignore_errors=True)  # an earlier step's
             checkpoint.export(self.config.run_dir, self.config.run_dir / "hf")
+        self._tell(why)
+
+    def _tell(self, why: str | None) -> None:
+        """Where everything is, and what to type next."""
         if self.display:
             self.display.closing(header.closing_lines(self, why))
 
-    @property
-    def checkpoint_dir(self) -> Path:
-        return self.config.run_dir / "checkpoints"
+
+def _hold(run_dir: Path, stack: ExitStack) -> None:
+    """Keep other runs from writing to this folder."""
+    stack.callback(FolderLock(run_dir).release)
 
 
 def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:

@@ -27,6 +27,7 @@ class StepResult:
     targets: int
     squared_lengths: int  # of the documents, for the FLOPs of attention
     skipped: bool  # loss or gradient was not finite: nothing was updated
+    stop: bool  # a rank was asked to stop
 
 
 def train_step(
@@ -36,14 +37,15 @@ def train_step(
     *,
     learning_rate: float,
     max_grad_norm: float,
+    stop: bool = False,
 ) -> StepResult:
-    """Train on this rank's micro batches of one global batch.
+    """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to; all are told.
 
     The loss is summed and divided by the global count of target tokens; every reduction is a plain sum.
     """
     spread = spread_of(model)
     device = next(model.parameters()).device
-    targets, tokens, squared = _count(batch, spread, device).tolist()
+    targets, tokens, squared, stops = _count(batch, spread, device, stop).tolist()
     scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
     loss = gradients(model, batch, scale)
     if spread.mesh.tp_rank:  # every tp rank computed the same loss: one of them counts it
@@ -57,7 +59,7 @@ def train_step(
             group["lr"] = learning_rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(summed, norm, tokens, targets, squared, skipped)
+    return StepResult(summed, norm, tokens, targets, squared, skipped, stops > 0)
 
 
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
@@ -86,14 +88,14 @@ def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = No
     return LossInputs(ids, labels, positions, bounds=bounds, scale=scale)
 
 
-def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device) -> Tensor:
-    """Global counts, int64 [3]: target tokens, real input tokens, squared document lengths.
+def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device, stop: bool) -> Tensor:
+    """Global counts, int64 [4]: target tokens, real input tokens, squared document lengths; ranks asked to stop.
 
     The tp ranks of a row read the same tokens: one of them counts.
     """
     counts = (sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch))
-    mine = torch.tensor(counts, dtype=torch.int64, device=device)
-    return all_reduce_sum(mine if spread.mesh.tp_rank == 0 else mine.zero_())
+    mine = counts if spread.mesh.tp_rank == 0 else (0, 0, 0)
+    return all_reduce_sum(torch.tensor((*mine, int(stop)), dtype=torch.int64, device=device))
 
 
 def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chunks: int | None = None) -> StepShape:
@@ -119,5 +121,5 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
 def declare(model: Any, shape: StepShape) -> tuple[Collective, ...]:
     """Every collective of `train_step` on this rank: the folds' own, the token counts, and loss with norm."""
     spread = spread_of(model)
-    own = [Collective("world", "all_reduce", 2, 24 + 16)] if spread.layout.world > 1 else []
+    own = [Collective("world", "all_reduce", 2, 32 + 16)] if spread.layout.world > 1 else []
     return total([*spread.declare(shape), *own])

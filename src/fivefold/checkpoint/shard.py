@@ -1,0 +1,125 @@
+"""One safetensors file of a checkpoint: written in one pass with a checksum per tensor, checked in one pass.
+
+A checksum is XXH3 (128 bits) over what the bytes are said to be (key, type, shape) and then the bytes: a slice that is
+whole but lies in another's place does not pass for it. It finds accidents; it is no signature.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from fivefold import safetensors_header
+from fivefold.checkpoint import disk
+
+SUFFIX = ".safetensors"
+TYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+AT_ONCE = 8 * 2**20  # bytes read and hashed at a time
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: its size in bytes, the checksum of its header, and that of each tensor by key."""
+
+    bytes: int
+    header: str
+    tensors: Mapping[str, str]
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write CPU tensors, contiguous or not, as a new safetensors file."""
+    header = _header(tensors)
+    sums: dict[str, str] = {}
+    size = disk.write(path, chain([header], _contents(tensors, sums)))
+    return Written(size, checksum(header), sums)
+
+
+def check(path: Path, header: str, tensors: Mapping[str, str], wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Compare a file with the checksums of its header and of its tensors.
+
+    `tensors`: key -> checksum, all that the file must hold; `wanted`: the keys whose bytes are read. Yields (key, what
+    is wrong with it), key "" for the file itself. No more is held than a header and `AT_ONCE` bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = safetensors_header.read_raw(file)
+            if checksum(raw) != header:
+                raise ValueError("its header is not the one that was saved")
+            entries = safetensors_header.parse(raw, os.fstat(file.fileno()).st_size).tensors
+            if entries.keys() != tensors.keys():
+                raise ValueError("it holds other tensors than it should")
+            for key in sorted(wanted, key=lambda key: entries[key].start):
+                entry = entries[key]
+                file.seek(entry.start)
+                hasher = _hasher(key, entry.dtype, entry.shape)
+                for part in _pieces(file, entry.stop - entry.start):
+                    hasher.update(part)
+                if hasher.hexdigest() != tensors[key]:
+                    yield key, "its bytes are not those that were saved"
+    except OSError as error:
+        yield "", f"it cannot be read: {error.strerror}"
+    except ValueError as error:
+        yield "", str(error)
+
+
+def checksum(content: bytes) -> str:
+    """Of a text or a header."""
+    return xxh3_128(content).hexdigest()
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, tensor in tensors.items():
+        entries[key] = {
+            "dtype": _type(tensor), "shape": list(tensor.shape), "data_offsets": [at, at := at + tensor.nbytes]
+        }  # fmt: skip
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def checksum_of(key: str, tensor: Tensor) -> str:
+    """Of a CPU tensor under a key."""
+    sums: dict[str, str] = {}
+    for _ in _contents({key: tensor}, sums):
+        pass
+    return sums[key]
+
+
+def _contents(tensors: Mapping[str, Tensor], sums: dict[str, str]) -> Iterator[memoryview]:
+    """The bytes of each tensor, a piece at a time; each is hashed while it is in the cache, and `sums` is filled."""
+    for key, tensor in tensors.items():
+        hasher = _hasher(key, _type(tensor), tensor.shape)
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(content), AT_ONCE):
+            part = content[start : start + AT_ONCE]
+            hasher.update(part)
+            yield part
+        sums[key] = hasher.hexdigest()
+
+
+def _hasher(key: str, dtype: str, shape: Sequence[int]) -> Any:
+    return xxh3_128(f"{key}\n{dtype}\n{','.join(map(str, shape))}\n".encode())
+
+
+def _type(tensor: Tensor) -> str:
+    return TYPES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def _pieces(file: Any, size: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(size, AT_ONCE)))
+    while size:
+        got = file.readinto(buffer[: min(size, AT_ONCE)])
+        if not got:
+            raise ValueError("it ends too early")
+        yield buffer[:got]
+        size -= got

@@ -1,0 +1,99 @@
+"""The checkpoints of a run: which one it goes on from, what is saved beside the tensors, what is said of a failure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold import checkpoint
+from fivefold.config import RunConfig
+from fivefold.data.prepare import PreparedData
+from fivefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run begins: after `step` steps, with what was counted until then. `folder` None: afresh.
+
+    `damages` says what is wrong with the newer checkpoints that were passed over.
+    """
+
+    step: int = 0
+    state: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    damages: tuple[str, ...] = ()
+
+
+class Keeper:
+    """Goes on from the checkpoints of a run and writes new ones. Every rank has one and calls the same methods."""
+
+    def __init__(self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData) -> None:
+        self._config, self._model, self._optimizer, self._data = config, model, optimizer, data
+        self.directory = config.run_dir / "checkpoints"
+        options = config.checkpoint
+        self._saver = checkpoint.Saver(self.directory, keep=options.keep, asynchronous=options.asynchronous)
+
+    def resume(self) -> Resumed:
+        """Load the newest valid checkpoint that agrees with this run. Raises `UserError`."""
+        passed: dict[Path, str] = {}
+        while True:
+            # One rank looks: folders can differ between machines.
+            folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed))
+            if folder is None:
+                return Resumed()
+            opened = checkpoint.Checkpoint.open(folder)
+            try:
+                checkpoint.restore(self._model, self._optimizer, opened)
+            except checkpoint.Damaged as damage:  # on every rank
+                passed[folder] = damage.what
+                continue
+            return Resumed(opened.step, opened.state, folder, tuple(passed.values()))
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to save, or save, after `step` steps; an earlier save has ended and its failure was told."""
+        about = checkpoint.About(
+            step=step, state=state, agreement=self._agreement(), config=self._config,
+            tokenizer_dir=self._data.tokenizer_dir,
+        )  # fmt: skip
+        self._saver.save(self._model, self._optimizer, about)
+
+    def failure(self, *, wait: bool = False) -> UserError | None:
+        """Why the last save failed in the background, once; see `Saver.failure`."""
+        return self._saver.failure(wait=wait)
+
+    def wait(self) -> None:
+        """Wait for the last save. Raises on every rank if it failed."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Let the save under way end."""
+        self._saver.close()
+
+    def _where_to_go_on(self, passed: dict[Path, str]) -> tuple[Path | None, dict[Path, str]]:
+        """The newest checkpoint but those `passed` over, after it has been compared with this run; None: step 0."""
+        there = checkpoint.steps(self.directory)
+        if self._config.checkpoint.resume == "auto":
+            for each in checkpoint.candidates(self.directory):
+                if each.checkpoint and each.path not in passed:
+                    checkpoint.check_agreement(each.checkpoint.agreement, self._agreement(), where=str(each.path))
+                    return each.path, passed
+                passed.setdefault(each.path, each.damage)
+        if passed:
+            raise checkpoint.Damaged(
+                f"none of the checkpoints in {self.directory} is what was saved: {next(iter(passed.values()))}",
+                fix="put back a copy of one, or take another run.name to start at step 0",
+            )
+        if there:
+            raise UserError(
+                f"{self.directory} holds steps {', '.join(map(str, there))}, and this run starts at step 0",
+                fix="take another run.name, set checkpoint.resume: auto, or remove the folder",
+            )
+        return None, passed
+
+    def _agreement(self) -> dict[str, Any]:
+        model_config = json.loads(self._model.config.to_json_string())
+        return checkpoint.agreement(self._config, self._data.fingerprint, model_config)

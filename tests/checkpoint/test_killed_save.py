@@ -1,0 +1,140 @@
+"""SIGKILL before and after every system call of a save: what is there afterwards is the old step or the new one.
+
+A save of two ranks runs in a child process, one rank after the other, over a folder that holds an older step; the
+child kills itself at the n-th call of `disk`'s, for every n there is.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.checkpoint import Checkpoint, disk, newest
+from fivefold.checkpoint.load import is_valid, step_folder
+
+saving = sys.modules["fivefold.checkpoint.save"]
+CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "scandir", "unlink", "rmdir")
+NAMES = ("embed.weight", "layers.0.weight", "layers.1.weight")
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+class Dying:
+    """`os`, but for a SIGKILL right before the call number `at`; counts them when `at` is None."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.calls = at, 0
+
+    def __getattr__(self, name: str) -> Any:
+        plain = getattr(os, name)
+        return self._counted(plain) if name in CALLS else plain
+
+    def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if self.calls == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.calls += 1
+            return plain(*args)
+
+        return call
+
+
+def save_step(directory: Path, step: int, keep: int) -> None:
+    """What `Saver` does for two ranks that each own half of every tensor; all values are `step`."""
+    published = directory / step_folder(step)
+    beside = directory / f".tmp-{published.name}"
+    saving._start(beside, published)
+    parts = []
+    for rank in range(2):
+        slices = [
+            saving.OwnedSlice(kind, name, (4 * rank, 0), torch.full((4, 6), float(step)))
+            for kind in ("weight", "exp_avg")
+            for name in NAMES
+        ]
+        snapshot = saving._Snapshot(
+            about=save_about(step), layout="shard2", shapes=dict.fromkeys(NAMES, (8, 6)), slices=slices, scalars={},
+            texts={"run.yaml": b"step\n" * step, "model/config.json": b"{}"},
+        )  # fmt: skip
+        parts.append(saving._write(beside, snapshot, rank))
+    saving._publish(snapshot, parts, beside, published, keep)
+
+
+def save_about(step: int) -> Any:
+    return saving.About(step=step, state={"step": step})
+
+
+def in_child(action: Callable[[], None], at: int | None) -> tuple[int, int]:
+    """Run `action` in a fork that dies at call `at`: (the signal it died of, the calls it made)."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            disk.os = dying = Dying(at)  # type: ignore[attr-defined,assignment]
+            action()
+            os.write(writer, str(dying.calls).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    calls = os.read(reader, 100)
+    os.close(reader)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return (os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0), int(calls or 0)
+
+
+def content(folder: Path) -> set[float]:
+    """Every value in a checkpoint."""
+    opened = Checkpoint.open(folder)
+    return {
+        float(value) for kind in opened.kinds for name in NAMES for value in opened.source(kind).whole(name).unique()
+    }
+
+
+def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = 1
+    monkeypatch.setattr(disk, "AT_ONCE", 32)  # so that files are cut in their middle, too
+    save_step(tmp_path / "whole", 1, keep)
+    _, calls = in_child(lambda: save_step(tmp_path / "whole", 2, keep), None)
+    assert calls > 200
+    outcomes = []
+    for at in range(calls):
+        directory = tmp_path / f"{at}"
+        save_step(directory, 1, keep)
+        died, _ = in_child(lambda: save_step(directory, 2, keep), at)  # noqa: B023
+        assert died == signal.SIGKILL
+        folder = newest(directory)
+        assert folder is not None and is_valid(folder)
+        step = Checkpoint.open(folder).step
+        assert content(folder) == {float(step)} and Checkpoint.open(folder).state == {"step": step}
+        assert (folder / "run.yaml").read_bytes() == b"step\n" * step
+        assert all(is_valid(path) for path in directory.glob("step-*"))
+        outcomes.append(step)
+        save_step(directory, step + 1, keep)  # the next save works, and clears away what this one left
+        assert [path.name for path in directory.iterdir()] == [step_folder(step + 1)]
+    assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2}  # one moment divides old from new
+
+
+def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
+    """The step that is saved again because its first copy is damaged: an older valid one is there at every moment."""
+
+    def prepare(directory: Path) -> None:
+        save_step(directory, 1, 3)
+        save_step(directory, 2, 3)
+        file = directory / step_folder(2) / "weight-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    prepare(tmp_path / "whole")
+    _, calls = in_child(lambda: save_step(tmp_path / "whole", 2, 3), None)
+    for at in range(calls):
+        directory = tmp_path / f"{at}"
+        prepare(directory)
+        in_child(lambda: save_step(directory, 2, 3), at)  # noqa: B023
+        assert is_valid(directory / step_folder(1))
+        assert content(directory / step_folder(1)) == {1.0}
