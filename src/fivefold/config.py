@@ -131,6 +131,9 @@ class TrainSection(Section):
         default="auto", description="torch.compile of each block: auto, true, false"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
+    collective_timeout: Number = Field(
+        default=600, ge=0, description="seconds until a collective that hangs ends the run; 0 = never"
+    )
     max_restarts: Whole = Field(
         default=3, ge=0, description="restarts after a worker died, without a new checkpoint in between"
     )
@@ -215,6 +218,9 @@ class CheckpointSection(Section):
     )
     resume: Literal["auto", "never"] = Field(
         default="auto", description="auto goes on from the newest checkpoint that agrees"
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        default="continue", description="what a run does when a checkpoint cannot be written, but for the last"
     )
     export_hf: bool = Field(default=False, description="write a Hugging Face folder at the end")
 

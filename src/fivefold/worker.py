@@ -10,8 +10,6 @@ import logging
 import os
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,6 +18,7 @@ from typing import Any
 
 from fivefold.config import parse_config
 from fivefold.errors import RunFailed, UserError
+from fivefold.launch.failure import failure_file, leave_failure
 from fivefold.launch.world import World, alone, find_world, join
 
 INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended by Ctrl-C and by SIGTERM
@@ -60,7 +59,7 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
     except Exception as error:
         if not failure_file(logs, rank).exists():
             logging.getLogger(__name__).exception("rank %s failed", rank)
-            _leave_failure(logs, rank, error)
+            leave_failure(logs, rank, error)
         raise
 
 
@@ -80,34 +79,6 @@ def _body(verb: str) -> Body:
     module, _, function = verb.partition(":")
     body: Body = getattr(import_module(module), function)
     return body
-
-
-def failure_file(logs: Path, rank: int) -> Path:
-    """Where rank `rank` leaves what went wrong."""
-    return logs / f"failure-{rank}.json"
-
-
-def _leave_failure(logs: Path, rank: int, error: Exception) -> None:
-    said = error if isinstance(error, UserError) else UserError(_one_line(error))
-    failure = {
-        "is_users": isinstance(error, UserError),
-        "rank": rank,
-        "time": time.time(),
-        "exit_code": error.exit_code if isinstance(error, UserError) else RunFailed.exit_code,
-        "what": said.what,
-        "fix": said.fix,
-        "more": said.more,
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    unfinished = logs / f".failure-{rank}.json"
-    unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
-    unfinished.replace(failure_file(logs, rank))
-
-
-def _one_line(error: Exception) -> str:
-    """`RuntimeError: the first line of the message`, not the pages that C++ adds to it."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 def _log_to(path: Path, *, whole: bool) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.world import World
+from fivefold.training.watchdog import watching
 
 
 def sum_ranks(request: Mapping[str, Any], world: World) -> None:
@@ -54,4 +55,17 @@ def wait(request: Mapping[str, Any], world: World) -> None:
     Path(request["out"], f"pid-{world.rank}").write_text(str(os.getpid()))
     if world.is_first:
         dist.barrier()
+    time.sleep(120)
+
+
+def hang(request: Mapping[str, Any], world: World) -> None:
+    """Rank 1 never comes to the collective that rank 0 waits in."""
+    with watching(Path(request["out"], "logs"), world.rank, timeout=2.0):
+        dist.all_reduce(torch.ones(7))
+        if world.rank == 1:
+            slumber()
+        dist.all_reduce(torch.ones(3))
+
+
+def slumber() -> None:
     time.sleep(120)

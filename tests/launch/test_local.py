@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,6 +116,22 @@ def test_a_failed_run_keeps_its_exit_code(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="not finite") as caught:
         start("run_fails", tmp_path)
     assert (type(caught.value), caught.value.exit_code) == (RunFailed, 1)
+
+
+def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerCrashed) as caught:
+        start("hang", tmp_path)
+    assert time.monotonic() - started < 60
+    assert "Hung: no answer in a collective for 2 s" in caught.value.what
+    more = caught.value.more or ""
+    assert re.search(r"rank 0, last: all_reduce \[\[3\]\] of group default_pg, number \d+, under way", more)
+    assert re.search(r"rank 1, last: all_reduce \[\[7\]\] of group default_pg, number \d+, done", more)
+    stacks = json.loads((tmp_path / "logs" / "failure-1.json").read_text())["traceback"]
+    assert "in slumber" in stacks
+    with pytest.raises(RunFailed):
+        start("run_fails", tmp_path)  # what an earlier attempt left is put aside
+    assert not (tmp_path / "logs" / "hung").exists()
 
 
 def test_a_crash_is_told_in_one_line_with_rank_and_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,15 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from fivefold.checkpoint import shard, steps
 from fivefold.config import RunConfig
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
@@ -18,7 +21,20 @@ from fivefold.training.schedule import learning_rate
 from tests.checkpoint.folders import hf_folder
 from tests.data.helpers import random_texts, segments, write_jsonl
 from tests.parity import Case
-from tests.training.bodies import SEQ, column, metrics, run_dir, run_file, same, state, train, write_corpus
+from tests.pool import run_ranks
+from tests.training.bodies import (
+    SEQ,
+    Ran,
+    column,
+    metrics,
+    on_rank,
+    run_dir,
+    run_file,
+    same,
+    state,
+    train,
+    write_corpus,
+)
 
 KEYS = {
     "step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen", "perf/tokens_per_second",
@@ -278,3 +294,47 @@ def test_a_validation_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     tree["optimizer"]["learning_rate"] = 1e11
     assert train(tree, world=1).error is None
     assert column(tree, "eval/loss") == [None]
+
+
+# ---- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def train_on_full_disk(tree: dict[str, Any], failing: set[int]) -> Ran:
+    """Saves of these steps fail on the last rank."""
+    plain = shard.write
+
+    def write(path: Path, *rest: Any) -> Any:
+        step = int(path.parent.name.rpartition("-")[2])
+        if step in failing and dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(28, "No space left on device")
+        return plain(path, *rest)
+
+    with patch.object(shard, "write", write):
+        return on_rank(tree)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path: Path, background: bool) -> None:
+    tree = run_file(tmp_path, checkpoint__every=2, checkpoint__async=background)
+    ran = run_ranks(2, train_on_full_disk, tree, {4})[0]
+    assert ran.error is None and steps(run_dir(tree) / "checkpoints") == [2, 6]
+    assert re.search(
+        r"note: step [56]: .*step-000004 could not be written.*No space left.*; training goes on", ran.screen
+    )
+    assert column(tree, "step") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_full_disk_stops_the_run_when_asked_to(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, checkpoint__every=2, checkpoint__on_failure="stop", train__max_steps=30)
+    results = run_ranks(2, train_on_full_disk, tree, {4})
+    assert {type(ran.error) for ran in results} == {RunFailed} and "step-000004" in results[0].error.what
+    last = column(tree, "step")[-1]
+    assert 5 <= last <= 8 and steps(run_dir(tree) / "checkpoints") == [2, last]  # saved before it stopped
+    assert "training stops" in results[0].screen
+
+
+def test_a_last_save_that_fails_fails_the_run(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, checkpoint__every=2)
+    results = run_ranks(2, train_on_full_disk, tree, {6})
+    assert {type(ran.error) for ran in results} == {RunFailed}
+    assert steps(run_dir(tree) / "checkpoints") == [2, 4]

@@ -6,8 +6,10 @@ published steps as they were and a `.tmp-` folder that the next save clears away
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from fivefold.parallel.tensor import local
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
+PATIENCE = timedelta(hours=12)  # for the slowest rank to have written
 Result = TypeVar("Result")
 
 
@@ -89,7 +92,7 @@ class Saver:
     def __init__(self, directory: Path, *, keep: int, asynchronous: bool = False) -> None:
         """Save into `directory/step-NNNNNN` and keep the newest `keep` of them."""
         self._directory, self._keep, self._asynchronous = directory, keep, asynchronous
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
         self._staged: dict[str, Tensor] = {}
@@ -97,13 +100,13 @@ class Saver:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> None:
         """Save weights and optimizer state as they are now; asynchronous: return when they are copied.
 
-        Waits for an earlier save first. Raises, on all ranks, what `wait` raises: if asynchronous, that of the earlier.
+        How it went is for `wait` or `failure` to tell. An earlier save is waited for first, and raises if it failed.
         """
         self.wait()
         reshard(model)
         self._pending = self._thread.submit(self._write_and_publish, self._snapshot(model, optimizer, about))
         if not self._asynchronous:
-            self.wait()
+            futures.wait([self._pending])
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -173,6 +176,7 @@ def save(
     saver = Saver(directory, keep=keep)
     try:
         saver.save(model, optimizer, about)
+        saver.wait()
     finally:
         saver.close()
     return directory / step_folder(step)

@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
+from fivefold.launch.failure import failure_file, failures, hang_flag
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.model import check_model
 from fivefold.launch.restart import WorkerDied, with_restarts
@@ -32,7 +33,7 @@ from fivefold.launch.world import (
     worker_environment,
 )
 from fivefold.layout import MESH_AXES, Layout
-from fivefold.worker import INTERRUPTED, TERMINATED, execute, failure_file
+from fivefold.worker import INTERRUPTED, TERMINATED, execute
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
 
@@ -93,6 +94,7 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     logs.mkdir(parents=True, exist_ok=True)
     for old in (*logs.glob("failure-*.json"), *logs.glob("rank-*.log")):
         old.replace(old.with_name(f"before-{old.name}"))
+    hang_flag(logs).unlink(missing_ok=True)
     request_file = logs / "request.json"
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
     _elastic(["-m", "fivefold.worker", verb, str(request_file)], workers=workers, logs=logs)
@@ -220,18 +222,18 @@ def _first_failure(logs: Path, codes: Mapping[int, int]) -> BaseException:
     # SIGTERM is how the agent ends those that are left when one has failed.
     killed = {rank: code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
     killed = {rank: code for rank, code in killed.items() if not failure_file(logs, rank).exists()}
-    left = [json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("failure-*.json")]
+    left = failures(logs)
     if killed or not left:
         return _killed(logs, killed or codes)
-    first = min(left, key=lambda failure: (not failure["is_users"], failure["time"]))
+    first = left[0]
     if first["is_users"]:
         kind = UserError if first["exit_code"] == UserError.exit_code else RunFailed
         return kind(first["what"], fix=first["fix"], more=first["more"])
-    crashed = WorkerCrashed(
-        f"rank {first['rank']} stopped: {first['what']}",
-        fix="--debug shows where",
-        more=f"log: {logs / 'rank-{}.log'.format(first['rank'])}",
-    )
+    more = f"log: {logs / 'rank-{}.log'.format(first['rank'])}"
+    if hang_flag(logs).exists():
+        each = "; ".join(f"rank {failure['rank']}, {failure['what'].rpartition('; ')[2]}" for failure in left)
+        more = f"{each}; where they stand: {logs}/failure-*.json"
+    crashed = WorkerCrashed(f"rank {first['rank']} stopped: {first['what']}", fix="--debug shows where", more=more)
     crashed.traceback, crashed.cause = first["traceback"], first["what"]
     return crashed
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from fivefold.errors import UserError
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT = timedelta(minutes=10)  # of one collective; longer than any compile, shorter than a wasted night
+TIMEOUT = timedelta(hours=1)  # of one collective, behind the watchdog of the run (train.collective_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,7 @@ def join(world: World) -> Iterator[World]:
     if dist.is_initialized():
         yield world
         return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that PyTorch's flight recorder remembers
     _open_group(world)
     try:
         yield world

@@ -23,7 +23,7 @@ from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.errors import RunFailed
+from fivefold.errors import RunFailed, UserError
 from fivefold.generation.text import sample_text
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import World
@@ -36,9 +36,11 @@ from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import JsonLines, Sink, open_sinks
 from fivefold.training.model import build_model, compile_pays, load_source
 from fivefold.training.optimizer import build_optimizer
+from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
 from fivefold.training.step import StepResult, train_step
 from fivefold.training.stop import Stopped, StopRequest
+from fivefold.training.watchdog import watching
 
 SAMPLE_TOKENS = 48  # length of a sample
 COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Job`, kept in its checkpoints
@@ -53,6 +55,7 @@ def train(config: RunConfig, world: World) -> None:
     """
     check_supported(config)
     with ExitStack() as stack:
+        stack.enter_context(watching(config.run_dir / "logs", world.rank, config.train.collective_timeout))
         job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
         with job.stop.listening():
             job.run()
@@ -78,6 +81,7 @@ class Job:
     skipped: int = 0
     in_a_row: int = 0
     last_eval: float | None = None
+    failed_save: UserError | None = None  # that the run is to stop for
     stop: StopRequest = field(default_factory=StopRequest)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
@@ -86,6 +90,7 @@ class Job:
     @classmethod
     def build(cls, config: RunConfig, world: World, data: PreparedData, stack: ExitStack) -> "Job":
         """Everything that is there before the first step; `stack` closes it."""
+        check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
         layout.accumulation(config.train.global_batch_size)
@@ -131,7 +136,7 @@ class Job:
             options = self.config.optimizer
             result = train_step(
                 self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                stop=self.stop.by is not None,
+                stop=self.stop.by is not None or self.failed_save is not None,
             )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1
@@ -151,13 +156,19 @@ class Job:
             if self._due(self.config.checkpoint.every) or self.step == self.total_steps or result.stop:
                 self._save()
             if result.stop and self.step < self.total_steps:
-                self.keeper.wait()
-                by = self.stop.by or signal.SIGTERM  # another rank's
-                self._tell(f"stopped by {by.name} after step {self.step} of {self.total_steps}, which is saved")
-                dist.barrier()  # a rank that ends earlier would have the others ended
-                raise Stopped(by)
+                self._stop_early()
         self.keeper.wait()
         self._close()
+
+    def _stop_early(self) -> None:
+        """Raise `Stopped` on every rank, or why a save failed, when this step is saved."""
+        self.keeper.wait()
+        if self.failed_save:
+            raise self.failed_save
+        by = self.stop.by or signal.SIGTERM  # another rank's
+        self._tell(f"stopped by {by.name} after step {self.step} of {self.total_steps}, which is saved")
+        dist.barrier()  # a rank that ends earlier would have the others ended
+        raise Stopped(by)
 
     def _batches(self) -> Iterator[tuple[list[MicroBatch], float]]:
         """This rank's micro batches from the current step on, each with the seconds it was waited for."""
@@ -293,10 +304,15 @@ class Job:
         self.keeper.save(self.step, {name: getattr(self, name) for name in COUNTED})
 
     def _report_save(self, *, wait: bool = False) -> None:
-        """Say it when the last save has failed in the background: training goes on, and the older checkpoint stands."""
+        """Say it when the last save has failed; the older checkpoint stands, and the run goes on or stops, as asked."""
         failure = self.keeper.failure(wait=wait)
-        if failure and self.display:
-            self.display.note(f"step {self.step}: {failure.what}; training goes on")
+        if failure is None:
+            return
+        if self.config.checkpoint.on_failure == "stop":
+            self.failed_save = failure
+        if self.display:
+            goes_on = "stops" if self.failed_save else "goes on"
+            self.display.note(f"step {self.step}: {failure.what}; training {goes_on}")
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
