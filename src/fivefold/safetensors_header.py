@@ -30,14 +30,6 @@ class Entry:
     stop: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """The bytes of a header, its length included, and its tensors by key."""
-
-    raw: bytes
-    tensors: Mapping[str, Entry]
-
-
 def read_raw(file: BinaryIO) -> bytes:
     """The bytes of the header of a file open at its start. Raises `ValueError` for one too long for its file."""
     size = os.fstat(file.fileno()).st_size
@@ -50,8 +42,11 @@ def read_raw(file: BinaryIO) -> bytes:
     return length + file.read(count)
 
 
-def parse(raw: bytes, size: int) -> Header:
-    """What a header says about a file of `size` bytes. Raises `ValueError` unless its tensors fill the file exactly."""
+def parse(raw: bytes, size: int) -> Mapping[str, Entry]:
+    """The tensors by key, as the header of a file of `size` bytes has them.
+
+    Raises `ValueError` unless they fill the file exactly.
+    """
     tree = strict_json.loads(raw[8:])
     if not isinstance(tree, dict):
         raise ValueError("its header is no JSON object")
@@ -64,10 +59,10 @@ def parse(raw: bytes, size: int) -> Header:
         at = entry.stop
     if at != size:
         raise ValueError(f"its tensors end at byte {at:,}, and the file at {size:,}")
-    return Header(raw, tensors)
+    return tensors
 
 
-def read(file: BinaryIO) -> Header:
+def read(file: BinaryIO) -> Mapping[str, Entry]:
     """Both of the above."""
     return parse(read_raw(file), os.fstat(file.fileno()).st_size)
 

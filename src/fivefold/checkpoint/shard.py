@@ -53,7 +53,7 @@ def check(path: Path, header: str, tensors: Mapping[str, str], wanted: Sequence[
             raw = safetensors_header.read_raw(file)
             if checksum(raw) != header:
                 raise ValueError("its header is not the one that was saved")
-            entries = safetensors_header.parse(raw, os.fstat(file.fileno()).st_size).tensors
+            entries = safetensors_header.parse(raw, os.fstat(file.fileno()).st_size)
             if entries.keys() != tensors.keys():
                 raise ValueError("it holds other tensors than it should")
             for key in sorted(wanted, key=lambda key: entries[key].start):

@@ -169,7 +169,7 @@ def _header(path: Path) -> Mapping[str, safetensors_header.Entry]:
     """The tensors of a file that was checked to be one. Raises `UserError`."""
     try:
         with path.open("rb") as file:
-            return safetensors_header.read(file).tensors
+            return safetensors_header.read(file)
     except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}", fix="download the file again") from error
 
