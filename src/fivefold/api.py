@@ -42,7 +42,7 @@ def export(run: "Run | str | Path", out: str | Path, *, step: int | None = None)
     """Write the model of a run as a Hugging Face folder and return it. Raises `UserError` when there is none."""
     from fivefold.checkpoint.export import export as export_run
 
-    export_run(run.path if isinstance(run, Run) else Path(run), Path(out), step=step)
+    export_run(run.path if isinstance(run, Run) else run, Path(out), step=step)
     return Path(out)
 
 

@@ -222,6 +222,9 @@ class CheckpointSection(Section):
     on_failure: Literal["continue", "stop"] = Field(
         default="continue", description="what a run does when a checkpoint cannot be written, but for the last"
     )
+    remote: str | None = Field(
+        default=None, description="where checkpoints are copied to, such as s3://bucket/runs; what fsspec knows"
+    )
     export_hf: bool = Field(default=False, description="write a Hugging Face folder at the end")
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fivefold.checkpoint import Checkpoint, disk, newest
-from fivefold.checkpoint.load import is_valid, step_folder
+from fivefold.checkpoint.load import is_valid
+from fivefold.step_folders import step_folder
 
 saving = sys.modules["fivefold.checkpoint.save"]
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "scandir", "unlink", "rmdir")

@@ -1,10 +1,13 @@
 """State on disk that knows no layout: save under one, go on under any other, export to a Hugging Face folder."""
 
 from fivefold.checkpoint.agreement import agreement, check_agreement
-from fivefold.checkpoint.export import Exported, export, find_checkpoint
-from fivefold.checkpoint.load import Candidate, Checkpoint, candidates, newest, restore, step_folder, steps
+from fivefold.checkpoint.export import Exported, export
+from fivefold.checkpoint.find import find_checkpoint, is_remote
+from fivefold.checkpoint.load import Candidate, Checkpoint, candidates, newest, restore
 from fivefold.checkpoint.manifest import Damaged, Manifest
+from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.save import About, Saver, on_first_rank, save
+from fivefold.step_folders import step_folder, steps
 
 __all__ = [
     "About",
@@ -13,12 +16,14 @@ __all__ = [
     "Damaged",
     "Exported",
     "Manifest",
+    "Remote",
     "Saver",
     "agreement",
     "candidates",
     "check_agreement",
     "export",
     "find_checkpoint",
+    "is_remote",
     "newest",
     "on_first_rank",
     "restore",

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from fivefold.checkpoint import model_folder
-from fivefold.checkpoint.load import Checkpoint, CheckpointSource, step_folder, steps
-from fivefold.checkpoint.manifest import WEIGHT, Damaged
+from fivefold.checkpoint.find import find_checkpoint
+from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -34,9 +34,10 @@ class Exported:
 
 
 def export(
-    run: Path, out: Path, *, step: int | None = None, dtype: str | None = None, file_bytes: int = FILE_BYTES
+    run: str | Path, out: Path, *, step: int | None = None, dtype: str | None = None, file_bytes: int = FILE_BYTES
 ) -> Exported:
-    """Write the checkpoint of `step` (None: the newest) of the run folder `run` as the Hugging Face folder `out`.
+    """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its
+    copy, as the Hugging Face folder `out`.
 
     `dtype`: fp32, bf16, fp16 or fp64; None keeps the type trained in. Files grow to `file_bytes` (a larger tensor
     still stays in one). Raises `UserError` for a run or a step that is not there, and when `out` is not empty.
@@ -61,32 +62,6 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunFailed(f"{out} could not be written: {error}") from error
     return Exported(out, checkpoint.manifest.step, sum(prod(source.shape(name)) for name in source.ordered), size)
-
-
-def find_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
-    """The checkpoint of `step` of the run folder `run`; None: the newest. Its weights are read and compared.
-
-    Raises `UserError`, and `Damaged` naming what is wrong with it; another one is never taken in its place.
-    """
-    directory = run / "checkpoints"
-    if not run.is_dir():
-        raise UserError(f"{run} is not a run folder", fix="name a folder such as runs/demo")
-    there = steps(directory)
-    if not there:
-        raise UserError(
-            f"{run} holds no checkpoint yet", fix="train it first; checkpoint.every sets how often it is saved"
-        )
-    if step is not None and step not in there:
-        raise UserError(f"{run} has no checkpoint of step {step}", fix=f"steps: {', '.join(map(str, there))}")
-    wanted = there[-1] if step is None else step
-    try:
-        checkpoint = Checkpoint.open(directory / step_folder(wanted))
-        checkpoint.verify([WEIGHT])
-    except Damaged as damage:
-        others = [str(each) for each in there if each != wanted]
-        fix = f"choose another step: {', '.join(others)}" if others else "there is no other step"
-        raise Damaged(damage.what, fix=fix) from damage
-    return checkpoint
 
 
 def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:

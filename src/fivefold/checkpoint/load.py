@@ -1,8 +1,8 @@
 """Reading a checkpoint, under any layout: each rank reads the parts it keeps, tensor by tensor, and nothing else."""
 
 import heapq
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,27 +16,14 @@ from torch import Tensor, nn
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, Damaged, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
+from fivefold.checkpoint.remote import Remote
 from fivefold.errors import UserError
 from fivefold.models.sources import TensorSource
 from fivefold.parallel.apply import fill, spread_of
 from fivefold.parallel.tensor import local
+from fivefold.step_folders import step_folder, steps
 
 Region = tuple[slice, ...]
-
-_STEP_FOLDER = re.compile(r"step-(\d{6,})")
-
-
-def step_folder(step: int) -> str:
-    """The folder name of a step: `step-000250`."""
-    return f"step-{step:06d}"
-
-
-def steps(directory: Path) -> list[int]:
-    """Steps that have a folder in `directory` (`runs/NAME/checkpoints`), ascending, whole or not."""
-    if not directory.is_dir():
-        return []
-    matches = (_STEP_FOLDER.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def is_valid(folder: Path) -> bool:
@@ -49,26 +36,40 @@ def is_valid(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A step's folder: what it says in its manifest, or what is wrong with it at first sight (its bytes are unread)."""
+    """A step that a run could go on from: its folder in `directory`, or, with `remote`, a copy to be fetched there."""
 
-    path: Path
-    checkpoint: "Checkpoint | None"
-    damage: str = ""
+    step: int
+    directory: Path
+    remote: Remote | None = None
+
+    @property
+    def where(self) -> str:
+        """Its address, for people."""
+        return self.remote.where(self.step) if self.remote else str(self.directory / step_folder(self.step))
+
+    def manifest(self) -> Manifest:
+        """What it says it holds; its bytes are not compared. Raises `Damaged`, or `UserError` for a later version."""
+        return self.remote.manifest(self.step) if self.remote else read_manifest(Path(self.where))
+
+    def folder(self) -> Path:
+        """Its local folder, fetched if need be."""
+        return self.remote.fetch(self.step, self.directory) if self.remote else Path(self.where)
 
 
-def candidates(directory: Path) -> Iterator[Candidate]:
-    """The steps in `directory`, the newest first. Raises `UserError` for a step that a later fivefold wrote."""
-    for step in reversed(steps(directory)):
-        path = directory / step_folder(step)
-        try:
-            yield Candidate(path, Checkpoint.open(path))
-        except Damaged as damage:
-            yield Candidate(path, None, damage.what)
+def candidates(directory: Path, remote: Remote | None = None) -> list[Candidate]:
+    """The steps in `directory` and their copies in `remote`, the newest first and a folder before its copy."""
+    found = [Candidate(step, directory) for step in steps(directory)]
+    found += [Candidate(step, directory, remote) for step in (remote.steps() if remote else ())]
+    return sorted(found, key=lambda each: (-each.step, each.remote is not None))
 
 
 def newest(directory: Path) -> Path | None:
     """The folder of the last step in `directory` that is whole at first sight; None when there is none."""
-    return next((each.path for each in candidates(directory) if each.checkpoint), None)
+    for each in candidates(directory):
+        with suppress(Damaged):
+            each.manifest()
+            return each.folder()
+    return None
 
 
 class Checkpoint:

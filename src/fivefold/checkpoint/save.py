@@ -1,11 +1,12 @@
 """Writing a checkpoint: every rank writes the slices it owns, beside; the first rank publishes them by one rename.
 
 In order: copy the slices that this rank owns; then, in a thread, write them, read them back, gather the descriptions,
-write the manifest, rename, and only then delete what retention no longer keeps. Whoever is killed on the way leaves the
-published steps as they were and a `.tmp-` folder that the next save clears away.
+write the manifest, rename, and only then delete what retention no longer keeps and copy to remote storage, if there is
+one. Whoever is killed on the way leaves the published steps as they were and a `.tmp-` folder that the next save clears
+away.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.checkpoint import disk, model_folder, shard
-from fivefold.checkpoint.load import is_valid, step_folder, steps
+from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Slice, TensorRecord, read_manifest
+from fivefold.checkpoint.remote import Remote
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
 from fivefold.parallel.apply import spread_of
 from fivefold.parallel.data import reshard
 from fivefold.parallel.tensor import local
+from fivefold.step_folders import step_folder, steps
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
@@ -89,9 +92,9 @@ class Saver:
     the same order. In the background what is saved is first copied to the CPU; that memory is kept for the next save.
     """
 
-    def __init__(self, directory: Path, *, keep: int, asynchronous: bool = False) -> None:
-        """Save into `directory/step-NNNNNN` and keep the newest `keep` of them."""
-        self._directory, self._keep, self._asynchronous = directory, keep, asynchronous
+    def __init__(self, directory: Path, *, keep: int, asynchronous: bool = False, remote: Remote | None = None) -> None:
+        """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` of either."""
+        self._directory, self._keep, self._asynchronous, self._remote = directory, keep, asynchronous, remote
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
@@ -163,7 +166,25 @@ class Saver:
         part = _write(beside, snapshot, dist.get_rank())
         parts: list[_Part] = [part] * dist.get_world_size()
         dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=self._group)
-        return on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self._group)
+        on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self._group)
+        if self._remote:
+            self._copy(published, self._remote, part, snapshot.texts)
+        return published
+
+    def _copy(self, published: Path, remote: Remote, part: _Part, texts: Mapping[str, bytes]) -> None:
+        """Every rank copies the files that it wrote, the first one the manifest when all have."""
+        step = published.name
+        on_first_rank(lambda: remote.withdraw(step), self._group)
+        errors: list[Any] = [_copy_error(remote, published, (*part.files, *texts))] * dist.get_world_size()
+        dist.all_gather_object(errors, errors[0], group=self._group)
+
+        def publish() -> None:
+            error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
+            if error:
+                raise RunFailed(f"{published} is saved, but not copied: {error.what}", fix=error.fix)
+            remote.retain(self._keep)
+
+        on_first_rank(publish, self._group)
 
 
 def save(
@@ -262,6 +283,14 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
     disk.rename(beside, published)
     _retain(published.parent, keep)
     return published
+
+
+def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
+    try:
+        remote.put(published, names)
+    except UserError as error:
+        return error
+    return None
 
 
 def _texts(model: nn.Module, about: About) -> dict[str, bytes]:

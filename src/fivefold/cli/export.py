@@ -9,7 +9,9 @@ from fivefold.cli.options import Debug
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo, or its copy: s3://bucket/runs/demo.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     step: Annotated[
         int | None, typer.Option(min=0, help="Which checkpoint. Default: the newest.", show_default=False)

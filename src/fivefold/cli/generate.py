@@ -16,7 +16,10 @@ class Device(StrEnum):
 
 def generate(
     model: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, a Hugging Face folder or a hub id.")
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="A run folder or its s3:// copy, a Hugging Face folder or a hub id."
+        ),
     ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",

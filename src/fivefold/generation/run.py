@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fivefold.checkpoint.export import find_checkpoint
+from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import find_tokenizer
@@ -29,7 +29,8 @@ _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """What to continue, with what, and how far. `model`: a run folder, a Hugging Face folder or a hub id.
+    """What to continue, with what, and how far. `model`: a run folder or the address of
+    its copy, a Hugging Face folder or a hub id.
 
     `layout` is its text form; without a precision in it, the model computes in the type its weights are stored in.
     `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all.
@@ -119,8 +120,8 @@ def _pieces(
 def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel], TensorSource]]:
     """The folder of config and tokenizer, and what opens the weights."""
     path = Path(request.model)
-    if (path / "checkpoints").is_dir() or (path / "run.yaml").is_file():
-        checkpoint = find_checkpoint(path, request.step)
+    if is_remote(request.model) or (path / "checkpoints").is_dir() or (path / "run.yaml").is_file():
+        checkpoint = find_checkpoint(request.model, request.step)
         return checkpoint.model_folder, lambda _: checkpoint.source()
     if request.step is not None:
         raise UserError(

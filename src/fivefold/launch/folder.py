@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
+from fivefold.step_folders import steps
 
 LOCK = ".lock"
 
@@ -54,8 +55,7 @@ def last_logged_step(config: RunConfig) -> int:
 
 def last_saved_step(config: RunConfig) -> int:
     """The step of the newest published checkpoint; 0 when there is none."""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in (config.run_dir / "checkpoints").glob("step-*"))
-    return max((int(name[1]) for name in names if name), default=0)
+    return max(steps(config.run_dir / "checkpoints"), default=0)
 
 
 class FolderLock:

@@ -38,8 +38,8 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.insert(-1, ("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
     rows += [("DAMAGED", damage) for damage in resumed.damages]
-    if resumed.folder:
-        rows.append(("resume", f"from {resumed.folder}, step {job.step} of {job.total_steps}"))
+    if resumed.where:
+        rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
 
 

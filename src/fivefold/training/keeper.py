@@ -17,14 +17,14 @@ from fivefold.errors import UserError
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run begins: after `step` steps, with what was counted until then. `folder` None: afresh.
+    """Where a run begins: after `step` steps, with what was counted until then. `where` it was found; None: afresh.
 
     `damages` says what is wrong with the newer checkpoints that were passed over.
     """
 
     step: int = 0
     state: Mapping[str, Any] = field(default_factory=dict)
-    folder: Path | None = None
+    where: str | None = None
     damages: tuple[str, ...] = ()
 
 
@@ -35,23 +35,26 @@ class Keeper:
         self._config, self._model, self._optimizer, self._data = config, model, optimizer, data
         self.directory = config.run_dir / "checkpoints"
         options = config.checkpoint
-        self._saver = checkpoint.Saver(self.directory, keep=options.keep, asynchronous=options.asynchronous)
+        self._remote = checkpoint.Remote(f"{options.remote.rstrip('/')}/{config.run.name}") if options.remote else None
+        self._saver = checkpoint.Saver(
+            self.directory, keep=options.keep, asynchronous=options.asynchronous, remote=self._remote
+        )
 
     def resume(self) -> Resumed:
         """Load the newest valid checkpoint that agrees with this run. Raises `UserError`."""
-        passed: dict[Path, str] = {}
+        passed: dict[str, str] = {}
         while True:
             # One rank looks: folders can differ between machines.
-            folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed))
+            where, folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed))
             if folder is None:
                 return Resumed()
             opened = checkpoint.Checkpoint.open(folder)
             try:
                 checkpoint.restore(self._model, self._optimizer, opened)
             except checkpoint.Damaged as damage:  # on every rank
-                passed[folder] = damage.what
+                passed[where] = damage.what
                 continue
-            return Resumed(opened.step, opened.state, folder, tuple(passed.values()))
+            return Resumed(opened.step, opened.state, where, tuple(passed.values()))
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save, or save, after `step` steps; an earlier save has ended and its failure was told."""
@@ -73,26 +76,29 @@ class Keeper:
         """Let the save under way end."""
         self._saver.close()
 
-    def _where_to_go_on(self, passed: dict[Path, str]) -> tuple[Path | None, dict[Path, str]]:
+    def _where_to_go_on(self, passed: dict[str, str]) -> tuple[str, Path | None, dict[str, str]]:
         """The newest checkpoint but those `passed` over, after it has been compared with this run; None: step 0."""
-        there = checkpoint.steps(self.directory)
-        if self._config.checkpoint.resume == "auto":
-            for each in checkpoint.candidates(self.directory):
-                if each.checkpoint and each.path not in passed:
-                    checkpoint.check_agreement(each.checkpoint.agreement, self._agreement(), where=str(each.path))
-                    return each.path, passed
-                passed.setdefault(each.path, each.damage)
+        there = checkpoint.candidates(self.directory, self._remote)
+        for each in there if self._config.checkpoint.resume == "auto" else ():
+            if each.where in passed:
+                continue
+            try:
+                checkpoint.check_agreement(each.manifest().agreement, self._agreement(), where=each.where)
+                return each.where, each.folder(), passed
+            except checkpoint.Damaged as damage:
+                passed[each.where] = damage.what
         if passed:
             raise checkpoint.Damaged(
                 f"none of the checkpoints in {self.directory} is what was saved: {next(iter(passed.values()))}",
                 fix="put back a copy of one, or take another run.name to start at step 0",
             )
         if there:
+            steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
             raise UserError(
-                f"{self.directory} holds steps {', '.join(map(str, there))}, and this run starts at step 0",
+                f"{there[0].where.rpartition('/')[0]} holds steps {steps}, and this run starts at step 0",
                 fix="take another run.name, set checkpoint.resume: auto, or remove the folder",
             )
-        return None, passed
+        return "", None, passed
 
     def _agreement(self) -> dict[str, Any]:
         model_config = json.loads(self._model.config.to_json_string())

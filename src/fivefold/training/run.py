@@ -111,7 +111,7 @@ class Job:
         stack.callback(keeper.close)
         resumed = keeper.resume()
         job.step = resumed.step
-        for name in COUNTED if resumed.folder else ():
+        for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
         if world.is_first:
             (config.run_dir / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")

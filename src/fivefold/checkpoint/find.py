@@ -1,0 +1,53 @@
+"""The checkpoint that someone means who names a run: its newest step or a certain one, here or on remote storage."""
+
+from pathlib import Path
+
+from fivefold.checkpoint.load import Checkpoint, newest
+from fivefold.checkpoint.manifest import WEIGHT, Damaged
+from fivefold.checkpoint.remote import Remote
+from fivefold.data.cache import cache_root, entry, key_of
+from fivefold.errors import UserError
+from fivefold.step_folders import step_folder, steps
+
+
+def is_remote(run: str | Path) -> bool:
+    """Whether this is the address of a run's copy, such as `s3://bucket/runs/demo`."""
+    return "://" in str(run)
+
+
+def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint of `step` of the run `run`; None: the newest. Its weights are read and compared.
+
+    Of a run on remote storage that step is fetched into the cache, once. Raises `UserError`, and `Damaged` naming what
+    is wrong with it; another one is never taken in its place.
+    """
+    remote = Remote(str(run)) if is_remote(run) else None
+    if remote is None and not Path(run).is_dir():
+        raise UserError(f"{run} is not a run folder", fix="name a folder such as runs/demo")
+    there = remote.steps() if remote else steps(Path(run, "checkpoints"))
+    if not there:
+        raise UserError(
+            f"{run} holds no checkpoint yet", fix="train it first; checkpoint.every sets how often it is saved"
+        )
+    if step is not None and step not in there:
+        raise UserError(f"{run} has no checkpoint of step {step}", fix=f"steps: {', '.join(map(str, there))}")
+    wanted = there[-1] if step is None else step
+    directory = _fetched(remote, wanted) if remote else Path(run, "checkpoints")
+    try:
+        checkpoint = Checkpoint.open(directory / step_folder(wanted))
+        checkpoint.verify([WEIGHT])
+    except Damaged as damage:
+        others = [str(each) for each in there if each != wanted]
+        fix = f"choose another step: {', '.join(others)}" if others else "there is no other step"
+        raise Damaged(damage.what, fix=fix) from damage
+    return checkpoint
+
+
+def _fetched(remote: Remote, step: int) -> Path:
+    """A folder of the cache that holds this step; a copy that has changed since is fetched again."""
+    name = key_of(remote.url, remote.manifest(step).to_json())
+    return entry(
+        cache_root() / "checkpoints" / name,
+        is_valid=lambda folder: newest(folder) is not None,
+        build=lambda folder: (remote.fetch(step, folder), None)[1],
+    )

@@ -1,0 +1,140 @@
+"""Checkpoints copied to storage that `fsspec` reaches, such as S3, and fetched from there. No torch.
+
+    s3://bucket/runs/demo/checkpoints/step-000250/    the files of the local folder, under the same names
+
+Such storage has no rename: a step counts once its manifest is there, which is copied last and removed first. Every
+file is read back and compared with what was copied, so that retention never leaves worse copies than it removes.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from xxhash import xxh3_128
+
+from fivefold.checkpoint import disk
+from fivefold.checkpoint.manifest import NAME, Manifest
+from fivefold.errors import RunFailed, UserError
+from fivefold.step_folders import step_folder, steps_of
+
+AT_ONCE = 8 * 2**20  # bytes read and hashed at a time
+_FIX = "does the place exist, and may this account read, write and delete there?"
+
+
+class Remote:
+    """The copies of one run's checkpoints. Its methods raise `RunFailed` for whatever the storage answers."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is the run folder's copy, such as `s3://bucket/runs/demo`; nothing is contacted yet."""
+        self.url = f"{url.rstrip('/')}/checkpoints"
+
+    def steps(self) -> list[int]:
+        """The steps whose copy is there with its manifest, ascending."""
+        with self._answers():
+            self._fs.invalidate_cache()
+            if not self._fs.isdir(self._root):
+                return []
+            names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+            return [step for step in steps_of(names) if self._fs.exists(self._path(step, NAME))]
+
+    def put(self, folder: Path, names: Iterable[str]) -> None:
+        """Copy these files of a step's local folder and compare the copies with them."""
+        with self._answers():
+            for name in names:
+                path = f"{self._root}/{folder.name}/{name}"
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)  # where there are such things as folders
+                self._fs.put_file(str(folder / name), path)
+                with self._fs.open(path, "rb") as copy, (folder / name).open("rb") as original:
+                    if _digest(copy) != _digest(original):
+                        raise OSError(f"{path} reads back otherwise than it was written")
+
+    def withdraw(self, name: str) -> None:
+        """Make a step's folder count no longer, before its files are copied anew."""
+        with self._answers():
+            if self._fs.exists(f"{self._root}/{name}/{NAME}"):
+                self._fs.rm_file(f"{self._root}/{name}/{NAME}")
+
+    def manifest(self, step: int) -> Manifest:
+        """What the copy of a step says it holds. Raises `Damaged`."""
+        with self._answers():
+            content = self._fs.cat_file(self._path(step, NAME))
+        return Manifest.from_json(content.decode(errors="replace"), where=self.where(step))
+
+    def fetch(self, step: int, directory: Path) -> Path:
+        """Copy a step into the local `directory`, where a damaged folder of that step makes way; the folder."""
+        folder = directory / step_folder(step)
+        beside = directory / f".tmp-{folder.name}"
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(directory)
+        disk.remove(beside)
+        with self._answers():
+            for name in (*self.manifest(step).files, NAME):
+                (beside / name).parent.mkdir(parents=True, exist_ok=True)
+                self._fs.get_file(self._path(step, name), str(beside / name))
+                with (beside / name).open("rb") as file:
+                    os.fsync(file.fileno())
+        if folder.exists():
+            disk.rename(folder, folder.with_name(f".tmp-damaged-{folder.name}"))
+        disk.rename(beside, folder)
+        return folder
+
+    def retain(self, keep: int) -> None:
+        """Remove all but the newest `keep` copies, and what copies that were broken off have left of older steps."""
+        whole = self.steps()
+        with self._answers():
+            there = steps_of(str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False))
+            for step in there:
+                if step in whole[-keep:] or step > whole[-1]:
+                    continue
+                if step in whole:
+                    self._fs.rm_file(self._path(step, NAME))
+                self._fs.rm(self._path(step), recursive=True)
+
+    def where(self, step: int) -> str:
+        """The address of a step's copy."""
+        return f"{self.url}/{step_folder(step)}"
+
+    @cached_property
+    def _located(self) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs
+
+        try:
+            storage, root = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise UserError(
+                f"checkpoint.remote: {self.url} cannot be reached: {error}",
+                fix="S3: pip install 'fivefold[s3]'; for other storage, the fsspec package that error names",
+                more="docs/checkpoints.md",
+            ) from error
+        return storage, str(root).rstrip("/")
+
+    @property
+    def _fs(self) -> Any:
+        return self._located[0]
+
+    @property
+    def _root(self) -> str:
+        return self._located[1]
+
+    def _path(self, step: int, name: str = "") -> str:
+        return f"{self._root}/{step_folder(step)}/{name}".rstrip("/")
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Storage has errors of its own kinds; here they are `RunFailed`."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            raise RunFailed(f"{self.url}: {type(error).__name__}: {error}", fix=_FIX) from error
+
+
+def _digest(file: BinaryIO) -> bytes:
+    hasher = xxh3_128()
+    while part := file.read(AT_ONCE):
+        hasher.update(part)
+    return hasher.digest()
