@@ -103,3 +103,10 @@ def test_stall() -> None:
     done = run("reliability/stall", "--quick", "--repeats", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["asynchronous_stall_seconds"] > 0
+
+
+def test_memory() -> None:
+    done = run("reliability/memory", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    peaks = json.loads(done.stdout)["peak_over_model"]
+    assert [len(ranks) for ranks in peaks.values()] == [2, 2, 1]

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fivefold.checkpoint import export
+from fivefold.checkpoint import export, find_checkpoint
 from fivefold.errors import UserError
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
@@ -74,6 +74,22 @@ def test_several_files_another_type_and_back(tmp_path: Path) -> None:
         assert torch.equal(parameter.bfloat16(), after.get_parameter(name)), name
     model = build_meta(load_model_config(out))
     assert SafetensorsFolder(out, model).names() == set(dict(before.named_parameters()))
+
+
+@pytest.mark.parametrize(("there", "back"), [("shard2.tp2+fp32", "tp2+fp32"), ("tp2+fp32", "shard4+fp32")])
+def test_through_transformers_and_back_changes_no_bit(tmp_path: Path, there: str, back: str) -> None:
+    """Run -> export -> `transformers` -> its own folder, in several files -> another run under another layout."""
+    _, run = make_run(tmp_path, Case(there, tied=True, overrides=OVERRIDES))
+    out = export(run, tmp_path / "out").path
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again", max_shard_size="20KB")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "again" / name).write_bytes((out / name).read_bytes())
+    other = tmp_path / "runs" / "other"
+    run_ranks(Case(back).parsed.world, save_run, back, tmp_path / "again", other, 1)
+    before, after = find_checkpoint(run).source(), find_checkpoint(other).source()
+    assert before.ordered == after.ordered
+    assert all(torch.equal(before.whole(name), after.whole(name)) for name in before.ordered)
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ whole but lies in another's place does not pass for it. It finds accidents; it i
 import json
 import os
 import struct
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from fivefold.checkpoint import disk
 
 SUFFIX = ".safetensors"
 TYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-AT_ONCE = 8 * 2**20  # bytes read and hashed at a time
+AT_ONCE = 8 * 2**20  # bytes read and hashed at a time; two such pieces are under way
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     """Write CPU tensors, contiguous or not, as a new safetensors file."""
     header = _header(tensors)
     sums: dict[str, str] = {}
-    size = disk.write(path, chain([header], _contents(tensors, sums)))
+    with ThreadPoolExecutor(1, "checksum") as beside:
+        size = disk.write(path, chain([header], _contents(tensors, sums, beside)))
     return Written(size, checksum(header), sums)
 
 
@@ -46,10 +49,10 @@ def check(path: Path, header: str, tensors: Mapping[str, str], wanted: Sequence[
     """Compare a file with the checksums of its header and of its tensors.
 
     `tensors`: key -> checksum, all that the file must hold; `wanted`: the keys whose bytes are read. Yields (key, what
-    is wrong with it), key "" for the file itself. No more is held than a header and `AT_ONCE` bytes.
+    is wrong with it), key "" for the file itself. No more is held than a header and twice `AT_ONCE` bytes.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, ThreadPoolExecutor(1, "checksum") as beside:
             raw = safetensors_header.read_raw(file)
             if checksum(raw) != header:
                 raise ValueError("its header is not the one that was saved")
@@ -60,8 +63,7 @@ def check(path: Path, header: str, tensors: Mapping[str, str], wanted: Sequence[
                 entry = entries[key]
                 file.seek(entry.start)
                 hasher = _hasher(key, entry.dtype, entry.shape)
-                for part in _pieces(file, entry.stop - entry.start):
-                    hasher.update(part)
+                deque(_hashed(_pieces(file, entry.stop - entry.start), hasher, beside), maxlen=0)
                 if hasher.hexdigest() != tensors[key]:
                     yield key, "its bytes are not those that were saved"
     except OSError as error:
@@ -90,21 +92,34 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 def checksum_of(key: str, tensor: Tensor) -> str:
     """Of a CPU tensor under a key."""
     sums: dict[str, str] = {}
-    for _ in _contents({key: tensor}, sums):
-        pass
+    with ThreadPoolExecutor(1, "checksum") as beside:
+        deque(_contents({key: tensor}, sums, beside), maxlen=0)
     return sums[key]
 
 
-def _contents(tensors: Mapping[str, Tensor], sums: dict[str, str]) -> Iterator[memoryview]:
-    """The bytes of each tensor, a piece at a time; each is hashed while it is in the cache, and `sums` is filled."""
+def _contents(tensors: Mapping[str, Tensor], sums: dict[str, str], beside: Executor) -> Iterator[memoryview]:
+    """The bytes of each tensor, a piece at a time; `sums` is filled with their checksums."""
     for key, tensor in tensors.items():
         hasher = _hasher(key, _type(tensor), tensor.shape)
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(content), AT_ONCE):
-            part = content[start : start + AT_ONCE]
-            hasher.update(part)
-            yield part
+        pieces = (content[start : start + AT_ONCE] for start in range(0, len(content), AT_ONCE))
+        yield from _hashed(pieces, hasher, beside)
         sums[key] = hasher.hexdigest()
+
+
+def _hashed(pieces: Iterator[memoryview], hasher: Any, beside: Executor) -> Iterator[memoryview]:
+    """The pieces, each hashed in another thread while the caller works on it and the next one is read.
+
+    `pieces` may reuse the memory of a piece for the next but one.
+    """
+    last: Future[None] | None = None
+    for piece in pieces:
+        if last:
+            last.result()
+        last = beside.submit(hasher.update, piece)
+        yield piece
+    if last:
+        last.result()
 
 
 def _hasher(key: str, dtype: str, shape: Sequence[int]) -> Any:
@@ -116,8 +131,11 @@ def _type(tensor: Tensor) -> str:
 
 
 def _pieces(file: Any, size: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(size, AT_ONCE)))
-    while size:
+    """The next `size` bytes of a file, in two buffers by turns."""
+    buffers = [memoryview(bytearray(min(size, AT_ONCE))) for _ in range(2 if size > AT_ONCE else 1)]
+    for buffer in cycle(buffers):
+        if not size:
+            return
         got = file.readinto(buffer[: min(size, AT_ONCE)])
         if not got:
             raise ValueError("it ends too early")
