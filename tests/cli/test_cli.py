@@ -192,7 +192,7 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
         "quiet": False,
     }
     assert calls[0] == (("runs/demo", "def "), options)
-    assert calls[1] == ((Path("runs/demo"), Path("out")), {"step": 20})
+    assert calls[1] == (("runs/demo", Path("out")), {"step": 20})
     assert "from_pretrained('out')" in capsys.readouterr().out
 
 
