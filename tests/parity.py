@@ -5,9 +5,11 @@ sequence), a plain loss, torch's own clipping and AdamW. Documents have unequal,
 and the row length are prime; biases and norm weights are random; clipping bites; weight decay is on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from fivefold.config import OptimizerSection
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.layout import Layout
 from fivefold.models.build import build_meta
+from fivefold.models.families import families
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.parallel.collectives import by_group, record, total
@@ -29,14 +32,7 @@ from fivefold.training.optimizer import build_optimizer
 VOCABULARY, ROW, PAD = 101, 23, 3
 OPTIONS = OptimizerSection(learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama", "attention_bias": True, "mlp_bias": True,
-        "rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                            "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
-    },
-    "qwen3": {"model_type": "qwen3", "attention_bias": False},
-}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {family.name: dict(family.tiny) for family in families()}
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,30 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
+@contextmanager
+def exact() -> Iterator[None]:
+    """Inside, what models compute in fp32 on purpose (norms, softmax) is computed in fp64: proofs have no such floor."""
+
+    def instead(plain: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            return plain(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+        return call
+
+    with (
+        patch.object(torch.Tensor, "to", instead(torch.Tensor.to)),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+        patch.object(nn.functional, "softmax", instead(nn.functional.softmax)),
+    ):
+        yield
+
+
+def proof(case: Case) -> AbstractContextManager[None]:
+    """`exact` in fp64."""
+    return exact() if case.parsed.precision == "fp64" else nullcontext()
+
+
 # ---- the same model and the same batches everywhere ----------------------------------------------------------------
 
 
@@ -87,7 +107,9 @@ def hf_config(case: Case) -> Any:
 def reference_model(case: Case, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The unmodified model with every parameter random, fp32 values held in `dtype`."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(hf_config(case), attn_implementation="sdpa", dtype=torch.float32)
+    config = hf_config(case)
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"  # which has no soft cap
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -131,8 +153,9 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
     )  # fmt: skip
     outcome = Outcome([], [], {}, {})
     for step in range(case.steps):
-        loss = _reference_loss(model, [d for row in documents(case, step) for d in row])
-        loss.backward()
+        with exact() if dtype == torch.float64 else nullcontext():
+            loss = _reference_loss(model, [d for row in documents(case, step) for d in row])
+            loss.backward()
         if step == 0:
             outcome.gradients = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
@@ -172,13 +195,14 @@ def on_rank(case: Case) -> dict[str, Any]:
     optimizer = build_optimizer(model, OPTIONS)
     first = batch_of(documents(case, 0), case.parsed, mesh.data_rank)
     targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
-    training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
+    with proof(case):
+        training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
     gradients = pieces(model, {name: p.grad for name, p in model.named_parameters()})
     optimizer.zero_grad(set_to_none=True)
     results = []
     for step in range(case.steps):
         batch = batch_of(documents(case, step), case.parsed, mesh.data_rank)
-        with record(mesh) as found:
+        with record(mesh) as found, proof(case):
             results.append(
                 training_step.train_step(
                     model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm

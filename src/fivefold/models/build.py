@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.errors import UserError
@@ -52,27 +53,39 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
     own_attention.register()
-    _refuse_dropout(hf_config)
     try:
         model = surfaces.causal_lm_on_meta(hf_config, attention)
     except ValueError as error:
         raise UserError(f"no causal language model for model type {hf_config.model_type!r}: {error}") from error
+    except KeyError as error:
+        raise UserError(
+            f"{hf_config.model_type} models attend by code of their own (they do not know attention {error})",
+            fix="use a model that calls the attention functions of transformers",
+        ) from error
     model.config.use_cache = False
+    _refuse_dropout(model)
     return model
 
 
 def use_our_attention(model: PreTrainedModel) -> None:
     """Select our attention in a model that was built elsewhere. Raises `UserError` if it asks for attention dropout."""
     own_attention.register()
-    _refuse_dropout(model.config)
+    _refuse_dropout(model)
     surfaces.select_attention(model, own_attention.NAME)
 
 
-def _refuse_dropout(hf_config: PreTrainedConfig) -> None:
-    if getattr(hf_config, "attention_dropout", 0.0):
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    """Dropout draws other numbers on every rank: no layout would compute what another does."""
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    keys = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if "drop" in key and isinstance(value, float) and value > 0
+    }
+    if drops or keys.get("attention_dropout"):
         raise UserError(
-            f"attention_dropout {hf_config.attention_dropout} is not supported",
-            fix="set model.overrides.attention_dropout: 0",
+            f"dropout is not supported: {', '.join(f'{key} {value}' for key, value in keys.items())}",
+            fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}",
         )
 
 

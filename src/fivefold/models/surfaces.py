@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers.initialization as hf_initialization
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 # How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
 PLAN_STYLES: Mapping[str, str] = {
@@ -160,3 +161,34 @@ def initialise_again(model: PreTrainedModel) -> None:
         if hasattr(item, "_is_hf_initialized"):
             del item._is_hf_initialized
     model.initialize_weights()
+
+
+# Linears -------------------------------------------------------------------------------------------------------------
+
+# Class -> (dimension of the outputs in its weight, of the inputs, attributes that hold the two sizes).
+_LINEARS: Mapping[type[nn.Module], tuple[int, int, tuple[str, str]]] = {
+    nn.Linear: (0, 1, ("out_features", "in_features")),
+    Conv1D: (1, 0, ("nf", "nx")),
+}
+
+
+def linear_dims(module: nn.Module) -> tuple[int, int] | None:
+    """Of a linear: which dimension of its weight are the outputs, and which the inputs. None for other modules."""
+    found = _LINEARS.get(type(module))
+    return found and found[:2]
+
+
+def set_linear_sizes(module: nn.Module) -> None:
+    """Make a linear's size attributes those of its weight."""
+    out_dim, in_dim, (outputs, inputs) = _LINEARS[type(module)]
+    weight = cast(torch.Tensor, module.weight)
+    setattr(module, outputs, weight.shape[out_dim])
+    setattr(module, inputs, weight.shape[in_dim])
+
+
+# What attention modules call their numbers of heads, for models that cut a fused projection by them.
+HEAD_COUNTS = {
+    "num_heads": "query", "num_attention_heads": "query", "n_head": "query",
+    "num_key_value_heads": "kv", "num_kv_heads": "kv",
+}  # fmt: skip
+FEATURE_COUNTS = ("split_size", "embed_dim", "hidden_size")  # features of all query heads

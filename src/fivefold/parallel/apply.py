@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from fivefold import heads
 from fivefold.errors import UserError
 from fivefold.launch.world import open_world
 from fivefold.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import use_our_attention
 from fivefold.models.in_memory import ModelTensors
+from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
+from fivefold.models.trace import Trace, Untraceable, trace
 from fivefold.parallel import data, loss, tensor
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
@@ -36,6 +39,7 @@ class Spread:
     layout: Layout
     mesh: Mesh
     anatomy: Anatomy
+    partition: Partition | None  # None without tensor parallelism
     shards: dict[str, ShardSpec]
     units: tuple[data.Unit, ...]
     tensor: tensor.TensorParallel | None
@@ -54,8 +58,8 @@ class Spread:
         """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
         local_shapes = {name: spec.local_shape(self.mesh.tp_rank) for name, spec in self.shards.items()}
         parts = data.declare(self.units, local_shapes, self.layout, shape)
-        if self.tensor:
-            parts += tensor.declare(self.tensor, self.anatomy, shape, self._partial_gradient_bytes(shape))
+        if self.tensor and self.partition:
+            parts += tensor.declare(self.tensor, self.partition, shape, self._partial_gradient_bytes(shape))
             parts += loss.declare(shape)
         return total(parts)
 
@@ -118,19 +122,22 @@ def parallelize(
     on_meta = next(model.parameters()).is_meta
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
-    specs = tensor.shard_specs(model, anatomy, layout.tp)
-    copies = tensor.HeadCounts.of(model.config).kv_copies(layout.tp) if layout.tp > 1 else 1
+    traced = _traced(model, anatomy)
+    partition = derive(model, anatomy, traced) if layout.tp > 1 else None
+    specs = tensor.shard_specs(model, partition, layout.tp)
+    copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     mesh = build_mesh(layout, device.type, kv_copies=copies)
     model.to("meta")
     _tie(model, anatomy)
-    fold = _tensor_parallel(model, anatomy, specs, mesh)
+    fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
+    _hand_on_bounds(model, traced)
     _wrap_blocks(model, anatomy, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy)
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, anatomy, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    spread = Spread(layout, mesh, anatomy, specs, model_units, fold, vocabulary, reduce_dtype)
+    spread = Spread(layout, mesh, anatomy, partition, specs, model_units, fold, vocabulary, reduce_dtype)
     model.fivefold = spread
     _materialise(model, spread, device)
     fill(model, source)
@@ -165,18 +172,52 @@ def _checked(layout: Layout) -> Layout:
     return layout
 
 
+def _traced(model: Any, anatomy: Anatomy) -> Trace:
+    """What feeds what in the model.
+
+    Raises `UserError` for a model in which tokens meet outside of attention: packed documents would see each other.
+    """
+    try:
+        return trace(model, anatomy)
+    except Untraceable as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be trained here: {error}",
+            fix="use a model whose layers mix tokens through the attention functions of transformers alone",
+        ) from error
+
+
 def _tensor_parallel(
-    model: nn.Module, anatomy: Anatomy, specs: dict[str, ShardSpec], mesh: Mesh
+    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
 ) -> tensor.TensorParallel | None:
     sequence_parallel = mesh.layout.sequence_parallel
-    if mesh.layout.tp == 1:
+    if partition is None:
         return None
-    if sequence_parallel and anatomy.sequence_parallel_refusal:
+    if sequence_parallel and partition.sequence_parallel_refusal:
         raise UserError(
-            f"sequence parallel is refused: {anatomy.sequence_parallel_refusal}",
+            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
             fix="set layout.sequence_parallel: false",
         )
-    return tensor.apply_tensor_parallel(model, anatomy, specs, mesh.tp_group, sequence_parallel=sequence_parallel)
+    return tensor.apply_tensor_parallel(
+        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=sequence_parallel
+    )
+
+
+def _hand_on_bounds(model: nn.Module, traced: Trace) -> None:
+    """Let attention have the bounds of documents in layers that do not pass on what they do not know."""
+    for layer, name in traced.forgetful:
+        block, attention = model.get_submodule(layer), model.get_submodule(name)
+
+        def forward(
+            *args: Any, bounds: Tensor | None = None, plain: Any = block.forward, attention: Any = attention,
+            attend: Any = attention.forward, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            attention.forward = partial(attend, bounds=bounds)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                attention.forward = attend
+
+        block.forward = forward
 
 
 def _wrap_blocks(model: nn.Module, anatomy: Anatomy, *, recompute: str, compile_blocks: bool) -> None:

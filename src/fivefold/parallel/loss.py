@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
@@ -177,8 +177,8 @@ def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Logits]:
 
 
 class _PassThrough(nn.Module):
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
 
 
 def declare(shape: StepShape) -> list[Collective]:

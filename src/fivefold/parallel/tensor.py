@@ -11,7 +11,8 @@ the sequence (sequence parallel, T/tp tokens each) or replicated. Model code nev
 Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,7 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from fivefold import heads
 from fivefold.errors import UserError
-from fivefold.models.anatomy import Anatomy, Role
+from fivefold.models import surfaces
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.partition import Deal, Entry, Partition
 from fivefold.parallel import ops
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
@@ -32,59 +35,64 @@ from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
 # ---- what every parameter becomes ----------------------------------------------------------------------------------
 
 
-def shard_specs(model: nn.Module, anatomy: Anatomy, tp: int) -> dict[str, ShardSpec]:
-    """The shard of every parameter under `tp` ranks, by the role that the anatomy gives it.
+def shard_specs(model: nn.Module, partition: Partition | None, tp: int) -> dict[str, ShardSpec]:
+    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have).
 
     Raises `UserError` when tensor parallelism is refused for this model or heads do not divide.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if tp == 1:
+    if tp == 1 or partition is None:
         return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    if anatomy.tp_refusal:
-        raise UserError(f"tp {tp} is refused: {anatomy.tp_refusal}", fix="use dp_shard instead (FSDP needs no roles)")
-    counts = HeadCounts.of(model.config)
-    heads.check_heads(counts.query, counts.kv, tp)
-    return {name: _shard(name, shape, anatomy.roles[name], counts, tp) for name, shape in shapes.items()}
+    if partition.refusal:
+        raise UserError(f"tp {tp} is refused: {partition.refusal}", fix="use dp_shard instead (FSDP needs no roles)")
+    heads.check_heads(partition.query, partition.kv, tp)
+    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
 
 
-def _shard(name: str, shape: tuple[int, ...], role: Role, counts: "HeadCounts", tp: int) -> ShardSpec:
-    if role.kind in ("column", "vocab_embedding", "vocab_head"):
-        dim = 0
-    elif role.kind == "row":
-        dim = 1
-    else:
+def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
+    role = partition.roles[name]
+    if role.dim is None:
         return whole(name, shape, tp)
-    blocks = split_even(shape[dim], tp) if role.heads is None else counts.blocks(role.heads, tp)
-    return ShardSpec(name, shape, dim, tuple((block,) for block in blocks))
+    if role.deal is None:
+        return ShardSpec(name, shape, role.dim, tuple((block,) for block in split_even(shape[role.dim], tp)))
+    if tp > partition.kv and {"query", "kv"} <= {part.owner for part in role.deal}:
+        raise UserError(
+            f"tp={tp} is more than num_key_value_heads={partition.kv}, and {name} makes all heads at once",
+            fix=f"use tp {partition.kv} or less",
+        )
+    return ShardSpec(name, shape, role.dim, dealt(role.deal, partition, tp))
 
 
-@dataclass(frozen=True)
-class HeadCounts:
-    """Attention heads of a model and how tensor parallelism deals them out."""
+def dealt(deal: Deal, partition: Partition, tp: int) -> tuple[tuple[Block, ...], ...]:
+    """The blocks of features that each tp rank holds, in their global order, neighbours joined.
 
-    query: int
-    kv: int
-    dim: int
+    A rank has an equal number of whole query heads and the key/value heads that these attend to.
+    """
+    return tuple(tuple(_joined(_blocks(deal, partition, rank, tp))) for rank in range(tp))
 
-    @classmethod
-    def of(cls, config: Any) -> "HeadCounts":
-        query = config.num_attention_heads
-        kv = getattr(config, "num_key_value_heads", None) or query
-        return cls(query, kv, getattr(config, "head_dim", None) or config.hidden_size // query)
 
-    def kv_copies(self, tp: int) -> int:
-        """How many tp ranks share each key/value head."""
-        return heads.kv_copies(self.kv, tp)
+def _blocks(deal: Deal, partition: Partition, rank: int, tp: int) -> Iterator[Block]:
+    copies = heads.kv_copies(partition.kv, tp)
+    mine = {
+        "query": range(rank * partition.query // tp, (rank + 1) * partition.query // tp),
+        "kv": range(rank // copies * partition.kv * copies // tp, (rank // copies + 1) * partition.kv * copies // tp),
+    }
+    for part in deal:
+        if part.owner == "even":
+            start, stop = split_even((part.stop - part.start) // part.unit, tp)[rank]
+            yield part.start + start * part.unit, part.start + stop * part.unit
+        elif part.index in mine[part.owner]:
+            yield part.start, part.stop
 
-    def blocks(self, kind: str, tp: int) -> tuple[Block, ...]:
-        """Features of each tp rank: whole heads; the kv heads that its query heads attend to."""
-        if kind == "query":
-            return tuple(self._features(rank, self.query // tp) for rank in range(tp))
-        copies = self.kv_copies(tp)
-        return tuple(self._features(rank // copies, max(1, self.kv // tp)) for rank in range(tp))
 
-    def _features(self, index: int, count: int) -> Block:
-        return index * count * self.dim, (index + 1) * count * self.dim
+def _joined(blocks: Iterable[Block]) -> list[Block]:
+    joined: list[Block] = []
+    for start, stop in blocks:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop or not joined:
+            joined.append((start, stop))
+    return joined
 
 
 # ---- collectives with gradients: the f/g pairs -----------------------------------------------------------------------
@@ -157,6 +165,36 @@ class _GatherVocabulary(torch.autograd.Function):
         return grads[0][..., slice(*ctx.block)].contiguous(), None, None
 
 
+class _GatherFeatures(torch.autograd.Function):
+    """[B, T, F_local] -> [B, T, F] in the global order; backward sums over ranks and keeps this rank's features.
+
+    Ranks that hold copies of the same features each get their share of the gradient: it is summed over them later.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BTF: Tensor, group: dist.ProcessGroup, blocks: tuple[tuple[Block, ...], ...]) -> Tensor:
+        mine = blocks[dist.get_rank(group)]
+        ctx.group, ctx.mine, ctx.copies = group, _places(mine).to(x_BTF.device), blocks.count(mine)
+        longest = max(_width(each) for each in blocks)
+        parts = ops.gather(F.pad(x_BTF, (0, longest - x_BTF.shape[-1])).unsqueeze(1), group).unbind(1)
+        out = x_BTF.new_empty(*x_BTF.shape[:-1], max(stop for each in blocks for _, stop in each))
+        for part, each in zip(parts, blocks, strict=True):
+            out[..., _places(each).to(x_BTF.device)] = part[..., : _width(each)]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ops.sum_all(grads[0], ctx.group)[..., ctx.mine] / ctx.copies, None, None
+
+
+def _places(blocks: tuple[Block, ...]) -> Tensor:
+    return torch.cat([torch.arange(start, stop) for start, stop in blocks])
+
+
+def _width(blocks: tuple[Block, ...]) -> int:
+    return sum(stop - start for start, stop in blocks)
+
+
 # ---- placing them in a model ---------------------------------------------------------------------------------------
 
 
@@ -209,6 +247,7 @@ class TensorParallel:
 def apply_tensor_parallel(
     model: nn.Module,
     anatomy: Anatomy,
+    partition: Partition,
     specs: dict[str, ShardSpec],
     group: dist.ProcessGroup,
     *,
@@ -218,7 +257,7 @@ def apply_tensor_parallel(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     vocabulary = tuple(blocks[0] for blocks in specs[f"{anatomy.embedding}.weight"].blocks)
     fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
-    fold.sums = gradient_sums(anatomy, specs, sequence_parallel=sequence_parallel)
+    fold.sums = gradient_sums(partition, specs, sequence_parallel=sequence_parallel)
     _cut_parameters(model, specs, rank)
     embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
     _replace_forward(embedding, _vocabulary_lookup(embedding, fold))
@@ -226,11 +265,16 @@ def apply_tensor_parallel(
     head.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
     head.register_forward_hook(lambda _, args, logits: logits if fold.head_in_chunks else fold.whole_logits(logits))
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
-    for name in anatomy.regions:
-        model.get_submodule(name).register_forward_pre_hook(_entering(fold), with_kwargs=True)
-    for name in {path.rpartition(".")[0] for path, role in anatomy.roles.items() if role.kind == "row"}:
-        linear = cast(nn.Linear, model.get_submodule(name))
-        _replace_forward(linear, _row_linear(linear, fold))
+    for region in partition.regions:
+        for entry in region.entries:
+            _place_entry(model, entry, fold)
+        row = model.get_submodule(region.row)
+        _replace_forward(row, _row_linear(row, fold))
+        if region.is_fused:
+            _count_own_heads(model.get_submodule(region.owner), partition, size)
+    for name, deal in partition.across.items():
+        module = model.get_submodule(name)
+        _replace_forward(module, _over_all_features(module.forward, dealt(deal, partition, size), fold))
     return fold
 
 
@@ -239,17 +283,17 @@ def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> 
     module.forward = forward
 
 
-def gradient_sums(anatomy: Anatomy, specs: dict[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
+def gradient_sums(partition: Partition, specs: dict[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
     """Parameters whose gradient on a rank covers only its tokens or heads -> the group that sums it.
 
     Losing one of these sums leaves logits and loss exact: only gradients and replicas show it.
     """
     sums = {}
     for name, spec in specs.items():
-        kind = anatomy.roles[name].kind
+        kind = partition.roles[name].kind
         if spec.dim is not None and spec.replicas > 1:
             sums[name] = "tp_kv"
-        elif kind == "local" or (sequence_parallel and kind in ("norm", "row_bias")):
+        elif kind in ("local", "across") or (sequence_parallel and kind in ("norm", "row_bias")):
             sums[name] = "tp"
     return sums
 
@@ -264,19 +308,62 @@ def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) ->
                 shape = specs[names[parameter]].local_shape(rank)
                 cut[parameter] = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
             setattr(module, attribute, cut[parameter])
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
+        if surfaces.linear_dims(module) is not None:
+            surfaces.set_linear_sizes(module)
 
 
-def _entering(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
-    """Pre-hook of a region: gather the hidden states, whichever way they are passed."""
+def _place_entry(model: nn.Module, entry: Entry, fold: TensorParallel) -> None:
+    """Gather the hidden states for the modules of an entry: the first gathers, the others are given the same tensor."""
+    shared: list[Tensor] = []
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": fold.enter(kwargs["hidden_states"])}
-        return (fold.enter(args[0]), *args[1:]), kwargs
+    def hook(name: str) -> Callable[..., tuple[Any, Any]]:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            where = entry.argument
+            if isinstance(where, str) and where not in kwargs:
+                where = 0
+            given = kwargs[where] if isinstance(where, str) else args[where]
+            entered = fold.enter(given) if name == entry.modules[0] else shared.pop()
+            if name == entry.modules[0]:
+                shared.clear()
+                shared.extend([entered] * (len(entry.modules) - 1))
+            if isinstance(where, str):
+                return args, {**kwargs, where: entered}
+            return (*args[:where], entered, *args[where + 1 :]), kwargs
 
-    return hook
+        return enter
+
+    for name in entry.modules:
+        model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
+
+
+def _count_own_heads(module: nn.Module, partition: Partition, size: int) -> None:
+    """Tell a module that cuts a fused projection by its numbers of heads how many this rank has."""
+    own = {"query": partition.query // size, "kv": partition.kv // size}
+    whole_counts = {"query": partition.query, "kv": partition.kv}
+    config = copy.copy(module.config) if hasattr(module, "config") else None
+    for name, which in surfaces.HEAD_COUNTS.items():
+        for holder in filter(None, (module, config)):
+            if getattr(holder, name, None) == whole_counts[which]:
+                setattr(holder, name, own[which])
+    for name in surfaces.FEATURE_COUNTS:
+        features = getattr(module, name, None)
+        if isinstance(features, int):
+            setattr(module, name, features // size)
+    if config is not None:
+        module.config = config
+
+
+def _over_all_features(
+    plain: Callable[[Tensor], Tensor], blocks: tuple[tuple[Block, ...], ...], fold: TensorParallel
+) -> Callable[[Tensor], Tensor]:
+    """A module that must see all features of a split projection: they are gathered, and its own are kept."""
+    mine = _places(blocks[fold.rank])
+
+    def forward(x_BTF: Tensor) -> Tensor:
+        out = plain(_GatherFeatures.apply(x_BTF, fold.group, blocks))  # type: ignore[no-untyped-call]
+        return out[..., mine.to(out.device)]
+
+    return forward
 
 
 def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
@@ -299,11 +386,12 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _row_linear(linear: nn.Linear, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+def _row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """A row-parallel linear: partial products summed first, the bias added once."""
+    is_transposed = surfaces.linear_dims(linear) == (1, 0)
 
     def forward(x_BTF: Tensor) -> Tensor:
-        out = fold.leave(F.linear(x_BTF, linear.weight))
+        out = fold.leave(F.linear(x_BTF, linear.weight.T if is_transposed else linear.weight))
         return out if linear.bias is None else out + linear.bias
 
     return forward
@@ -346,16 +434,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def declare(
-    fold: TensorParallel, anatomy: Anatomy, shape: StepShape, gradient_bytes: dict[str, int]
+    fold: TensorParallel, partition: Partition, shape: StepShape, gradient_bytes: dict[str, int]
 ) -> list[Collective]:
     """Collectives of one optimizer step; the loss declares its own.
 
     `gradient_bytes`: axis ("tp", "tp_kv") -> bytes of the local gradients summed over it.
     """
-    regions = len(anatomy.regions)
-    rows = sum(role.kind == "row" for role in anatomy.roles.values())
-    entered, left = regions + 1, rows + 1  # the head is entered, the embedding left
-    again_entered, again_left = _recomputed(anatomy, regions, rows) if shape.recompute == "full" else (0, 0)
+    entries, rows = len(partition.entries), len(partition.regions)
+    entered, left = entries + 1, rows + 1  # the head is entered, the embedding left
+    is_twice = shape.recompute == "full"
+    # A second forward of a block stops at the last tensor that backward needs.
+    again_entered, again_left = (entries, rows - partition.unfinished) if is_twice else (0, 0)
     size = shape.hidden_bytes
     if shape.sequence_parallel:
         per_pass = {"all_gather": entered + left + again_entered, "reduce_scatter": left + entered + again_left}
@@ -365,9 +454,19 @@ def declare(
         Collective("tp", kind, count * shape.micro_batches, count * shape.micro_batches * size)
         for kind, count in per_pass.items()
     ]
+    for deal in partition.across.values():
+        passes += _across(deal, partition, fold.size, shape, forwards=2 if is_twice else 1)
     return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
 
 
-def _recomputed(anatomy: Anatomy, regions: int, rows: int) -> tuple[int, int]:
-    """What a second forward of every block issues: it stops at the last saved tensor, before the block's last sum."""
-    return regions, rows - len(anatomy.layers)
+def _across(deal: Deal, partition: Partition, size: int, shape: StepShape, *, forwards: int) -> list[Collective]:
+    """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
+    blocks = dealt(deal, partition, size)
+    feature = (
+        shape.rows * shape.tokens * shape.compute_bytes * shape.micro_batches
+    )  # bytes of one feature of all tokens
+    widest, features = max(map(_width, blocks)), max(part.stop for part in deal)
+    return [
+        Collective("tp", "all_gather", forwards * shape.micro_batches, forwards * size * widest * feature),
+        Collective("tp", "all_reduce", shape.micro_batches, features * feature),
+    ]

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fivefold.data.batch import IGNORE, MicroBatch
+from fivefold.heads import head_counts
 from fivefold.models.anatomy import Anatomy
-from fivefold.parallel.tensor import HeadCounts
 
 # Dense bf16 peak of one device in TFLOP/s without sparsity, by words of the name CUDA gives it; the first match counts.
 BF16_PEAKS = {
@@ -45,11 +45,11 @@ class Costs:
         anatomy = Anatomy.of(model)
         weights = sum(p.numel() for _, p in model.named_parameters() if p.ndim == 2)
         embedding = model.get_parameter(f"{anatomy.embedding}.weight").numel()
-        heads = HeadCounts.of(model.config)
+        query, _, size = head_counts(model.config.get_text_config())
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             per_token=6 * (weights if anatomy.tied else weights - embedding),
-            per_squared_length=6 * len(anatomy.layers) * heads.query * heads.dim,
+            per_squared_length=6 * len(anatomy.layers) * query * size,
         )
 
 

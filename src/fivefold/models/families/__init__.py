@@ -1,30 +1,26 @@
-"""Model families as data: what a model's own tensor parallel plan does not say.
+"""Model families that are proved: the classes of `transformers` whose derived partition the tests hold against them.
 
-A family is one file in this folder that holds one `FAMILY`. Nothing else names it: files are discovered.
+A family is one file in this folder that holds one `FAMILY`. Nothing else names it: files are discovered. A class that
+no file lists is partitioned in the same way, and checked by a parity run before it is trusted.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Facts about the model classes of one family.
-
-    `query` and `key_value` are the last names of the column projections that make query heads, and key or value
-    heads (`q_proj`). `residual_norms` are module name patterns, from the base model on and with `*` for a layer
-    index, of the norms that read the residual stream directly. `sequence_parallel_refusal` says why activations
-    between blocks cannot be split over the sequence, or is None where they can.
+    """One family. `tiny`: keys of a config.json, beside the sizes that all share, of a small model that hides nothing
+    (the tests and `docs/models.md` are made with it). `notes`: what is special, for the table of the docs.
     """
 
     name: str
     model_classes: tuple[str, ...]
-    query: tuple[str, ...]
-    key_value: tuple[str, ...]
-    residual_norms: tuple[str, ...]
-    sequence_parallel_refusal: str | None = None
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    notes: str = ""
 
 
 def families() -> Iterator[Family]:

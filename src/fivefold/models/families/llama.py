@@ -5,7 +5,18 @@ from fivefold.models.families import Family
 FAMILY = Family(
     name="llama",
     model_classes=("LlamaForCausalLM",),
-    query=("q_proj",),
-    key_value=("k_proj", "v_proj"),
-    residual_norms=("layers.*.input_layernorm", "layers.*.post_attention_layernorm", "norm"),
+    tiny={
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    notes="rotary positions scaled for long context",
 )

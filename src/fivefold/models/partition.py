@@ -1,0 +1,448 @@
+"""How tensor parallelism cuts a model: the role of every parameter, derived from what feeds what.
+
+`trace` says which projection reads the residual stream, which one gives back to it, and which features make which
+attention head. From that follow Megatron's pairs (arXiv:1909.08053): the first are split over outputs, the second over
+inputs, and what stands between is dealt to the ranks by heads or by features. The model's own plan is compared with
+it. Nothing here knows a layout.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fivefold.models import surfaces
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.families import family_of
+from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable, depends, gradients
+
+RoleKind = Literal[
+    "vocab_embedding", "vocab_head", "column", "row", "row_bias", "norm", "local", "across", "replicated"
+]
+Owner = Literal["query", "kv", "even"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
+    sizes are multiples of `unit`."""
+
+    start: int
+    stop: int
+    owner: Owner
+    index: int = 0
+    unit: int = 1
+
+
+Deal = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one parameter is to tensor parallelism.
+
+    | kind | weights | where |
+    |---|---|---|
+    | `vocab_embedding` | split over the vocabulary | the token embedding |
+    | `vocab_head` | split over the vocabulary | the output head |
+    | `column` | split over outputs, biases too | reads the gathered residual stream |
+    | `row` | split over inputs | its output is a partial sum |
+    | `row_bias` | whole on every rank | added once, after the partial sums are reduced |
+    | `norm` | whole on every rank | acts on the residual stream, split over the sequence under sequence parallel |
+    | `local` | whole on every rank | acts on data that differs by rank (q_norm): gradients are summed over tp |
+    | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
+    | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
+
+    `deal` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
+    """
+
+    kind: RoleKind
+    reason: str
+    dim: int | None = None
+    deal: Deal | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where hidden states enter a region of split features: the modules that are given them (several linears share one
+    tensor), and as which argument."""
+
+    modules: tuple[str, ...]
+    argument: int | str = 0
+
+
+@dataclass(frozen=True)
+class Region:
+    """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all."""
+
+    owner: str
+    columns: tuple[str, ...]
+    row: str
+    entries: tuple[Entry, ...]
+    is_fused: bool  # a projection makes both query heads and key/value heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
+
+    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. `unfinished`: how many
+    blocks save nothing for backward after their last sum. A refusal says why something cannot be done, or is None.
+    """
+
+    roles: Mapping[str, Role]
+    regions: tuple[Region, ...]
+    query: int
+    kv: int
+    across: Mapping[str, Deal]
+    unfinished: int
+    refusal: str | None
+    sequence_parallel_refusal: str | None
+    is_proved: bool
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """Of all regions, in order."""
+        return tuple(entry for region in self.regions for entry in region.entries)
+
+
+def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition:
+    """The partition of `model`, which may be on the meta device and stays as it is, from its trace."""
+    name = type(model).__name__
+    try:
+        return _Derivation(model, anatomy, traced).partition()
+    except Untraceable as error:
+        refusal = f"{name}: {error}"
+        return Partition(
+            roles={}, regions=(), query=0, kv=0, across={}, unfinished=0, refusal=refusal,
+            sequence_parallel_refusal=refusal, is_proved=False,
+        )  # fmt: skip
+
+
+@dataclass
+class _Derivation:
+    model: PreTrainedModel
+    anatomy: Anatomy
+    traced: Trace
+    regions: list[Region] = field(default_factory=list)
+    across: dict[str, Deal] = field(default_factory=dict)
+    unfinished: int = 0
+    heads: tuple[int, int] = (0, 0)
+
+    def partition(self) -> Partition:
+        roles = self._outside()
+        known: dict[object, dict[str, Deal]] = {}
+        for block in self.traced.blocks:
+            roles |= self._block(block, known)
+        plan = surfaces.tensor_parallel_plan(self.model)
+        contradicted = {}
+        for name, _ in self.model.named_parameters():
+            role = roles.get(name) or Role("replicated", "nothing in its forward says what it does")
+            roles[name], contradiction = _compared(name, role, plan)
+            if contradiction:
+                contradicted[name] = contradiction
+        unknown = [name for name, role in roles.items() if role.kind == "replicated"]
+        refusal = None
+        if unknown:
+            refusal = f"{self._name} has parameters without a role: {_listing(unknown)}"
+        elif contradicted:
+            refusal = f"{self._name}: {next(iter(contradicted.values()))}"
+        position = [name for name in self.traced.before if name != self.anatomy.embedding]
+        alone = f"{_listing(position)} of {self._name} adds to the embeddings of all tokens" if position else None
+        return Partition(
+            roles={name: roles[name] for name, _ in self.model.named_parameters()},
+            regions=tuple(self.regions), query=self.heads[0], kv=self.heads[1], across=self.across,
+            unfinished=self.unfinished, refusal=refusal, sequence_parallel_refusal=refusal or alone,
+            is_proved=family_of(self._name) is not None,
+        )  # fmt: skip
+
+    @property
+    def _name(self) -> str:
+        return type(self.model).__name__
+
+    def _outside(self) -> dict[str, Role]:
+        """Embeddings, the head, and norms that stand before or after the blocks."""
+        roles: dict[str, Role] = {}
+        for module, kind, reason in (
+            (self.anatomy.head, "vocab_head", "the output head"),
+            (self.anatomy.embedding, "vocab_embedding", "the token embedding"),
+        ):
+            roles |= self._roles_of(module, Role(kind, reason, 0))  # type: ignore[arg-type]
+        for name in (*self.traced.before, *self.traced.after):
+            module = self.model.get_submodule(name)
+            if name not in (self.anatomy.embedding, self.anatomy.head) and surfaces.linear_dims(module) is None:
+                roles |= self._roles_of(name, Role("norm", "stands outside the blocks, on the residual stream"))
+        return roles
+
+    def _roles_of(self, module: str, role: Role) -> dict[str, Role]:
+        return {
+            f"{module}.{leaf}": role for leaf, _ in self.model.get_submodule(module).named_parameters(recurse=False)
+        }
+
+    # ---- one block ---------------------------------------------------------------------------------------------------
+
+    def _block(self, block: BlockTrace, known: dict[object, dict[str, Deal]]) -> dict[str, Role]:
+        feeds, roles = _pairs(block), {}
+        attention = [event for event in block.events if event.kind == "attention"]
+        rows = {row for row, _ in feeds}
+        for row, columns in feeds:
+            called = next((e for e in attention if f"{e.name} (attention)" in _event(block, row).sources), None)
+            key = (called and tuple(e.shape[1] for e in called.inputs[:2]), self._shape_key(block, row, columns))
+            if key not in known:
+                deals = _by_heads(block, row, columns, called) if called else _by_features(block, row, columns)
+                known[key] = {_within(block, name): deal for name, deal in deals.items()}
+            deals = {f"{block.layer}.{name}": deal for name, deal in known[key].items()}
+            if called:
+                self._count_heads(called, block)
+                for name in called.parameters:
+                    parts = tuple(Part(h, h + 1, "query", h) for h in range(self.heads[0]))
+                    roles[name] = Role("column", "one number per query head, passed to attention", 0, parts)
+            region = self._region(block, row, columns, deals)
+            self.regions.append(region)
+            for name in columns:
+                roles |= self._linear_roles(name, "column", deals[name])
+            roles |= self._linear_roles(row, "row", deals[row])
+        last = max(block.events.index(_event(block, row)) for row in rows)
+        self.unfinished += not any(event.kind == "small" for event in block.events[last:])
+        for event in block.events:
+            if event.kind == "small":
+                roles |= self._roles_of(event.name, self._small(event, block, rows, roles))
+        return roles
+
+    def _shape_key(self, block: BlockTrace, row: str, columns: Sequence[str]) -> object:
+        sizes = [
+            (_within(block, name), _event(block, name).inputs[0].shape, block.leaves[name].shape) for name in columns
+        ]
+        return (_within(block, row), _event(block, row).inputs[0].shape, *sizes)
+
+    def _count_heads(self, called: Event, block: BlockTrace) -> None:
+        heads = (called.inputs[0].shape[1], called.inputs[1].shape[1])
+        if self.heads not in ((0, 0), heads):
+            raise Untraceable(f"{block.layer} has {heads} query and key/value heads, the layers before {self.heads}")
+        self.heads = heads
+
+    def _linear_roles(self, name: str, kind: RoleKind, deal: Deal) -> dict[str, Role]:
+        reason = _reason(deal, "reads the residual stream" if kind == "column" else "gives back to the residual stream")
+        module = self.model.get_submodule(name)
+        out_dim, in_dim = surfaces.linear_dims(module) or (0, 1)
+        roles = {f"{name}.weight": Role(kind, reason, out_dim if kind == "column" else in_dim, deal)}
+        if getattr(module, "bias", None) is not None:
+            bias = Role("row_bias", "added once, to the sum") if kind == "row" else Role("column", reason, 0, deal)
+            roles[f"{name}.bias"] = bias
+        return roles
+
+    def _region(self, block: BlockTrace, row: str, columns: tuple[str, ...], deals: Mapping[str, Deal]) -> Region:
+        owner = _common_parent((*columns, row))
+        owners = [{part.owner for part in deals[name]} for name in columns]
+        is_fused = any({"query", "kv"} <= each for each in owners)
+        if owner != block.layer and owner.startswith(block.layer):
+            where = block.hidden_arguments.get(owner, [])
+            if len(where) != 1:
+                raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
+            return Region(owner, columns, row, (Entry((owner,), where[0]),), is_fused)
+        shared: dict[int, list[str]] = {}
+        for name in columns:
+            shared.setdefault(id(_event(block, name).inputs[0]), []).append(name)
+        return Region(owner, columns, row, tuple(Entry(tuple(names)) for names in shared.values()), is_fused)
+
+    def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
+        """The role of a module with few parameters, such as a norm."""
+        on_residual = RESIDUAL in event.sources or bool(event.sources & rows)
+        if not on_residual:
+            if not event.sources:
+                return Role("replicated", "it reads nothing that a block computes")
+            if event.wide and _is_spread(deal := self._dealt(event, roles)):
+                self.across[event.name] = deal
+                return Role("across", "acts on all features at once, which are gathered for it")
+            return Role("local", "acts on heads or features that differ by rank")
+        inside = [r for r in self.regions if event.name.startswith(r.owner + ".") and r.owner != block.layer]
+        if any(region.row not in event.sources for region in inside):
+            return Role("local", "acts on the gathered residual stream, before a projection")
+        return Role("norm", "acts on the residual stream")
+
+    def _dealt(self, event: Event, roles: Mapping[str, Role]) -> Deal:
+        """How the features are dealt that a wide module reads: a projection's, or those that the row reads."""
+        sources = {name.removesuffix(" (attention)") for name in event.sources}
+        if len(event.sources) == 1 and (role := roles.get(f"{next(iter(event.sources))}.weight")):
+            return role.deal or ()
+        for region in reversed(self.regions):
+            if sources <= {*region.columns, region.owner}:
+                return roles[f"{region.row}.weight"].deal or ()
+        raise Untraceable(f"{event.name} mixes the features of {', '.join(sorted(sources))}")
+
+
+def _is_spread(deal: Deal) -> bool:
+    """Whether several ranks have a part of these features."""
+    return len(deal) > 1 or any(part.owner == "even" for part in deal)
+
+
+# ---- who feeds whom --------------------------------------------------------------------------------------------------
+
+
+def _pairs(block: BlockTrace) -> list[tuple[str, tuple[str, ...]]]:
+    """(row, its columns) in order. Raises `Untraceable` for a projection that is neither."""
+    columns: list[str] = []
+    rows: dict[str, tuple[str, ...]] = {}
+    called = {f"{event.name} (attention)": event.sources for event in block.events if event.kind == "attention"}
+    for event in block.events:
+        if event.kind == "opaque":
+            raise Untraceable(f"{event.name} holds weights that are no linear's")
+        if event.kind != "linear":
+            continue
+        direct = frozenset().union(*(called.get(name, {name}) for name in event.sources))
+        on_residual = {name for name in direct if name == RESIDUAL or name in rows}
+        if on_residual and on_residual == direct:
+            columns.append(event.name)
+        elif direct and direct <= set(columns) and event.leaf is not None and _is_hidden(event, block):
+            rows[event.name] = tuple(name for name in columns if name in direct)
+        else:
+            raise Untraceable(f"{event.name} reads {', '.join(sorted(direct)) or 'nothing'}: neither column nor row")
+    used = [name for names in rows.values() for name in names]
+    if len(used) != len(set(used)) or set(used) != set(columns):
+        odd = sorted(set(columns) ^ set(used)) or sorted(name for name in used if used.count(name) > 1)
+        raise Untraceable(f"{', '.join(odd)} feed no projection back to the residual stream, or several")
+    if not rows:
+        raise Untraceable(f"{block.layer} has no projections")
+    return list(rows.items())
+
+
+def _is_hidden(event: Event, block: BlockTrace) -> bool:
+    return event.leaf is not None and event.leaf.shape[-1] == block.leaves[RESIDUAL].shape[-1]
+
+
+def _event(block: BlockTrace, linear: str) -> Event:
+    return next(event for event in block.events if event.kind == "linear" and event.name == linear)
+
+
+def _within(block: BlockTrace, name: str) -> str:
+    return name.removeprefix(f"{block.layer}.")
+
+
+def _common_parent(names: Iterable[str]) -> str:
+    paths = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+# ---- which features go to which rank ---------------------------------------------------------------------------------
+
+
+def _by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, Deal]:
+    """Deals of an attention: every feature belongs to a query head or to a key/value head."""
+    query, key, value = called.inputs
+    leaves = [block.leaves[name] for name in columns]
+    owners: list[list[set[tuple[Owner, int]]]] = [[set() for _ in range(leaf.shape[-1])] for leaf in leaves]
+
+    def note(tensor: Tensor, owner: tuple[Owner, int]) -> None:
+        for mine, mask in zip(owners, depends(tensor, leaves), strict=True):
+            for feature in [] if mask is None else mask.nonzero().flatten().tolist():
+                mine[feature].add(owner)
+
+    for head in range(query.shape[1]):
+        note(query[:, head], ("query", head))
+    for head in range(key.shape[1]):
+        note(key[:, head], ("kv", head))
+        note(value[:, head], ("kv", head))
+    reads, attended = _event(block, row).inputs[0], block.leaves[f"{called.name} (attention)"]
+    size = attended.shape[-1]
+    if reads.shape[-1] != query.shape[1] * size:
+        raise Untraceable(f"{row} reads {reads.shape[-1]} features of {query.shape[1]} heads of {size}")
+    for head in range(query.shape[1]):
+        part = reads[..., head * size : (head + 1) * size]
+        if not _only_head(part, attended, head):
+            raise Untraceable(f"{row} does not read the heads of attention one after the other")
+        note(part, ("query", head))  # a gate on the output, where there is one
+    deals = {row: tuple(Part(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
+    return deals | {name: _runs(name, mine) for name, mine in zip(columns, owners, strict=True)}
+
+
+def _only_head(part: Tensor, attended: Tensor, head: int) -> bool:
+    (grad,) = gradients(part, [attended])
+    return grad is not None and (grad != 0).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist() == [head]
+
+
+def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> Deal:
+    """Features of one owner side by side as one part."""
+    parts: list[Part] = []
+    for feature, mine in enumerate(owners):
+        if len(mine) != 1:
+            raise Untraceable(f"feature {feature} of {name} belongs to {len(mine)} heads")
+        owner, index = next(iter(mine))
+        if parts and (parts[-1].owner, parts[-1].index) == (owner, index):
+            parts[-1] = Part(parts[-1].start, feature + 1, owner, index)
+        else:
+            parts.append(Part(feature, feature + 1, owner, index))
+    return tuple(parts)
+
+
+def _by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, Deal]:
+    """Deals of an element-wise region: feature j of the row comes from feature j of each column, of each of its equal
+    chunks, or from neighbours. Three features are looked at."""
+    reads = _event(block, row).inputs[0]
+    width = reads.shape[-1]
+    deals: dict[str, Deal] = {row: (Part(0, width, "even"),)}
+    for name in columns:
+        leaf = block.leaves[name]
+        times, rest = divmod(leaf.shape[-1], width)
+        if rest or not times:
+            raise Untraceable(f"{row} reads {width} features, and {name} makes {leaf.shape[-1]}")
+        looked_at = sorted({0, width // 2, width - 1})
+        masks = [depends(reads[..., j], [leaf])[0] for j in looked_at]
+        found = [[] if mask is None else mask.nonzero().flatten().tolist() for mask in masks]
+        is_chunked = found == [[j + k * width for k in range(times)] for j in looked_at]
+        if not is_chunked and found != [[j * times + k for k in range(times)] for j in looked_at]:
+            raise Untraceable(f"the features of {row} do not follow from those of {name} one by one")
+        chunks = tuple(Part(k * width, (k + 1) * width, "even", k) for k in range(times))
+        deals[name] = chunks if is_chunked else (Part(0, times * width, "even", unit=times),)
+    return deals
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def _reason(deal: Deal, what: str) -> str:
+    owners = {part.owner for part in deal}
+    if owners == {"even"}:
+        return what + (f", {len(deal)} projections in one" if len(deal) > 1 else "")
+    heads = {"query": "query heads", "kv": "key/value heads"}
+    return f"{what}: {' and '.join(heads[owner] for owner in ('query', 'kv') if owner in owners)}"
+
+
+def _compared(name: str, role: Role, plan: Mapping[str, str]) -> tuple[Role, str | None]:
+    """The role with what the model's own plan says of it; and what is wrong when it says otherwise."""
+    module = name.rpartition(".")[0]
+    key = next((key for key in plan if _pattern(key).fullmatch(module)), None)
+    if key is None or role.kind not in ("column", "row", "local"):
+        return role, None
+    said = surfaces.PLAN_STYLES.get(plan[key])
+    if said in ("column", "row") and role.kind in ("column", "row") and said != role.kind:
+        return role, f"its plan says that {key} is {plan[key]}, and its forward uses it as a {role.kind}"
+    return Role(role.kind, f"{role.reason} (plan: {plan[key]})", role.dim, role.deal), None
+
+
+def _listing(names: Iterable[str]) -> str:
+    """Names with layer indices as `*`, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """A plan key such as `layers.*.mlp.up_proj`, where `*` is a layer index."""
+    return re.compile(re.escape(key).replace(r"\*", r"\d+"))
+
+
+def role_rows(partition: Partition, model: PreTrainedModel) -> Iterator[tuple[str, Role, tuple[int, ...]]]:
+    """(name with `*` for the layer, role, shape), each kind of parameter once."""
+    seen = set()
+    for name, role in partition.roles.items():
+        short = re.sub(r"\.\d+\.", ".*.", name)
+        if (short, role.kind) not in seen:
+            seen.add((short, role.kind))
+            yield short, role, tuple(model.get_parameter(name).shape)

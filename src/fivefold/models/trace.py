@@ -1,0 +1,311 @@
+"""Which part of a block feeds which, found by running the model once with stand-ins for its large parts.
+
+A copy of the model on the meta device runs a few tokens. Linears and embeddings return random numbers of the right
+shape instead of multiplying (their weights stay on meta, so any size costs nothing), attention likewise; everything
+between them, norms and rotary positions included, is the model's own code with real numbers. Each stand-in's output is
+a leaf of the autograd graph, so that autograd answers the question "does this tensor depend on that projection, and on
+which of its features?" exactly. It also answers whether tokens meet anywhere but in attention, which packed documents
+rely on.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fivefold.models import surfaces
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.recipe import buffer_values
+
+TOKENS = 5
+_BOUNDS = torch.tensor([0, TOKENS])  # must reach attention
+_ONE = 2  # the token whose dependencies are looked at
+RESIDUAL = "the residual stream"
+MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
+
+Kind = Literal["linear", "small", "attention", "opaque"]
+
+
+class Untraceable(Exception):
+    """Why a model cannot be traced, in words that follow its name."""
+
+
+class MixesTokens(Untraceable):
+    """Documents packed in a row would see each other, and so would a token and its future."""
+
+
+@dataclass(eq=False)
+class Event:
+    """One call: what a module read and gave, and the leaves that its input depends on, by name.
+
+    `small`: a module with few parameters of its own, such as a norm. `wide`: one that sees all features of a projection
+    at once. `opaque`: one that holds many weights and is no linear, such as a module of experts. Of an attention call
+    `inputs` are query [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed
+    along, one number per query head.
+    """
+
+    kind: Kind
+    name: str
+    inputs: tuple[Tensor, ...]
+    leaf: Tensor | None
+    sources: frozenset[str]
+    wide: bool = False
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass
+class BlockTrace:
+    """What happened in one block, in order. `hidden_arguments`: module -> where it was given hidden states: a position,
+    or a keyword."""
+
+    layer: str
+    leaves: dict[str, Tensor]
+    events: list[Event] = field(default_factory=list)
+    hidden_arguments: dict[str, list[int | str]] = field(default_factory=dict)
+
+
+@dataclass
+class Trace:
+    """The blocks, and the modules with parameters that ran before the first and after the last of them.
+
+    `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
+    """
+
+    blocks: list[BlockTrace] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    forgetful: list[tuple[str, str]] = field(default_factory=list)
+
+
+def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
+    """Run a copy of `model`. Raises `Untraceable`."""
+    surfaces.register_attention(_ATTENTION, _attention, lambda *args, **kwargs: None)
+    copy = surfaces.causal_lm_on_meta(model.config, _ATTENTION)
+    recorder = _Recorder(copy, anatomy)
+    ids = torch.arange(TOKENS).unsqueeze(0)
+    with _recording(recorder), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            copy.get_submodule(anatomy.base)(input_ids=ids, position_ids=ids, use_cache=False, bounds=_BOUNDS)
+        except Untraceable:
+            raise
+        except Exception as error:  # the model's own code met something that it cannot do with stand-ins
+            raise Untraceable(f"its forward cannot be followed ({type(error).__name__}: {error})") from error
+    if len(recorder.trace.blocks) != len(anatomy.layers):
+        raise Untraceable("its forward does not run every layer once")
+    return recorder.trace
+
+
+def depends(output: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """For each leaf: which of its features (last dimension, bool) `output` depends on; None for none at all."""
+    masks = [None if grad is None else (grad != 0).flatten(0, -2).any(0) for grad in gradients(output, leaves)]
+    return [mask if mask is not None and bool(mask.any()) else None for mask in masks]
+
+
+def gradients(output: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradient of a random mixture of `output` for each leaf: zero, or None, where it does not depend on it."""
+    if not output.requires_grad:
+        return [None] * len(leaves)
+    weights = torch.rand_like(output) + 0.5
+    found: Sequence[Tensor | None] = torch.autograd.grad(output, leaves, weights, retain_graph=True, allow_unused=True)
+    return found
+
+
+def _token_dim(tensor: Tensor) -> int | None:
+    """Which dimension of [1, T, ...] or [T, F] counts the tokens."""
+    return next((dim for dim in range(tensor.ndim - 1) if tensor.shape[dim] == TOKENS), None)
+
+
+class _Recorder:
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
+        self.trace = Trace()
+        self.block: BlockTrace | None = None
+        self.hidden = model.config.get_text_config().hidden_size
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.layers = set(anatomy.layers)
+        values = buffer_values(model)
+        for name, module in model.named_modules():
+            for leaf, _ in list(module.named_buffers(recurse=False)):
+                module._buffers[leaf] = values[f"{name}.{leaf}" if name else leaf]
+            self._prepare(name, module)
+
+    def _prepare(self, name: str, module: Any) -> None:
+        if name in self.layers:
+            module.register_forward_pre_hook(self._enter_block(name), with_kwargs=True)
+            module.register_forward_hook(self._leave_block)
+        elif (dims := surfaces.linear_dims(module)) is not None:
+            module.forward = self._linear(name, module.weight.shape[dims[0]])
+            return
+        elif isinstance(module, nn.Embedding):
+            module.forward = self._embedding(name, module.embedding_dim)  # type: ignore[method-assign]
+            return
+        else:
+            module.register_forward_pre_hook(self._note_arguments(name), with_kwargs=True)
+        own = list(module.named_parameters(recurse=False))
+        if isinstance(module, nn.modules.conv._ConvNd):
+            raise MixesTokens(f"{name} is a convolution, which lets tokens meet outside of the attention function")
+        if any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
+            module.forward = self._opaque(name)
+            return
+        for leaf, parameter in own:
+            module._parameters[leaf] = nn.Parameter(torch.rand(parameter.shape) + 0.5, requires_grad=False)
+        if own and not any(True for _ in module.children()):
+            module.forward = self._small(name, module)
+
+    # ---- stand-ins ---------------------------------------------------------------------------------------------------
+
+    def _linear(self, name: str, features: int) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            return self._record("linear", name, (x,), torch.randn(*x.shape[:-1], features))
+
+        return forward
+
+    def _embedding(self, name: str, features: int) -> Any:
+        def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self._outside(name)
+            return torch.randn(*ids.shape, features)
+
+        return forward
+
+    def _opaque(self, name: str) -> Any:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return self._record("opaque", name, (x,), torch.randn(x.shape))
+
+        return forward
+
+    def _small(self, name: str, module: nn.Module) -> Any:
+        plain, own = module.forward, {parameter.numel() for parameter in module.parameters()}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+            if self.block is None or x is None:
+                self._outside(name)
+                return plain(*args, **kwargs)
+            event = Event("small", name, (x,), None, self._sources(x))
+            self.block.events.append(event)
+            event.wide = x.ndim == 3 and own == {x.shape[-1]} and not self._reads_residual(event)
+            return x * 1 if event.wide else plain(*args, **kwargs)  # so that features stay apart
+
+        return forward
+
+    def attention(self, module: nn.Module, tensors: tuple[Tensor, ...], extra: dict[str, Any]) -> Tensor:
+        """The stand-in of attention: [1,T,H,D]."""
+        if self.block is None:
+            raise Untraceable("it attends outside of its layers")
+        query, _, value = tensors
+        mine = {id(parameter): name for name, parameter in module.named_parameters(recurse=False)}
+        name = self.names[id(module)]
+        if extra.get("bounds") is not _BOUNDS:
+            self.trace.forgetful.append((self.block.layer, name))
+        passed = tuple(f"{name}.{mine[id(each)]}" for each in extra.values() if id(each) in mine)
+        shape = (*query.transpose(1, 2).shape[:3], value.shape[-1])
+        return self._record("attention", name, tensors, torch.randn(shape), passed)
+
+    def _record(
+        self, kind: Kind, name: str, inputs: tuple[Tensor, ...], values: Tensor, parameters: tuple[str, ...] = ()
+    ) -> Tensor:
+        if self.block is None:
+            self._outside(name)
+            return values
+        sources = frozenset().union(*(self._sources(each) for each in inputs))
+        leaf = values.requires_grad_()
+        self.block.events.append(Event(kind, name, inputs, leaf, sources, parameters=parameters))
+        self.block.leaves[f"{name} (attention)" if kind == "attention" else name] = leaf
+        return leaf * 1  # a model may change it in place
+
+    def _sources(self, x: Tensor) -> frozenset[str]:
+        """The leaves that `x` depends on. Raises `Untraceable` when one of its tokens depends on another."""
+        assert self.block is not None
+        dim = 2 if x.ndim == 4 and x.shape[1] != TOKENS else _token_dim(x)
+        one = x if dim is None else x.select(dim, _ONE)
+        found = set()
+        for (name, leaf), grad in zip(
+            self.block.leaves.items(), gradients(one, list(self.block.leaves.values())), strict=True
+        ):
+            if grad is None or not bool(grad.any()):
+                continue
+            found.add(name)
+            where = _token_dim(leaf)
+            others = [token for token in range(TOKENS) if token != _ONE]
+            if dim is not None and where is not None and bool(grad.index_select(where, torch.tensor(others)).any()):
+                raise MixesTokens(f"{self.block.layer} lets tokens meet outside of the attention function")
+        return frozenset(found)
+
+    def _reads_residual(self, event: Event) -> bool:
+        """Whether its input is of the width of the residual stream for a reason: it, or a projection back to it."""
+        assert self.block is not None
+        leaves = self.block.leaves
+        back = {name for name in event.sources if name != RESIDUAL and leaves[name].shape[-1] == self.hidden}
+        rows = {each.name for each in self.block.events if each.kind == "linear" and RESIDUAL not in each.sources}
+        return RESIDUAL in event.sources or bool(back & rows)
+
+    def _outside(self, name: str) -> None:
+        (self.trace.after if self.trace.blocks else self.trace.before).append(name)
+
+    # ---- where blocks begin and end ----------------------------------------------------------------------------------
+
+    def _enter_block(self, layer: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            where = self._hidden_arguments(args, kwargs)
+            if len(where) != 1:
+                raise Untraceable(f"{layer} is given {len(where)} tensors of hidden states, not one")
+            if kwargs.get("bounds") is not _BOUNDS:
+                raise Untraceable("it does not hand the bounds of packed documents on to its layers")
+            old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
+            leaf = old.detach().clone().requires_grad_()
+            self.block = BlockTrace(layer, {RESIDUAL: leaf})
+            self.trace.blocks.append(self.block)
+            changed = leaf * 1
+            if isinstance(where[0], int):
+                return tuple(changed if each is old else each for each in args), kwargs
+            return args, {**kwargs, where[0]: changed}
+
+        return hook
+
+    def _leave_block(self, _: nn.Module, args: Any, output: Any) -> Any:
+        self._sources(output if isinstance(output, Tensor) else output[0])
+        self.block = None
+        if isinstance(output, Tensor):
+            return output.detach()
+        return tuple(each.detach() if isinstance(each, Tensor) else each for each in output)
+
+    def _note_arguments(self, name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.block is not None:
+                self.block.hidden_arguments[name] = self._hidden_arguments(args, kwargs)
+
+        return hook
+
+    def _hidden_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
+        shape = (1, TOKENS, self.hidden)
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        return [
+            where
+            for where, each in named
+            if isinstance(each, Tensor) and tuple(each.shape) == shape and each.is_floating_point()
+        ]
+
+
+# ---- the attention function of the copy ------------------------------------------------------------------------------
+
+_ATTENTION = "fivefold-trace"
+_recorders: list[_Recorder] = []
+
+
+@contextmanager
+def _recording(recorder: _Recorder) -> Iterator[None]:
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **extra: Any
+) -> tuple[Tensor, None]:
+    return _recorders[-1].attention(module, (query, key, value), extra), None
