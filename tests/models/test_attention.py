@@ -19,6 +19,12 @@ PACKINGS = {
     "padding tail": (2, 16, [0, 11, 16, 21, 24, 32]),
 }
 HEADS = [(4, 4), (6, 2), (5, 1)]
+RULES = [
+    {"sliding_window": 3},
+    {"softcap": 1.5},
+    {"s_aux": torch.tensor([0.5, -2.0, 3.0, 0.0, 8.0, -0.3])},
+    {"sliding_window": 4, "softcap": 0.8, "s_aux": torch.linspace(-3, 3, 6)},
+]
 PRECISIONS = [torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -43,32 +49,57 @@ def assert_close(ours, exact):
     assert (ours.double() - exact).abs().max() <= 4 * torch.finfo(ours.dtype).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "dense"])
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_packed_values_and_gradients_match_the_twin(heads, kv_heads, packing, kernel, monkeypatch):
-    monkeypatch.setattr(packed, "_kernel", lambda query: kernel)
-    rows, length, edges = PACKINGS[packing]
-    bounds = torch.tensor(edges, dtype=torch.int32)
-    tensors = inputs(rows, length, heads, kv_heads)
-    ours, twin = forward(*tensors, bounds, 0.3), reference_attention(*tensors, bounds, 0.3)
+def check_against_twin(tensors, bounds, **rule):
+    """Output and gradients equal the twin's, the sinks' among them."""
+    leaves = [leaf for leaf in (*tensors, rule.get("s_aux")) if leaf is not None and leaf.requires_grad]
+    ours, twin = forward(*tensors, bounds, 0.7, **rule), reference_attention(*tensors, bounds, 0.7, **rule)
     assert (ours - twin).abs().max() <= 1e-12
     weight = torch.randn_like(ours)
     for mine, theirs in zip(
-        torch.autograd.grad((ours * weight).sum(), tensors),
-        torch.autograd.grad((twin * weight).sum(), tensors),
+        torch.autograd.grad((ours * weight).sum(), leaves),
+        torch.autograd.grad((twin * weight).sum(), leaves),
         strict=True,
     ):
         assert (mine - theirs).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "blockwise"])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_packed_values_and_gradients_match_the_twin(heads, kv_heads, packing, kernel, monkeypatch):
+    monkeypatch.setattr(packed, "_kernel", lambda *_: kernel)
+    rows, length, edges = PACKINGS[packing]
+    check_against_twin(inputs(rows, length, heads, kv_heads), torch.tensor(edges, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 5, 12, 100])
+@pytest.mark.parametrize("packing", ["several blocks", *PACKINGS])
+def test_every_rule_and_its_gradients_match_the_twin(packing, window, softcap, sinks, monkeypatch):
+    """Windows shorter and longer than the documents, also within one group; scores that soft-capping bends."""
+    monkeypatch.setattr(kernels, "_CPU_BLOCK", 1)  # 16 queries at a time
+    rows, length, edges = {**PACKINGS, "several blocks": (2, 67, [0, 53, 67, 134])}[packing]
+    s_aux = torch.tensor([0.5, -2.0, 3.0, 0.0, 8.0, -0.3], dtype=torch.float64, requires_grad=True) if sinks else None
+    tensors = inputs(rows, length, 6, 2)
+    check_against_twin(
+        tensors, torch.tensor(edges, dtype=torch.int32), sliding_window=window, softcap=softcap, s_aux=s_aux
+    )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rows_without_bounds_are_one_document_each(rule):
+    check_against_twin(inputs(2, 13, 6, 2), None, **rule)
+
+
+@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-def test_every_precision(dtype):
+def test_every_precision(dtype, rule):
     tensors = inputs(2, 16, 6, 2, dtype=dtype)
     bounds = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
-    ours = forward(*tensors, bounds)
+    ours = forward(*tensors, bounds, **rule)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    twin = reference_attention(*exact, bounds)
+    twin = reference_attention(*exact, bounds, **rule)
     assert ours.dtype == dtype
     assert_close(ours, twin)
     for mine, theirs in zip(
@@ -77,16 +108,28 @@ def test_every_precision(dtype):
         assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
 @pytest.mark.parametrize(("length", "keys"), [(1, 9), (3, 9), (9, 9), (1, 1)])
-def test_generation_with_a_cache_sees_the_last_positions(length, keys):
-    tensors = inputs(2, length, 6, 2, keys=keys)
-    assert (forward(*tensors) - reference_attention(*tensors)).abs().max() <= 1e-12
+def test_generation_with_a_cache_sees_the_last_positions(length, keys, rule):
+    tensors = inputs(2, length, 6, 2, keys=keys, requires_grad=False)
+    assert (forward(*tensors, **rule) - reference_attention(*tensors, **rule)).abs().max() <= 1e-12
 
 
-def test_cached_steps_equal_the_whole_row():
-    query, key, value = inputs(1, 7, 6, 2, requires_grad=False)
-    steps = [forward(query[:, :, a:b], key[:, :, :b], value[:, :, :b]) for a, b in ((0, 3), (3, 5), (5, 6), (6, 7))]
-    assert (torch.cat(steps, 1) - forward(query, key, value)).abs().max() <= 1e-12
+@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "old keys dropped"])
+def test_cached_steps_equal_the_whole_row(rule, dropped):
+    query, key, value = inputs(1, 11, 6, 2, requires_grad=False)
+    kept = rule["sliding_window"] - 1 if dropped and "sliding_window" in rule else 11
+    steps = [
+        forward(query[:, :, a:b], key[:, :, max(0, a - kept) : b], value[:, :, max(0, a - kept) : b], **rule)
+        for a, b in ((0, 5), (5, 9), (9, 10), (10, 11))
+    ]
+    assert (torch.cat(steps, 1) - forward(query, key, value, **rule)).abs().max() <= 1e-12
+
+
+def test_gradients_through_a_cache_under_a_rule_are_refused():
+    with pytest.raises(UserError, match="no gradients"):
+        forward(*inputs(1, 3, 6, 2, keys=9), sliding_window=4)
 
 
 def test_nothing_leaks_between_documents():
@@ -105,20 +148,23 @@ def test_the_variable_length_kernel_takes_our_arguments():
     shapes = [(26, 6, 8), (26, 2, 8), (26, 2, 8)]
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     bounds = torch.empty(5, dtype=torch.int32, device="meta")
-    out, lse = kernels.varlen_forward(q, k, v, bounds, 8, 0.3)
-    assert out.shape == q.shape and lse.shape == (6, 26)
-    grads = kernels.varlen_backward(out, q, k, v, out, lse, bounds, 8, 0.3)
-    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    for rule in (kernels.Rule(0.3), kernels.Rule(0.3, window=4)):
+        out, lse = kernels.varlen_forward(q, k, v, bounds, 8, rule)
+        assert out.shape == q.shape and lse.shape == (6, 26)
+        grads = kernels.varlen_backward(out, q, k, v, out, lse, bounds, 8, rule)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_packed_documents_on_a_gpu(heads, kv_heads, dtype):
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (6, 1)])
+def test_packed_documents_on_a_gpu(heads, kv_heads, dtype, rule):
     bounds = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
+    rule = {name: value.cuda() if name == "s_aux" else value for name, value in rule.items()}
     tensors = [t.detach().cuda().requires_grad_() for t in inputs(2, 16, heads, kv_heads, dtype=dtype)]
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    ours, twin = forward(*tensors, bounds), reference_attention(*exact, bounds)
+    ours, twin = forward(*tensors, bounds, **rule), reference_attention(*exact, bounds, **rule)
     assert_close(ours, twin)
     for mine, theirs in zip(
         torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
@@ -128,7 +174,22 @@ def test_packed_documents_on_a_gpu(heads, kv_heads, dtype):
 
 def test_the_operator_keeps_the_rules_of_custom_operators():
     bounds = torch.tensor([0, 7, 13, 18, 26], dtype=torch.int32)
-    torch.library.opcheck(packed.packed_attention, (*inputs(2, 13, 6, 2), bounds, 0.3))
+    for rule in ((), (4, None, None), (None, 1.5, None), (4, 1.5, torch.randn(6, requires_grad=True))):
+        torch.library.opcheck(packed.packed_attention, (*inputs(2, 13, 6, 2), bounds, 0.3, *rule))
+
+
+@pytest.mark.parametrize(
+    ("rule", "longest", "kernel"),
+    [
+        (kernels.Rule(0.3), 9, "cpu"),
+        (kernels.Rule(0.3, window=8), 9, "blockwise"),
+        (kernels.Rule(0.3, window=9), 9, "cpu"),
+        (kernels.Rule(0.3, window=9, softcap=50.0), 9, "blockwise"),
+    ],
+    ids=str,
+)
+def test_the_fused_kernel_serves_what_it_can(rule, longest, kernel):
+    assert packed._kernel(torch.empty(1, 6, 9, 8), rule, longest) == kernel
 
 
 @pytest.mark.parametrize("edges", [[0, 13], [0, 5, 26], [1, 13, 26]])
@@ -143,9 +204,8 @@ def test_bounds_that_are_no_documents_are_a_bug(edges):
     [
         ({"dropout": 0.1}, "dropout"),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "dense"),
-        ({"sliding_window": 4}, "sliding-window"),
-        ({"softcap": 50.0}, "soft-capping"),
-        ({"s_aux": torch.ones(4)}, "sinks"),
+        ({"sliding_window": 0}, "hides every key"),
+        ({"position_bias": torch.ones(4)}, "position bias"),
         ({"is_causal": False}, "not causal"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

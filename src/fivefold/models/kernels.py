@@ -2,27 +2,44 @@
 
 Operators cannot call autograd, so each kernel is a pair of functions that hand over the log-sum-exp.
 
-| kernel | where | memory |
-|---|---|---|
-| `cpu_*` | any type on the CPU: the fused kernel of PyTorch | linear in L |
-| `varlen_*` | 16-bit types on CUDA: one call of the variable-length flash kernel for all documents | linear in T |
-| `dense_*` | anything else (fp32 and fp64 proofs on CUDA): every score written out, by document | quadratic in L |
+| kernel | where | window | soft-capping | memory |
+|---|---|---|---|---|
+| `cpu_*` | any type on the CPU: the fused kernel of PyTorch | no | no | linear in L |
+| `varlen_*` | 16-bit types on CUDA: one variable-length flash call for all documents | yes | no | linear in T |
+| `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
+
+Attention sinks need no kernel of their own: `join_sinks` puts them into what any of the three hands over.
 
 Legend: N documents of L tokens, or one row of M tokens of all documents; H query heads, G key/value heads (R = H / G
-query heads share one), D head size.
+query heads share one), D head size. In a block: L queries, S keys, and X = R * L queries of the heads that share keys.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+# Scores of one block: on a CPU few enough to stay in its cache, elsewhere enough to fill a GPU.
+_CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores are made: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
 
 def cpu_forward(
-    q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, v_NGLD: torch.Tensor, scale: float
+    q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, v_NGLD: torch.Tensor, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [N,H,L,D] and log-sum-exp [N,H,L]."""
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_NHLD, k_NGLD, v_NGLD, 0.0, True, scale=scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_NHLD, k_NGLD, v_NGLD, 0.0, True, scale=rule.scale)
     return out, lse
 
 
@@ -33,22 +50,23 @@ def cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    scale: float,
+    rule: Rule,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, True, scale=scale
+        grad, q, k, v, out, lse, 0.0, True, scale=rule.scale
     )
     return dq, dk, dv
 
 
 def varlen_forward(
-    q_MHD: torch.Tensor, k_MGD: torch.Tensor, v_MGD: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
+    q_MHD: torch.Tensor, k_MGD: torch.Tensor, v_MGD: torch.Tensor, bounds: torch.Tensor, longest: int, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `bounds` on the device."""
     out, lse, *_ = aten._flash_attention_forward(
-        q_MHD, k_MGD, v_MGD, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
-    )
+        q_MHD, k_MGD, v_MGD, bounds, bounds, longest, longest, 0.0, rule.window is None, False,
+        scale=rule.scale, **_flash_window(rule),
+    )  # fmt: skip
     return out, lse
 
 
@@ -61,54 +79,124 @@ def varlen_backward(
     lse: torch.Tensor,
     bounds: torch.Tensor,
     longest: int,
-    scale: float,
+    rule: Rule,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     dq, dk, dv = aten._flash_attention_backward(
-        grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True, no_dropout, unused, scale=scale
-    )
+        grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, rule.window is None, no_dropout, unused,
+        scale=rule.scale, **_flash_window(rule),
+    )  # fmt: skip
     return dq, dk, dv
 
 
-def dense_forward(
-    q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, v_NGLD: torch.Tensor, scale: float
+def _flash_window(rule: Rule) -> dict[str, int]:
+    """As `torch.nn.attention.varlen` asks for it: keys before and after a query, and then no causal flag."""
+    return {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
+
+
+def blockwise_forward(
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cpu_forward`, by the definition."""
-    scores_NGRLL = _scores(q_NHLD, k_NGLD, scale)
-    lse_NGRL = scores_NGRLL.logsumexp(-1)
-    out = (scores_NGRLL - lse_NGRL.unsqueeze(-1)).exp() @ v_NGLD.unsqueeze(2)
-    return out.flatten(1, 2), lse_NGRL.flatten(1, 2)
+    """As `cpu_forward`, for every rule; the L queries are the last of the S keys (S > L: generation with a cache)."""
+    heads, shared = q_NHLD.shape[1], k_NGSD.shape[1]
+    out_NHLD, lse_NHL = torch.empty_like(q_NHLD), q_NHLD.new_empty(q_NHLD.shape[:3], dtype=precise(q_NHLD.dtype))
+    for queries, keys, hidden in _blocks(q_NHLD, k_NGSD, rule.window):
+        q_NGXD = _by_shared(q_NHLD[:, :, queries], shared)
+        k_NGSd, v_NGSd = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k_NGSD, v_NGSD))
+        scores_NGXS = _scores(q_NGXD, k_NGSd, rule)
+        _hide(scores_NGXS, hidden, float("-inf"))
+        largest = scores_NGXS.amax(-1, keepdim=True)
+        weights = scores_NGXS.sub_(largest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out_NHLD[:, :, queries] = _by_head((weights @ v_NGSd).div_(total), heads).to(out_NHLD.dtype)
+        lse_NHL[:, :, queries] = _by_head(largest + total.log(), heads).squeeze(-1)
+    return out_NHLD, lse_NHL
 
 
-def dense_backward(
+def blockwise_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    scale: float,
+    rule: Rule,
 ) -> Gradients:
-    """As `cpu_backward`, by the definition: dS = P * (dO V' - sum(dO * O))."""
-    shared = k.shape[1]
-    grad_NGRLD, q_NGRLD, lse_NGRL = (_by_shared(tensor, shared) for tensor in (grad, q, lse))
-    weights = (_scores(q, k, scale) - lse_NGRL.unsqueeze(-1)).exp()
-    inner = _by_shared((grad * out).sum(-1, keepdim=True), shared)
-    dscores = weights * (grad_NGRLD @ v.unsqueeze(2).mT - inner) * scale
-    dq = (dscores @ k.unsqueeze(2)).flatten(1, 2)
-    return dq, (dscores.mT @ q_NGRLD).sum(2), (weights.mT @ grad_NGRLD).sum(2)
+    """As `cpu_backward`, for every rule: P = exp(scores - lse) again, dscores = P * (dO V' - sum(dO * O))."""
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(tensor, dtype=precise(q.dtype)) for tensor in (k, v))
+    for queries, keys, hidden in _blocks(q, k, rule.window):
+        g_NGXD, q_NGXD, o_NGXD = (_by_shared(tensor[:, :, queries], k.shape[1]) for tensor in (grad, q, out))
+        lse_NGX1 = _by_shared(lse[:, :, queries].unsqueeze(-1), k.shape[1])
+        k_NGSD, v_NGSD = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k, v))
+        scores_NGXS = _scores(q_NGXD, k_NGSD, rule)
+        weights = (scores_NGXS - lse_NGX1).exp_()
+        _hide(weights, hidden, 0.0)
+        dv[:, :, keys] += weights.mT @ g_NGXD
+        dscores = weights.mul_((g_NGXD @ v_NGSD.mT).sub_((g_NGXD * o_NGXD).sum(-1, keepdim=True)))
+        if rule.softcap is not None:
+            dscores.mul_(1 - (scores_NGXS / rule.softcap).square_())
+        dscores.mul_(rule.scale)
+        dq[:, :, queries] = _by_head(dscores @ k_NGSD, q.shape[1]).to(dq.dtype)
+        dk[:, :, keys] += dscores.mT @ q_NGXD
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _by_shared(tensor_NHx: torch.Tensor, shared: int) -> torch.Tensor:
-    """[N,H,...] as [N,G,R,...]."""
-    return tensor_NHx.reshape(tensor_NHx.shape[0], shared, -1, *tensor_NHx.shape[2:])
+def join_sinks(out_xHD: torch.Tensor, lse_xH: torch.Tensor, sinks_H: torch.Tensor) -> None:
+    """Put one more logit per head into the softmax, in place: a key without a value (gpt-oss).
+
+    The backward kernels are right with the new output and log-sum-exp: the weights that they recompute then leave the
+    sink its share.
+    """
+    joined_xH = torch.logaddexp(lse_xH, sinks_H.to(lse_xH.dtype))
+    out_xHD.mul_((lse_xH - joined_xH).exp().unsqueeze(-1))
+    lse_xH.copy_(joined_xH)
 
 
-def _scores(q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, scale: float) -> torch.Tensor:
-    """[N,G,R,L,L], minus infinity above the diagonal."""
-    scores: torch.Tensor = _by_shared(q_NHLD, k_NGLD.shape[1]) @ k_NGLD.unsqueeze(2).mT * scale
-    length = scores.shape[-1]
-    future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, float("-inf"))
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The type of scores and log-sum-exps for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _blocks(
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, window: int | None
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Some queries, the keys that any of them sees, and [queries, keys] True where a query does not see a key."""
+    documents, heads, length, _ = q_NHLD.shape
+    total = k_NGSD.shape[2]
+    seen = total if window is None else min(total, 2 * window)
+    scores = _CPU_BLOCK if q_NHLD.device.type == "cpu" else _GPU_BLOCK
+    step = max(16, scores // (documents * heads * seen))
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        first, last = total - length + start, total - length + stop  # the positions of these queries among the keys
+        earliest = 0 if window is None else max(0, first - window + 1)
+        query, key = (torch.arange(*edges, device=q_NHLD.device) for edges in ((first, last), (earliest, last)))
+        ahead = key - query[:, None]
+        hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+        yield slice(start, stop), slice(earliest, last), hidden
+
+
+def _scores(q_NGXD: torch.Tensor, k_NGSD: torch.Tensor, rule: Rule) -> torch.Tensor:
+    scores = (q_NGXD @ k_NGSD.mT).mul_(rule.scale)
+    return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+
+
+def _hide(tensor_NGXS: torch.Tensor, hidden_LS: torch.Tensor, value: float) -> None:
+    """Fill in place where a query does not see a key, for each of the heads in X."""
+    documents, shared, _, keys = tensor_NGXS.shape
+    tensor_NGXS.view(documents, shared, -1, len(hidden_LS), keys).masked_fill_(hidden_LS, value)
+
+
+def _by_shared(tensor_NHLx: torch.Tensor, shared: int) -> torch.Tensor:
+    """[N,H,L,x] as [N,G,R*L,x], in the type of scores."""
+    documents, _, _, size = tensor_NHLx.shape
+    return tensor_NHLx.reshape(documents, shared, -1, size).to(precise(tensor_NHLx.dtype))
+
+
+def _by_head(tensor_NGXx: torch.Tensor, heads: int) -> torch.Tensor:
+    """[N,G,R*L,x] as [N,H,L,x]."""
+    documents, _, _, size = tensor_NGXx.shape
+    return tensor_NGXx.view(documents, heads, -1, size)

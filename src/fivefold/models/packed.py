@@ -2,7 +2,7 @@
 
 `fivefold::packed_attention` is opaque to `torch.compile`: a compiled block holds one call to it, whatever the
 documents are. Documents of similar length run as one batch, padded at their ends, where causal attention never looks;
-see `kernels.py` for what runs where.
+see `kernels.py` for what runs where. Windows count inside a document: one that is not longer than the window has none.
 
 Legend: B rows, T positions, H query heads, G key/value heads, D head size; N documents padded to L tokens in one group;
 M = B * T tokens.
@@ -20,27 +20,52 @@ from fivefold.models import kernels
 
 @torch.library.custom_op("fivefold::packed_attention", mutates_args=())
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [B,H,T,D], key and value [B,G,T,D], bounds int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,T,H]).
 
-    `bounds` are cumulative over the B*T tokens: 0 first, B*T last, every row start included.
+    `bounds` are cumulative over the B*T tokens: 0 first, B*T last, every row start included. A query sees itself and
+    the `window` - 1 tokens before it. `softcap`: scores become tanh(scores / softcap) * softcap. `sinks` [H]: one more
+    logit per head in the softmax, without a value.
     """
+    assert key.shape[2] == query.shape[2], f"{query.shape[2]} queries and {key.shape[2]} keys a row: no cache here"
     out_BTHD, lse_BTH = _empty_outputs(query)
+    _fill(out_BTHD, lse_BTH, query, key, value, bounds, kernels.Rule(scale, window, softcap))
+    if sinks is not None:
+        assert len(sinks) == query.shape[1], f"{len(sinks)} attention sinks for {query.shape[1]} query heads"
+        kernels.join_sinks(out_BTHD, lse_BTH, sinks)
+    return out_BTHD, lse_BTH
+
+
+def _fill(
+    out_BTHD: torch.Tensor,
+    lse_BTH: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    rule: kernels.Rule,
+) -> None:
     out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
-    if _kernel(query) == "varlen":
-        out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, bounds.to(query.device), longest(bounds), scale)
+    if _kernel(query, rule, longest(bounds)) == "varlen":
+        out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, bounds.to(query.device), longest(bounds), rule)
         out_MHD.copy_(out)
         lse_MH.copy_(lse_HM.T)
-        return out_BTHD, lse_BTH
-    forward = kernels.cpu_forward if _kernel(query) == "cpu" else kernels.dense_forward
+        return
     for group in groups(bounds, query.shape[0], query.shape[2], query.device):
         q, k, v = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD))
-        out_NHLD, lse_NHL = forward(q, k, v, scale)
+        fused = _kernel(query, rule, group.longest) == "cpu"
+        out_NHLD, lse_NHL = (kernels.cpu_forward if fused else kernels.blockwise_forward)(q, k, v, rule)
         group.put(out_MHD, out_NHLD.transpose(1, 2))
         group.put(lse_MH, lse_NHL.transpose(1, 2))
-    return out_BTHD, lse_BTH
 
 
 @torch.library.custom_op("fivefold::packed_attention_backward", mutates_args=())
@@ -53,25 +78,29 @@ def packed_attention_backward(
     lse: torch.Tensor,
     bounds: torch.Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value from `grad` and `out` [B,T,H,D]; see `packed_attention`."""
+    """Gradients of query, key and value from `grad` and `out` [B,T,H,D]; see `packed_attention`. Sinks are in `lse`."""
+    rule = kernels.Rule(scale, window, softcap)
     grads = _empty_grads(query, key, value)
     wholes = [_tokens(tensor) for tensor in grads]
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
-    if _kernel(query) == "varlen":
+    if _kernel(query, rule, longest(bounds)) == "varlen":
         lse_HM = lse_MH.T.contiguous()
         pieces = kernels.varlen_backward(
-            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, bounds.to(query.device), longest(bounds), scale
+            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, bounds.to(query.device), longest(bounds), rule
         )
         for whole, piece in zip(wholes, pieces, strict=True):
             whole.copy_(piece)
         return grads
-    backward = kernels.cpu_backward if _kernel(query) == "cpu" else kernels.dense_backward
     for group in groups(bounds, query.shape[0], query.shape[2], query.device):
         g = group.take(grad_MHD, zero_padding=True).transpose(1, 2)
         q, k, v, o, stat = (group.take(each).transpose(1, 2) for each in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
-        for whole, piece in zip(wholes, backward(g, q, k, v, o, stat, scale), strict=True):
+        fused = _kernel(query, rule, group.longest) == "cpu"
+        backward = kernels.cpu_backward if fused else kernels.blockwise_backward
+        for whole, piece in zip(wholes, backward(g, q, k, v, o, stat, rule), strict=True):
             group.put(whole, piece.transpose(1, 2))
     return grads
 
@@ -79,10 +108,12 @@ def packed_attention_backward(
 @dataclass(frozen=True, eq=False)
 class Group:
     """Documents that run as one batch [N, L]. `index` int64 [N, L] names the token at each place; past a document's end
-    it repeats the last one. `real` int64 are the flat places that hold a token, None when all do."""
+    it repeats the last one. `real` int64 are the flat places that hold a token, None when all do. `longest`: tokens of
+    the longest document, without padding."""
 
     index: torch.Tensor
     real: torch.Tensor | None
+    longest: int
 
     def take(self, tokens_Mx: torch.Tensor, *, zero_padding: bool = False) -> torch.Tensor:
         """[M, ...] -> [N, L, ...]. Padding holds a copy of some token, or zeros."""
@@ -129,15 +160,17 @@ def _group(places: list[tuple[int, int]], size: int, device: torch.device) -> Gr
     index = edges[:, :1] + torch.arange(size)
     is_real = index < edges[:, 1:]
     real = None if bool(is_real.all()) else is_real.flatten().nonzero().squeeze(1).to(device)
-    return Group(torch.minimum(index, edges[:, 1:] - 1).to(device), real)
+    return Group(torch.minimum(index, edges[:, 1:] - 1).to(device), real, max(stop - start for start, stop in places))
 
 
-def _kernel(query: torch.Tensor) -> str:
-    """Which kernel of `kernels.py` serves these queries."""
+def _kernel(query: torch.Tensor, rule: kernels.Rule, longest: int) -> str:
+    """Which kernel of `kernels.py` serves documents of at most `longest` tokens."""
+    if rule.softcap is not None:
+        return "blockwise"
     if query.device.type == "cpu":
-        return "cpu"
+        return "cpu" if rule.window is None or longest <= rule.window else "blockwise"
     short = query.dtype in (torch.bfloat16, torch.float16) and query.shape[3] <= 256 and query.shape[3] % 8 == 0
-    return "varlen" if query.device.type == "cuda" and short else "dense"
+    return "varlen" if query.device.type == "cuda" and short else "blockwise"
 
 
 def _tokens(tensor_BHTD: torch.Tensor) -> torch.Tensor:
@@ -150,8 +183,8 @@ def _tokens(tensor_BHTD: torch.Tensor) -> torch.Tensor:
 
 def _empty_outputs(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, heads, length, size = query.shape
-    precise = query.dtype if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(rows, length, heads, size), query.new_empty(rows, length, heads, dtype=precise)
+    lse_BTH = query.new_empty(rows, length, heads, dtype=kernels.precise(query.dtype))
+    return query.new_empty(rows, length, heads, size), lse_BTH
 
 
 def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -161,7 +194,7 @@ def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 @packed_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, scale: float) -> Any:
+def _(query: torch.Tensor, *rest: Any) -> Any:
     return _empty_outputs(query)
 
 
@@ -171,16 +204,22 @@ def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, bounds, scale = inputs
-    ctx.save_for_backward(*tensors, *output, bounds)
+    query, key, value, bounds, *ctx.rule, sinks = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds, sinks)
     ctx.mark_non_differentiable(output[1])
-    ctx.scale = scale
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, out, lse, bounds = ctx.saved_tensors
+    query, key, value, out, lse, bounds, sinks = ctx.saved_tensors
     backward: Callable[..., tuple[torch.Tensor, ...]] = packed_attention_backward
-    return (*backward(grad, query, key, value, out, lse, bounds, ctx.scale), None, None)
+    dsinks = None if sinks is None else _sinks_gradient(grad, out, lse, sinks)
+    return (*backward(grad, query, key, value, out, lse, bounds, *ctx.rule), None, None, None, None, dsinks)
+
+
+def _sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """[H]: as for any score, weight * (dO V' - sum(dO * O)), with no value and summed over all queries."""
+    weight_BTH = (sinks.to(lse.dtype) - lse).exp()
+    return -(weight_BTH * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 1)).to(sinks.dtype)
 
 
 packed_attention.register_autograd(_differentiate, setup_context=_save)
