@@ -70,7 +70,7 @@ class Outcome:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Inside, what models compute in fp32 on purpose (norms, softmax) is computed in fp64: proofs have no such floor."""
+    """Inside, what models compute in fp32 on purpose (norms, softmax) is computed in fp64: no floor for a proof."""
 
     def instead(plain: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

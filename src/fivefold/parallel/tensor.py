@@ -398,14 +398,15 @@ def _row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]
 
 
 def _vocabulary_lookup(embedding: nn.Embedding, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """Each rank looks up the ids of its own rows; the others contribute zero."""
+    """Each rank looks up the ids of its own rows, as the module does it (some scale them); the others give zero."""
     start, stop = fold.vocabulary[fold.rank]
-    padding = embedding.padding_idx
-    local_padding = padding - start if padding is not None and start <= padding < stop else None
+    padding, plain = embedding.padding_idx, embedding.forward
+    embedding.num_embeddings = stop - start
+    embedding.padding_idx = padding - start if padding is not None and start <= padding < stop else None
 
     def forward(ids_BT: Tensor) -> Tensor:
         mine = (ids_BT >= start) & (ids_BT < stop)
-        rows = F.embedding(torch.where(mine, ids_BT - start, 0), embedding.weight, local_padding)
+        rows = plain(torch.where(mine, ids_BT - start, 0))
         return fold.leave(rows.masked_fill(~mine.unsqueeze(-1), 0.0))
 
     return forward
