@@ -163,22 +163,17 @@ def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
     assert f"{tmp_path / name}:1: the file is empty" in refusal(tmp_path, tmp_path).what
 
 
-def test_what_is_not_there_or_not_built_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "table.parquet").touch()
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.xyz").write_text("text")
     (tmp_path / "nothing").mkdir()
     cases = {
         "missing.txt": "missing.txt does not exist",
         "*.jsonl": "*.jsonl matches no file that can be read",
         "nothing": "matches no file that can be read",
-        "odd.xyz": "no format reads the suffix '.xyz' (known: .jsonl, .ndjson, .txt, .text)",
-        "table.parquet": "parquet sources are not built yet",
-        "*.parquet": "parquet sources are not built yet",
+        "odd.xyz": "no format reads the suffix '.xyz' (known: .jsonl, .ndjson, .parquet, .txt, .text)",
     }
     for path, what in cases.items():
         assert what in refusal(tmp_path, tmp_path / path).what
-    assert "hub: sources are not built yet" in refusal(tmp_path, "hub:org/name").what
-    assert "parquet sources are not built yet" in refusal(tmp_path, tmp_path).what  # a folder that holds one
     odd = [{"path": str(tmp_path / "odd.xyz"), "format": "csv"}]
     assert "data.train.format: there is no format 'csv'" in refusal(tmp_path, odd).what
 

@@ -14,7 +14,7 @@ import yaml
 from fivefold.errors import UserError
 
 _INDEX = re.compile(r"\[(\d+)\]")
-MORE = "formats: txt, jsonl, python-stdlib, a token store, and folders or globs of them"
+MORE = "formats: txt, jsonl, parquet, python-stdlib, a token store, and folders or globs of them"
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ class FileList:
 
 
 def resolve(source: Source, formats: Sequence[Format]) -> FileList:
-    """The files `source` names. Raises UserError for what is not there, what no format reads, what is not built yet."""
-    _refuse_later_formats(source)
+    """The files `source` names. Raises UserError for what is not there, what no format reads."""
     path = Path(source.path).expanduser()
     forced = _named_format(source, formats)
     whole = next((form for form in formats if form.files(path) is not None and forced in (None, form)), None)
@@ -104,20 +103,6 @@ def resolve(source: Source, formats: Sequence[Format]) -> FileList:
     raise UserError(
         f"{source.label}: {source.path} does not exist", fix=f"paths are relative to {Path.cwd()}", more=MORE
     )
-
-
-def _refuse_later_formats(source: Source) -> None:
-    kind = "hub:" if source.path.startswith("hub:") else "parquet" if _is_parquet(Path(source.path), source) else None
-    if kind:
-        raise UserError(
-            f"{source.label}: {source.path}: {kind} sources are not built yet",
-            fix="write the texts to a .jsonl file",
-            more=MORE,
-        )
-
-
-def _is_parquet(path: Path, source: Source) -> bool:
-    return source.format == "parquet" or (source.format == "auto" and path.suffix.lower() == ".parquet")
 
 
 def _named_format(source: Source, formats: Sequence[Format]) -> Format | None:
@@ -153,7 +138,7 @@ def _pick(
             raise UserError(f"{source.label}: {path} cannot be read: permission denied", fix=f"chmod u+r {path}")
         if form:
             picked.append((path, form))
-        elif strict or _is_parquet(path, source):
+        elif strict:
             raise _unknown(source, path, formats)
         else:
             left_out.append(path)
@@ -175,10 +160,6 @@ def _format_of(path: Path, formats: Sequence[Format], forced: Format | None, *, 
 
 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
-    if _is_parquet(path, source):
-        return UserError(
-            f"{source.label}: {path}: parquet sources are not built yet", fix="write the texts to a .jsonl file"
-        )
     known = ", ".join(suffix for form in formats for suffix in form.suffixes)
     return UserError(
         f"{source.label}: {path}: no format reads the suffix {path.suffix!r} (known: {known})",
