@@ -178,9 +178,8 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "data.train.format: there is no format 'csv'" in refusal(tmp_path, odd).what
 
 
-def test_weights_and_texts_without_a_target_are_refused(tmp_path: Path) -> None:
+def test_texts_without_a_target_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["", ""])
-    assert "mixtures by weight are not available yet" in refusal(tmp_path, [{"path": str(path), "weight": 0.5}]).what
     assert "no document has two tokens or more (2 documents)" in refusal(tmp_path, path).what
 
 
