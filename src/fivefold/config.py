@@ -96,7 +96,7 @@ class TokenizerSection(Section):
 
 
 class DataSource(Section):
-    path: str = Field(description="file, folder, glob, token store, hub:org/name or python-stdlib")
+    path: str = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(default="auto", description="auto (by the name's ending), txt, jsonl, parquet, tokens")
     text_key: str = Field(default="text", description="key that holds the text of a record")
     weight: Number = Field(

@@ -55,7 +55,7 @@ def test_folders_globs_and_other_endings(tmp_path: Path) -> None:
         (Source(str(tmp_path / "corpus" / "*.parquet"), "data.train"), ["b.parquet"]),
         (Source(str(tmp_path / "corpus" / "deep" / "*"), "data.train", format="parquet"), ["c.dat"]),
     ):
-        found = resolve(source, formats.discover())
+        found = resolve(source, formats.discover(), tmp_path)
         assert [path.name for path, _ in found.files] == names
         assert prepare(config_for([{"path": source.path, "format": source.format}]), cache=tmp_path / "cache")
 

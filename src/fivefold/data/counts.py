@@ -2,6 +2,8 @@
 
 from dataclasses import astuple, dataclass
 
+from fivefold.data.source import HUB
+
 _SOURCES_SHOWN = 12
 
 
@@ -71,7 +73,7 @@ class DataCounts:
         return lines
 
     def _by_source(self) -> list[str]:
-        if len(self.sources) == 1:
+        if len(self.sources) == 1 and not self.sources[0].path.startswith(HUB):
             return []
         more = len(self.sources) - _SOURCES_SHOWN
         lines = [f"source      {source.line()}" for source in self.sources[:_SOURCES_SHOWN]]

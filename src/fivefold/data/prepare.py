@@ -50,7 +50,7 @@ def prepare(config: RunConfig, *, progress: Progress | None = None, cache: Path 
     Safe against concurrent callers. Raises UserError for bad input, naming file and row.
     """
     root = cache_root(cache)
-    train, validation = _files(config)
+    train, validation = _files(config, root)
     tokenizer = find_tokenizer(
         config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress
     )
@@ -59,12 +59,15 @@ def prepare(config: RunConfig, *, progress: Progress | None = None, cache: Path 
     return _open(_Plan.of(config, stores, held), tokenizer, config.train.seed, root, train, validation)
 
 
-def _files(config: RunConfig) -> tuple[list[FileList], list[FileList]]:
+def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
     formats = discover()
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
     train, validation = (
-        [resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]"), formats) for i, one in enumerate(sources)]
+        [
+            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]"), formats, root)
+            for i, one in enumerate(sources)
+        ]
         for name, sources in lists.items()
     )
     return train, validation
@@ -156,7 +159,7 @@ class _Plan:
         drawn = [number * Fraction(weight) for number, weight in zip(tokens, self.weights, strict=True)]
         shares = [float(part / sum(drawn)) for part in drawn]
         return tuple(
-            SourceCounts(one.source.path, store.meta.documents, number, weight, share)
+            SourceCounts(one.name, store.meta.documents, number, weight, share)
             for one, store, number, weight, share in zip(files, self.stores, tokens, self.weights, shares, strict=True)
         )
 
