@@ -47,15 +47,7 @@ class Address:
                 more=_MORE,
             )
         if not is_hub_id(name):
-            here = Path(name).parent
-            folder = name.count("/") == 1 and here.is_dir()
-            raise UserError(
-                f"{label}: {text}: {f'a folder {str(here)!r} is here' if folder else 'no org/name of the hub'}",
-                fix=f"name the folder, or run elsewhere: {label}.path={name}"
-                if folder
-                else "hub:roneneldan/TinyStories",
-                more=_MORE,
-            )
+            raise _no_dataset(name, f"{label}: {text}")
         return cls(name, **{key: unquote(value) for key, value in options.items()})
 
     def __str__(self) -> str:
@@ -98,6 +90,15 @@ class Hub(Format):
 
     def options(self, source: Source) -> dict[str, str]:
         return {"text_key": source.text_key}
+
+
+def _no_dataset(name: str, where: str) -> UserError:
+    folder = Path(name).parent
+    if name.count("/") == 1 and folder.is_dir():  # `datasets` would read what is in it
+        return UserError(
+            f"{where}: a folder {str(folder)!r} is here", fix="start the run in another folder", more=_MORE
+        )
+    return UserError(f"{where}: no org/name of the hub", fix="such as hub:roneneldan/TinyStories", more=_MORE)
 
 
 def _commit(address: Address, source: Source, root: Path) -> str:
