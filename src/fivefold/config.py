@@ -96,11 +96,11 @@ class TokenizerSection(Section):
 
 
 class DataSource(Section):
-    path: str = Field(description="file, folder, glob, token store, hub:org/name or python-stdlib")
+    path: str = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(default="auto", description="auto (by the name's ending), txt, jsonl, parquet, tokens")
     text_key: str = Field(default="text", description="key that holds the text of a record")
     weight: Number = Field(
-        default=1.0, gt=0, description="how often its documents are drawn, relative to the other sources"
+        default=1.0, gt=0, description="how often its documents are read, relative to those of the other sources"
     )
 
 

@@ -20,7 +20,11 @@ from fivefold.report import Report
 
 State = Literal["ok", "help", "missing"]
 MIN_PYTHON = (3, 11)
-OPTIONAL = {"tensorboard": "log.to: [jsonl, tensorboard]"}
+OPTIONAL = {
+    "tensorboard": "log.to: [jsonl, tensorboard]",
+    "pyarrow": "parquet files",
+    "datasets": "data of the Hugging Face hub",
+}
 GIB = 2**30
 
 

@@ -163,35 +163,29 @@ def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
     assert f"{tmp_path / name}:1: the file is empty" in refusal(tmp_path, tmp_path).what
 
 
-def test_what_is_not_there_or_not_built_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "table.parquet").touch()
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.xyz").write_text("text")
     (tmp_path / "nothing").mkdir()
     cases = {
         "missing.txt": "missing.txt does not exist",
         "*.jsonl": "*.jsonl matches no file that can be read",
         "nothing": "matches no file that can be read",
-        "odd.xyz": "no format reads the suffix '.xyz' (known: .jsonl, .ndjson, .txt, .text)",
-        "table.parquet": "parquet sources are not built yet",
-        "*.parquet": "parquet sources are not built yet",
+        "odd.xyz": "no format reads the suffix '.xyz' (known: .jsonl, .ndjson, .parquet, .txt, .text)",
     }
     for path, what in cases.items():
         assert what in refusal(tmp_path, tmp_path / path).what
-    assert "hub: sources are not built yet" in refusal(tmp_path, "hub:org/name").what
-    assert "parquet sources are not built yet" in refusal(tmp_path, tmp_path).what  # a folder that holds one
     odd = [{"path": str(tmp_path / "odd.xyz"), "format": "csv"}]
     assert "data.train.format: there is no format 'csv'" in refusal(tmp_path, odd).what
 
 
-def test_weights_and_texts_without_a_target_are_refused(tmp_path: Path) -> None:
+def test_texts_without_a_target_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["", ""])
-    assert "mixtures by weight are not available yet" in refusal(tmp_path, [{"path": str(path), "weight": 0.5}]).what
     assert "no document has two tokens or more (2 documents)" in refusal(tmp_path, path).what
 
 
-def test_the_standard_library_is_the_same_files_every_time_and_no_tests() -> None:
+def test_the_standard_library_is_the_same_files_every_time_and_no_tests(tmp_path: Path) -> None:
     source, known = Source("python-stdlib", "data.train[0]"), formats.discover()
-    first, again = resolve(source, known), resolve(source, known)
+    first, again = (resolve(source, known, tmp_path) for _ in range(2))
     assert first == again
     names = [path.as_posix() for path, _ in first.files]
     assert len(names) > 300 and any(name.endswith("/asyncio/tasks.py") for name in names)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fivefold.errors import UserError
-from tests.training.bodies import Stopped, column, metrics, run_dir, run_file, same, state, train
+from tests.training.bodies import Stopped, column, metrics, run_dir, run_file, same, state, train, write_corpus
 
 NAMES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen", "train/skipped_steps")
 
@@ -55,6 +55,25 @@ def test_resumed_is_bitwise_the_run_left_alone(two: Two) -> None:
     for step in (3, 6, 7):
         assert same(state(tree, step), state(two.alone, step))
     assert {name.split("/")[0] for name in state(tree, 7)} == {"weight", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_mixture_goes_on_bitwise_and_its_weights_may_not_change(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a.txt", characters=1009, seed=1)
+    write_corpus(tmp_path / "b.txt", characters=2003, seed=2)
+    mixture = [{"path": str(tmp_path / "a.txt"), "weight": 2}, {"path": str(tmp_path / "b.txt"), "weight": 0.7}]
+    alone, stopped = (
+        run_file(tmp_path, **OPTIONS, run__name=name, data__train=mixture) for name in ("alone", "stopped")
+    )
+    ran = train(alone)
+    assert ran.error is None and "weight 0.7 = " in ran.screen
+    assert isinstance(train(stopped, stop_at=6).error, Stopped)
+    changed = {**stopped, "data": {**stopped["data"], "train": [{**mixture[0], "weight": 3}, mixture[1]]}}
+    error = train(changed).error
+    assert type(error) is UserError and error.what.startswith("data.train is ")
+    assert train(stopped).error is None
+    for name in NAMES:
+        assert column(stopped, name) == column(alone, name), name
+    assert same(state(stopped, 7), state(alone, 7))
 
 
 @pytest.mark.parametrize(("layout", "world"), [({"tp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4), ({"dp_replicate": 1}, 1)])

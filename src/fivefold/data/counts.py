@@ -1,11 +1,15 @@
 """What became of the documents, in numbers for the screen."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+
+from fivefold.data.source import HUB
+
+_SOURCES_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """One side, training or validation. `tokens` and `targets` are those that an epoch gives to the model."""
+    """One side, training or validation. `tokens` and `targets` are those that all its rows give to the model."""
 
     spans: int  # documents, or what the validation split left of them in one piece
     split: int  # spans longer than a row, cut over several
@@ -20,6 +24,26 @@ class RowCounts:
         """How full the rows are, in percent."""
         return 100 * self.tokens / max(1, self.tokens + self.padding)
 
+    def __add__(self, other: "RowCounts") -> "RowCounts":
+        return RowCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class SourceCounts:
+    """One source of `data.train`. `tokens` are those in training rows; `share` is its part, 0 to 1, of what is read."""
+
+    path: str
+    documents: int
+    tokens: int
+    weight: float
+    share: float
+
+    def line(self) -> str:
+        if not self.tokens:
+            return f"{self.path}: {_many(self.documents, 'document')}, nothing to train on"
+        held = f"{_many(self.documents, 'document')}, {_many(self.tokens, 'token')} to train on"
+        return f"{self.path}: {held}, weight {self.weight:g} = {100 * self.share:.1f}% of the tokens read"
+
 
 @dataclass(frozen=True)
 class DataCounts:
@@ -31,20 +55,29 @@ class DataCounts:
     tokens: int
     seq_length: int
     train: RowCounts
+    sources: tuple[SourceCounts, ...]
     validation: RowCounts | None
     validation_asked: bool
     repeated: int  # validation blocks (16,384 tokens) that stand in the training text too
 
     def lines(self) -> list[str]:
-        """Two to four short lines."""
+        """Three or four short lines, and one for each source where there are several."""
         lines = [
             f"{_many(self.documents, 'document')} in {_many(self.files, 'file')}, {_many(self.tokens, 'token')}",
             f"train       {_rows(self.train, self.seq_length)}",
             f"validation  {_rows(self.validation, self.seq_length) if self.validation else 'none'}",
+            *self._by_source(),
         ]
         if remarks := self._remarks():
             lines.append("note        " + "; ".join(remarks))
         return lines
+
+    def _by_source(self) -> list[str]:
+        if len(self.sources) == 1 and not self.sources[0].path.startswith(HUB):
+            return []
+        more = len(self.sources) - _SOURCES_SHOWN
+        lines = [f"source      {source.line()}" for source in self.sources[:_SOURCES_SHOWN]]
+        return lines + ([f"source      ... and {more} more"] if more > 0 else [])
 
     def _remarks(self) -> list[str]:
         alone = self.train.without_target + (self.validation.without_target if self.validation else 0)

@@ -6,6 +6,9 @@ Called before the process group exists, and again by every worker: what was done
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,11 @@ import numpy as np
 
 from fivefold.config import DataSource, RunConfig
 from fivefold.data.cache import Progress, cache_root, entry, key_of
-from fivefold.data.counts import DataCounts, RowCounts
+from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
-from fivefold.data.rows import PackedRows, RowIndex, build_index
+from fivefold.data.rows import PackedRows, Pool, RowIndex, build_index
 from fivefold.data.source import FileList, Source, resolve
-from fivefold.data.split import Blocks, Int64s, blocks_of, held_out, spans_of
+from fivefold.data.split import Blocks, Int64s, bases_of, blocks_of, held_out, spans_of, store_at
 from fivefold.data.store import TokenStore, store_for
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
 from fivefold.errors import UserError
@@ -30,7 +33,7 @@ Stores = tuple[TokenStore, ...]
 @dataclass(frozen=True, eq=False)
 class PreparedData:
     """What a run reads. `tokenizer_dir` is a Hugging Face folder; `fingerprint` names the rows by origin: contents,
-    tokenizer, split, seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
+    weights, tokenizer, split, seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
 
     tokenizer_dir: Path
     vocab_size: int
@@ -47,31 +50,34 @@ def prepare(config: RunConfig, *, progress: Progress | None = None, cache: Path 
     Safe against concurrent callers. Raises UserError for bad input, naming file and row.
     """
     root = cache_root(cache)
-    train, validation = _files(config)
+    train, validation = _files(config, root)
     tokenizer = find_tokenizer(
         config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress
     )
     stores = tuple(store_for(one, tokenizer, root, progress) for one in train)
     held = tuple(store_for(one, tokenizer, root, progress) for one in validation)
-    return _open(_Plan.of(config, stores, held), tokenizer, config.train.seed, root, [*train, *validation])
+    return _open(_Plan.of(config, stores, held), tokenizer, config.train.seed, root, train, validation)
 
 
-def _files(config: RunConfig) -> tuple[list[FileList], list[FileList]]:
+def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
     formats = discover()
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
     train, validation = (
-        [resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]"), formats) for i, one in enumerate(sources)]
+        [
+            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]"), formats, root)
+            for i, one in enumerate(sources)
+        ]
         for name, sources in lists.items()
     )
     return train, validation
 
 
 def _source(given: DataSource, label: str) -> Source:
-    if given.weight != 1.0:
+    if given.weight != 1.0 and label.startswith("data.validation"):
         raise UserError(
-            f"{label}.weight: {given.weight:g}: mixtures by weight are not available yet",
-            fix=f"leave {label}.weight at 1",
+            f"{label}.weight: {given.weight:g}: evaluation reads every row of a validation list once",
+            fix=f"leave {label}.weight out",
         )
     return Source(path=given.path, label=label, format=given.format, text_key=given.text_key)
 
@@ -82,27 +88,36 @@ class _Plan:
 
     stores: Stores
     held: Stores  # of a validation list
+    weights: tuple[float, ...]  # of the stores
     fraction: float
     seq_length: int
     packing: bool
 
     @classmethod
     def of(cls, config: RunConfig, stores: Stores, held: Stores) -> "_Plan":
-        asked = config.data.validation
-        fraction = asked if isinstance(asked, float | int) else 0.0
-        return cls(stores, held, fraction, config.data.seq_length, config.data.packing)
+        data = config.data
+        fraction = data.validation if isinstance(data.validation, float | int) else 0.0
+        weights = tuple(source.weight for source in data.train)
+        return cls(stores, held, weights, fraction, data.seq_length, data.packing)
 
     @property
     def key(self) -> str:
         contents = [[[store.meta.content, store.meta.tokenizer] for store in side] for side in (self.stores, self.held)]
-        return key_of(_ROWS_VERSION, contents, self.fraction, self.seq_length, self.packing)
+        ratios = [str(Fraction(weight) / Fraction(max(self.weights))) for weight in self.weights]
+        weighted = [ratios] if len(self.pool_weights) > 1 else []
+        return key_of(_ROWS_VERSION, contents, self.fraction, self.seq_length, self.packing, *weighted)
+
+    @property
+    def pool_weights(self) -> list[float]:
+        """The different weights, in the order of their first source. The sources of a weight are packed together."""
+        return list(dict.fromkeys(self.weights))
 
     def build(self, folder: Path) -> None:
         """Write the row indices of both sides and their counts."""
         blocks = blocks_of(self.stores)
         out = held_out(blocks, self.fraction)
         counts: dict[str, Any] = {
-            "train": self._side(folder / "train", spans_of(blocks, ~out)),
+            **self._training(folder / "train", spans_of(blocks, ~out)),
             "validation": None,
             "repeated": 0,
         }
@@ -114,14 +129,39 @@ class _Plan:
         if self.held or out.any():
             other = blocks_of(self.held) if self.held else blocks
             side = np.ones(len(other.hash), np.bool_) if self.held else out
-            counts["validation"] = self._side(folder / "validation", spans_of(other, side))
+            index, held = self._rows(spans_of(other, side))
+            index.save(folder / "validation")
+            counts["validation"] = asdict(held)
             counts["repeated"] = _repeated(other, blocks) if self.held else 0
         (folder / "counts.json").write_text(json.dumps(counts))
 
-    def _side(self, folder: Path, spans: tuple[Int64s, Int64s]) -> dict[str, int]:
-        index, counts = build_index(*spans, seq_length=self.seq_length, packing=self.packing)
+    def _training(self, folder: Path, spans: tuple[Int64s, Int64s]) -> dict[str, Any]:
+        """Write the rows, pool after pool; what is in them, in each pool and of each source."""
+        bases = bases_of(self.stores)
+        weight_of = np.array(self.weights)[store_at(bases, spans[0])]
+        pools = [weight_of == weight for weight in self.pool_weights]
+        built = [self._rows((spans[0][pool], spans[1][pool])) for pool in pools]
+        index = RowIndex.join([index for index, _ in built])
         index.save(folder)
-        return asdict(counts)
+        tokens = np.zeros(len(self.stores), np.int64)
+        np.add.at(tokens, store_at(bases, index.pieces.start), index.pieces.length)
+        return {
+            "train": asdict(reduce(add, [counts for _, counts in built])),
+            "pools": [[counts.rows, counts.tokens] for _, counts in built],
+            "sources": tokens.tolist(),
+        }
+
+    def _rows(self, spans: tuple[Int64s, Int64s]) -> tuple[RowIndex, RowCounts]:
+        return build_index(*spans, seq_length=self.seq_length, packing=self.packing)
+
+    def sources(self, tokens: Sequence[int], files: Sequence[FileList]) -> tuple[SourceCounts, ...]:
+        """What each source brings: `tokens` of them in the rows."""
+        drawn = [number * Fraction(weight) for number, weight in zip(tokens, self.weights, strict=True)]
+        shares = [float(part / sum(drawn)) for part in drawn]
+        return tuple(
+            SourceCounts(one.name, store.meta.documents, number, weight, share)
+            for one, store, number, weight, share in zip(files, self.stores, tokens, self.weights, shares, strict=True)
+        )
 
 
 def _repeated(validation: Blocks, train: Blocks) -> int:
@@ -129,33 +169,36 @@ def _repeated(validation: Blocks, train: Blocks) -> int:
     return int(np.isin(validation.hash, train.hash).sum())
 
 
-def _open(plan: _Plan, tokenizer: TokenizerInfo, seed: int, root: Path, files: Sequence[FileList]) -> PreparedData:
+def _open(
+    plan: _Plan, tokenizer: TokenizerInfo, seed: int, root: Path, files: Sequence[FileList], held: Sequence[FileList]
+) -> PreparedData:
     folder = entry(root / "rows" / plan.key, is_valid=_is_valid, build=plan.build)
     counts = json.loads((folder / "counts.json").read_text())
-    numbers = {side: RowCounts(**counts[side]) if counts[side] else None for side in ("train", "validation")}
 
-    def rows(side: str, stores: Stores) -> PackedRows | None:
-        number = numbers[side]
-        if number is None or not number.rows:
-            return None
-        return PackedRows(RowIndex.load(folder / side), stores, number, plan.seq_length, tokenizer.eos_token_id, seed)
+    def rows(side: str, stores: Stores, pools: Sequence[Pool]) -> PackedRows:
+        index, number = RowIndex.load(folder / side), RowCounts(**counts[side])
+        return PackedRows(index, stores, number, tuple(pools), plan.seq_length, tokenizer.eos_token_id, seed)
 
-    train = rows("train", plan.stores)
-    assert train is not None and numbers["train"] is not None
+    pools = [Pool(weight, *numbers) for weight, numbers in zip(plan.pool_weights, counts["pools"], strict=True)]
+    train, validation = rows("train", plan.stores, pools), None
+    if side := counts["validation"]:
+        whole = Pool(1.0, side["rows"], side["tokens"])
+        validation = rows("validation", plan.held or plan.stores, [whole])
     return PreparedData(
         tokenizer_dir=tokenizer.folder,
         vocab_size=tokenizer.vocab_size,
         eos_token_id=tokenizer.eos_token_id,
         train=train,
-        validation=rows("validation", plan.held or plan.stores),
+        validation=validation or None,  # of no row
         counts=DataCounts(
-            files=sum(len(one.files) for one in files),
-            files_left_out=sum(len(one.left_out) for one in files),
+            files=sum(len(one.files) for one in (*files, *held)),
+            files_left_out=sum(len(one.left_out) for one in (*files, *held)),
             documents=sum(store.meta.documents for store in (*plan.stores, *plan.held)),
             tokens=sum(store.meta.tokens for store in (*plan.stores, *plan.held)),
             seq_length=plan.seq_length,
-            train=numbers["train"],
-            validation=numbers["validation"],
+            train=train.counts,
+            sources=plan.sources(counts["sources"], files),
+            validation=None if validation is None else validation.counts,
             validation_asked=bool(plan.held) or plan.fraction > 0,
             repeated=counts["repeated"],
         ),
@@ -166,7 +209,7 @@ def _open(plan: _Plan, tokenizer: TokenizerInfo, seed: int, root: Path, files: S
 def _is_valid(folder: Path) -> bool:
     try:
         counts = json.loads((folder / "counts.json").read_text())
-        return all(
+        return {"pools", "sources"} <= counts.keys() and all(
             len(RowIndex.load(folder / side)) == counts[side]["rows"]
             for side in ("train", "validation")
             if counts[side]

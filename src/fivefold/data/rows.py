@@ -5,6 +5,7 @@ The index lies memory-mapped in the cache, so that opening it costs nothing and 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.counts import RowCounts
 from fivefold.data.order import RowOrder
 from fivefold.data.pack import one_per_row, pack
-from fivefold.data.split import Int64s, Pieces, pieces_of
+from fivefold.data.split import Int64s, Pieces, bases_of, pieces_of, store_at
 from fivefold.data.store import TokenStore
 
 
@@ -37,6 +38,21 @@ class RowIndex:
         arrays: list[NDArray[Any]] = [pieces.start, pieces.length, pieces.has_next, self.offsets]
         for name, array in zip(_ARRAYS, arrays, strict=True):
             np.save(folder / f"{name}.npy", array)
+
+    @classmethod
+    def join(cls, parts: Sequence["RowIndex"]) -> "RowIndex":
+        """The rows of one part after those of the other."""
+        pieces = [part.pieces for part in parts]
+        ends = np.cumsum([len(part.pieces) for part in parts])
+        offsets = [part.offsets[1:] + end - len(part.pieces) for part, end in zip(parts, ends, strict=True)]
+        return cls(
+            Pieces(
+                np.concatenate([part.start for part in pieces]),
+                np.concatenate([part.length for part in pieces]),
+                np.concatenate([part.has_next for part in pieces]),
+            ),
+            np.concatenate([np.zeros(1, np.int64), *offsets]),
+        )
 
     @classmethod
     def load(cls, folder: Path) -> "RowIndex":
@@ -69,19 +85,36 @@ def build_index(start: Int64s, length: Int64s, *, seq_length: int, packing: bool
     return index, counts
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Rows that are packed together and read equally often, and the real input tokens in them."""
+
+    weight: float
+    rows: int
+    tokens: int
+
+
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The rows of one side, training or validation."""
+    """The rows of one side, training or validation: those of the first pool, of the second and so on."""
 
     index: RowIndex
     stores: tuple[TokenStore, ...]
     counts: RowCounts
+    pools: tuple[Pool, ...]
     seq_length: int
     pad_id: int
     seed: int
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Real input tokens of a row, on average over what `batch` gives in the long run."""
+        rows = sum(Fraction(pool.weight) * pool.rows for pool in self.pools)
+        tokens = sum(Fraction(pool.weight) * pool.tokens for pool in self.pools)
+        return float(tokens / rows)
 
     def batch(
         self,
@@ -158,16 +191,14 @@ class PackedRows:
         return [self._piece(start, length, has_next) for start, length, has_next in spans]
 
     def _piece(self, start: int, length: int, has_next: bool) -> Piece:
-        which = int(np.searchsorted(self._bases, start, side="right")) - 1
+        which = int(store_at(self._bases, start))
         tokens, at = self.stores[which].tokens, start - int(self._bases[which])
         return Piece(tokens[at : at + length], tokens[at + 1 : at + length + has_next])
 
     @cached_property
     def _bases(self) -> Int64s:
-        """Where each store starts in the count over all of them."""
-        sizes = [store.meta.tokens for store in self.stores]
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[:-1], dtype=np.int64)])
+        return bases_of(self.stores)
 
     @cached_property
     def _order(self) -> RowOrder:
-        return RowOrder(len(self), self.seed)
+        return RowOrder([pool.rows for pool in self.pools], [pool.weight for pool in self.pools], self.seed)

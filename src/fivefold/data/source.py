@@ -11,10 +11,12 @@ from pathlib import Path
 
 import yaml
 
+from fivefold.data.cache import file_digest
 from fivefold.errors import UserError
 
+HUB = "hub:"  # how an address of the Hugging Face hub begins
 _INDEX = re.compile(r"\[(\d+)\]")
-MORE = "formats: txt, jsonl, python-stdlib, a token store, and folders or globs of them"
+MORE = "formats: txt, jsonl, parquet, python-stdlib, a token store, folders or globs of them, and hub:org/name"
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,20 @@ class Format:
         """The documents of one file, in file order. Raises UserError naming the file and the row (from 1)."""
         raise NotImplementedError
 
-    def files(self, path: Path) -> Sequence[Path] | None:
-        """The files behind a `path` that is more than a file (a virtual corpus, a folder with a meaning), else None."""
+    def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
+        """The files behind a `path` that is more than a file (a virtual corpus, a folder with a meaning), else None.
+
+        `root` is the cache's folder, for what has to be found out only once.
+        """
         return None
+
+    def digest(self, path: Path, root: Path) -> str:
+        """What identifies the contents of one file."""
+        return file_digest(path, root)
+
+    def size(self, path: Path) -> int:
+        """Bytes of one file, roughly: for progress, and for its part of a sample."""
+        return path.stat().st_size
 
     def options(self, source: Source) -> dict[str, str]:
         """The options that change what `documents` gives: part of the cache key."""
@@ -85,15 +98,19 @@ class FileList:
         """The token store, if that is what the source is."""
         return self.files[0][0] if self.files[0][1].holds_tokens else None
 
+    @property
+    def name(self) -> str:
+        """What the screen calls the source: its path, with the commit if it is on the hub."""
+        return str(self.files[0][0]) if self.source.path.startswith(HUB) else self.source.path
 
-def resolve(source: Source, formats: Sequence[Format]) -> FileList:
-    """The files `source` names. Raises UserError for what is not there, what no format reads, what is not built yet."""
-    _refuse_later_formats(source)
+
+def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
+    """The files `source` names. Raises UserError for what is not there, what no format reads."""
     path = Path(source.path).expanduser()
     forced = _named_format(source, formats)
-    whole = next((form for form in formats if form.files(path) is not None and forced in (None, form)), None)
-    if whole:
-        return FileList(source, tuple((file, whole) for file in whole.files(path) or ()))
+    for form in formats if forced is None else (forced,):
+        if (files := form.files(path, source, root)) is not None:
+            return FileList(source, tuple((file, form) for file in files))
     if path.is_dir():
         return _pick(source, _walk(path), formats, forced, strict=False)
     if path.exists():
@@ -104,20 +121,6 @@ def resolve(source: Source, formats: Sequence[Format]) -> FileList:
     raise UserError(
         f"{source.label}: {source.path} does not exist", fix=f"paths are relative to {Path.cwd()}", more=MORE
     )
-
-
-def _refuse_later_formats(source: Source) -> None:
-    kind = "hub:" if source.path.startswith("hub:") else "parquet" if _is_parquet(Path(source.path), source) else None
-    if kind:
-        raise UserError(
-            f"{source.label}: {source.path}: {kind} sources are not built yet",
-            fix="write the texts to a .jsonl file",
-            more=MORE,
-        )
-
-
-def _is_parquet(path: Path, source: Source) -> bool:
-    return source.format == "parquet" or (source.format == "auto" and path.suffix.lower() == ".parquet")
 
 
 def _named_format(source: Source, formats: Sequence[Format]) -> Format | None:
@@ -153,7 +156,7 @@ def _pick(
             raise UserError(f"{source.label}: {path} cannot be read: permission denied", fix=f"chmod u+r {path}")
         if form:
             picked.append((path, form))
-        elif strict or _is_parquet(path, source):
+        elif strict:
             raise _unknown(source, path, formats)
         else:
             left_out.append(path)
@@ -175,10 +178,6 @@ def _format_of(path: Path, formats: Sequence[Format], forced: Format | None, *, 
 
 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
-    if _is_parquet(path, source):
-        return UserError(
-            f"{source.label}: {path}: parquet sources are not built yet", fix="write the texts to a .jsonl file"
-        )
     known = ", ".join(suffix for form in formats for suffix in form.suffixes)
     return UserError(
         f"{source.label}: {path}: no format reads the suffix {path.suffix!r} (known: {known})",

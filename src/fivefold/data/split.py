@@ -62,6 +62,17 @@ def blocks_of(stores: Sequence[TokenStore]) -> Blocks:
     return Blocks(start, length, which, np.concatenate([store.block_hashes for store in stores]))
 
 
+def bases_of(stores: Sequence[TokenStore]) -> Int64s:
+    """Where each store starts in the count over all of them, int64 [stores]."""
+    sizes = [store.meta.tokens for store in stores]
+    return np.cumsum(sizes, dtype=np.int64) - sizes
+
+
+def store_at(bases: Int64s, start: int | Int64s) -> Int64s:
+    """Which store the token at `start` is of, counted from 0; never an empty one."""
+    return np.searchsorted(bases, start, side="right") - 1
+
+
 def held_out(blocks: Blocks, fraction: float) -> NDArray[np.bool_]:
     """Which blocks are validation, bool [blocks]: those whose hash is below `fraction` of its range.
 

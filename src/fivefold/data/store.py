@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.cache import Progress, entry, file_digest, key_of
+from fivefold.data.cache import Progress, entry, key_of
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo
 from fivefold.errors import UserError
@@ -102,7 +102,7 @@ def store_for(files: FileList, tokenizer: TokenizerInfo, root: Path, progress: P
     """
     if files.store:
         return _given_store(files, files.store, tokenizer)
-    content = key_of([[form.name, form.options(files.source), file_digest(path, root)] for path, form in files.files])
+    content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
     folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest)
     entry(
         folder,
@@ -178,7 +178,7 @@ def _hash(tokens: NDArray[np.unsignedinteger]) -> int:
 
 def _documents(files: FileList, progress: Progress | None) -> Iterator[str]:
     """Every document of the source; tells `progress` how many of the bytes are behind us."""
-    sizes = [path.stat().st_size for path, _ in files.files]
+    sizes = [form.size(path) for path, form in files.files]
     total, behind, told = sum(sizes), 0, 0
     for (path, form), size in zip(files.files, sizes, strict=True):
         read = 0
@@ -187,10 +187,10 @@ def _documents(files: FileList, progress: Progress | None) -> Iterator[str]:
             read = min(size, read + len(text))
             if progress and (behind + read - told) * _TELLINGS >= total:
                 told = behind + read
-                progress(f"tokenising {files.source.path}", told, total)
+                progress(f"tokenising {files.name}", told, total)
         behind += size
     if progress:
-        progress(f"tokenising {files.source.path}", total, total)
+        progress(f"tokenising {files.name}", total, total)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -53,7 +53,7 @@ def find_tokenizer(
         size = _vocabulary_size(name)
         _refuse_stores(corpus)
         files = [
-            [form.name, form.options(one.source), file_digest(path, root)] for one in corpus for path, form in one.files
+            [form.name, form.options(one.source), form.digest(path, root)] for one in corpus for path, form in one.files
         ]
         parts = ["train", _TRAIN_VERSION, _SAMPLE_CHARACTERS, size, files]
         return _inspect(_cached(root, parts, lambda folder: _save(_train(size, corpus, progress), folder)), root)
@@ -240,7 +240,7 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
     """The first characters of evenly spaced files, each file by its share of the bytes: the same sample every time."""
     files = [(one.source, path, form) for one in corpus for path, form in one.files]
     files = files[:: -(-len(files) // _SAMPLE_FILES)]
-    sizes = [path.stat().st_size for _, path, _ in files]
+    sizes = [form.size(path) for _, path, form in files]
     share = min(1.0, _SAMPLE_CHARACTERS / max(1, sum(sizes)))
     for (source, path, form), size in zip(files, sizes, strict=True):
         budget = int(size * share) + 1

@@ -63,5 +63,5 @@ def compile_pays(config: RunConfig, costs: Costs, data: PreparedData, world: Wor
         return True
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return False
-    tokens = data.train.counts.tokens / len(data.train) * config.train.global_batch_size * total_steps
+    tokens = data.train.tokens_per_row * config.train.global_batch_size * total_steps
     return costs.per_token * tokens / (CPU_FLOPS * world.size) > PAYS_AFTER_SECONDS

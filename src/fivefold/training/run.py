@@ -333,8 +333,7 @@ def _hold(run_dir: Path, stack: ExitStack) -> None:
 
 def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:
     """Steps that read at least `max_tokens` real input tokens, at the mean fill of the rows."""
-    per_row = data.train.counts.tokens / len(data.train)
-    return max(1, math.ceil(max_tokens / (per_row * config.train.global_batch_size)))
+    return max(1, math.ceil(max_tokens / (data.train.tokens_per_row * config.train.global_batch_size)))
 
 
 def _finite(number: float) -> float | None:

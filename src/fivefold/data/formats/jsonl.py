@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.data.records import text_of
 from fivefold.data.source import Format, Source
 from fivefold.errors import UserError
-
-_KEYS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -33,19 +32,9 @@ class JsonLines(Format):
 
 def _text(line: bytes, source: Source, where: str) -> str:
     record = _record(line, where)
-    fix = f"{source.label}.text_key names the key that holds the text"
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix='one {"text": "..."} per line')
-    if source.text_key not in record:
-        raise UserError(
-            f"{where}: no key {source.text_key!r}; the keys are {_listed(record)}", fix=_suggest(record, source, fix)
-        )
-    text = record[source.text_key]
-    if not isinstance(text, str):
-        raise UserError(
-            f"{where}: {source.text_key!r} holds a {type(text).__name__}, not a string",
-            fix=_suggest(record, source, fix),
-        )
+    text = text_of(record, source, where)
     if b"\\u" in line:
         _refuse_surrogates(text, where)
     return text
@@ -76,19 +65,6 @@ def _refuse_surrogates(text: str, where: str) -> None:
             f"{where}: half of a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start}",
             fix="it stands for no character; remove it or write the file again from its origin",
         ) from error
-
-
-def _listed(record: dict[str, object]) -> str:
-    names = [repr(name) for name in list(record)[:_KEYS_SHOWN]]
-    return ", ".join(names + ["..."] * (len(record) > _KEYS_SHOWN)) or "none at all"
-
-
-def _suggest(record: dict[str, object], source: Source, otherwise: str) -> str:
-    """The fix as it would be typed, if one key looks like the text: the longest string."""
-    texts = {name: value for name, value in record.items() if isinstance(value, str) and name != source.text_key}
-    if not texts:
-        return otherwise
-    return f"add {source.option('text_key', max(texts, key=lambda name: len(texts[name])))}"
 
 
 FORMAT = JsonLines(name="jsonl", suffixes=(".jsonl", ".ndjson"))

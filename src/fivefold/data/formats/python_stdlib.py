@@ -23,7 +23,7 @@ class PythonStdlib(Format):
     def matches(self, path: Path) -> bool:
         return str(path) == self.name
 
-    def files(self, path: Path) -> Sequence[Path] | None:
+    def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
         return _modules(Path(sysconfig.get_paths()["stdlib"])) if self.matches(path) else None
 
     def documents(self, path: Path, source: Source) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.data.source import Format
+from fivefold.data.source import Format, Source
 from fivefold.data.store import is_store
 
 
@@ -15,7 +15,7 @@ class StoreFormat(Format):
     def matches(self, path: Path) -> bool:
         return is_store(path)
 
-    def files(self, path: Path) -> Sequence[Path] | None:
+    def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
         return (path,) if is_store(path) else None
 
     @property

@@ -1,0 +1,101 @@
+"""Parquet: a row is a document, its text in the column `text_key`. Read with pyarrow, which is an extra."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.data.records import no_string, no_text, text_of
+from fivefold.data.source import Format, Source
+from fivefold.errors import UserError
+
+_ROWS = 64  # decoded together
+_BUFFER = 2**20  # bytes read at once of a column
+
+
+@dataclass(frozen=True)
+class Parquet(Format):
+    """Read row group by row group, of the one column: memory holds a page or two and `_ROWS` texts."""
+
+    def documents(self, path: Path, source: Source) -> Iterator[str]:
+        where, row = f"{source.label}: {path}", 0
+        with _readable(where), _open(path, where) as file:
+            _check_column(file, source, where)
+            for batch in file.iter_batches(_ROWS, columns=[source.text_key], use_threads=False):
+                for value in batch.column(0):
+                    row += 1
+                    yield _text(value, source, f"{where}:{row}")
+        if not row:
+            raise UserError(f"{where}: the file has no rows", fix="remove it, or name the files with a glob")
+
+    def options(self, source: Source) -> dict[str, str]:
+        return {"text_key": source.text_key}
+
+
+def _open(path: Path, where: str) -> Any:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError(
+            f"{where}: reading parquet needs pyarrow, which is not installed",
+            fix="pip install 'fivefold[parquet]'",
+            more="or write the texts to a .jsonl file",
+        ) from error
+    return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+
+
+@contextmanager
+def _readable(where: str) -> Iterator[None]:
+    """What pyarrow says about a file that it cannot read, as a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:  # the bases of pyarrow's own
+        raise UserError(
+            f"{where}: not readable as parquet: {str(error).splitlines()[0]}", fix="copy the file from its origin again"
+        ) from error
+
+
+def _check_column(file: Any, source: Source, where: str) -> None:
+    types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+    if source.text_key not in types:
+        raise no_text(types, source, where, likely=_largest(file, types), noun="column")
+    if not _holds_strings(types[source.text_key]):
+        kind = str(types[source.text_key])
+        raise no_string(kind, source, where, likely=_largest(file, types), noun="column")
+
+
+def _holds_strings(kind: Any) -> bool:
+    """Strings as they are, or as numbers into a dictionary of them."""
+    from pyarrow import types
+
+    return any(
+        test(kind.value_type if types.is_dictionary(kind) else kind)
+        for test in (types.is_string, types.is_large_string, types.is_string_view)
+    )
+
+
+def _largest(file: Any, types: dict[str, Any]) -> str | None:
+    """The column of strings that takes most room in the first row group."""
+    if not file.num_row_groups:
+        return None
+    group = file.metadata.row_group(0)
+    columns = (group.column(i) for i in range(group.num_columns))
+    sizes = {column.path_in_schema: column.total_uncompressed_size for column in columns}
+    strings = [name for name, kind in types.items() if _holds_strings(kind) and name in sizes]
+    return max(strings, key=lambda name: sizes[name], default=None)
+
+
+def _text(value: Any, source: Source, where: str) -> str:
+    try:
+        return text_of({source.text_key: value.as_py()}, source, where, noun="column")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of the text",
+            fix="write the file as UTF-8",
+        ) from error
+
+
+FORMAT = Parquet(name="parquet", suffixes=(".parquet",))
