@@ -73,6 +73,19 @@ def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedMod
         )
 
 
+def whole_model(config: PreTrainedConfig, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The unmodified model of `config` in fp64 on the CPU, computing attention by itself, with these values."""
+    has_soft_cap = getattr(config, "attn_logit_softcapping", None)
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float64, attn_implementation="eager" if has_soft_cap else "sdpa",
+        trust_remote_code=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(values[name])
+    return model
+
+
 def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Offer an attention function, and the mask function that goes with it, to every model under `name`."""
     AttentionInterface.register(name, forward)

@@ -26,7 +26,7 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, trace
-from fivefold.parallel import data, loss, tensor
+from fivefold.parallel import data, loss, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import ShardSpec, local_regions
@@ -127,6 +127,8 @@ def parallelize(
     specs = tensor.shard_specs(model, partition, layout.tp)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     mesh = build_mesh(layout, device.type, kv_copies=copies)
+    if partition and not partition.is_proved:
+        trial.check(model, mesh, device)
     model.to("meta")
     _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)

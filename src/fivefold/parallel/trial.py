@@ -1,0 +1,127 @@
+"""A partition that no test of fivefold has held against the model is tried before it is trusted.
+
+A copy of the model, cut to a few layers and tokens of its vocabulary but of its full widths, computes a loss and every
+gradient twice in fp64: as `transformers` has it, whole, on each rank; and split over the tensor parallel ranks. They
+must agree. (Norms that compute in fp32 leave a floor of about 1e-7.)
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.errors import UserError
+from fivefold.models import surfaces
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.build import build_meta
+from fivefold.models.partition import derive
+from fivefold.models.recipe import buffer_values
+from fivefold.models.trace import trace
+from fivefold.parallel import tensor
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.sharding import ShardSpec, local_regions
+
+TOLERANCE = 1e-5
+MOST = 2**28  # parameters of the cut model
+LAYERS, TOKENS_PER_RANK = 4, 5
+
+
+def check(model: Any, mesh: Mesh, device: torch.device) -> None:
+    """Raise `UserError`, on every rank, unless the split model computes what the whole one does, or where it cannot be
+    told. Every rank calls this."""
+    name = type(model).__name__
+    config = cut(model.config, ranks=mesh.layout.tp)
+    small = build_meta(config)
+    size = sum(parameter.numel() for parameter in small.parameters())
+    if size > MOST:
+        raise UserError(
+            f"tensor parallel of {name} is not proved, and its layers are too large to try it here",
+            fix="use dp_shard instead (FSDP needs no roles)",
+        )
+    found = _errors(small, mesh, device)
+    everyone: list[dict[str, float]] = [found] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    worst = {key: max(each.get(key, 0.0) for each in everyone) for key in found}
+    wrong = [key for key, error in worst.items() if not error <= TOLERANCE]
+    if wrong:
+        raise UserError(
+            f"tensor parallel of {name} is refused: split over {mesh.layout.tp} ranks it does not compute what it does "
+            f"whole; {wrong[0]} differs by {worst[wrong[0]]:.1e}",
+            fix="use dp_shard instead (FSDP needs no roles)",
+            more="docs/models.md",
+        )
+
+
+def cut(config: Any, *, ranks: int) -> Any:
+    """A copy of a config with few layers, of each kind where there are several, and a small vocabulary."""
+    small = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    layers = min(config.num_hidden_layers, LAYERS)
+    small.num_hidden_layers = layers
+    if kinds:
+        small.layer_types = [*dict.fromkeys(kinds), *kinds][:layers]
+    small.vocab_size = 8 * ranks + 3
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(small, key, None)
+    return small
+
+
+def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
+    """Relative errors of the loss and of this rank's part of every gradient, in the order of the model."""
+    anatomy = Anatomy.of(model)
+    partition = derive(model, anatomy, trace(model, anatomy))
+    specs = tensor.shard_specs(model, partition, mesh.layout.tp)
+    values = _values(model, device)
+    ids = torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0) % model.config.vocab_size
+    whole = surfaces.whole_model(model.config, values).to(device)
+    expected_loss = _loss(whole, ids)
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    fold = tensor.apply_tensor_parallel(
+        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
+    )
+    _fill(model, values, specs, mesh.tp_rank, device)
+    errors = {"the loss": float(abs(_loss(model, ids) - expected_loss) / abs(expected_loss))}
+    tensor.sum_partial_gradients(model, fold, mesh.kv_replicas)
+    norm = torch.stack([grad.norm() for grad in expected.values() if grad is not None]).norm()
+    for name, parameter in model.named_parameters():
+        if expected[name] is None or parameter.grad is None:
+            errors[f"the gradient of {name}"] = float(expected[name] is not None or parameter.grad is not None)
+            continue
+        error = 0.0
+        for global_region, local_region in local_regions(specs[name], mesh.tp_rank, 0, 1):
+            right = expected[name][global_region]
+            wrong = (parameter.grad[local_region] - right).norm() / torch.maximum(right.norm(), 1e-6 * norm)
+            error = max(error, float(wrong))
+        errors[f"the gradient of {name}"] = error
+    return errors
+
+
+def _values(model: Any, device: torch.device) -> dict[str, Tensor]:
+    """Random values for every parameter, the same on every rank; buffers as the model computes them."""
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator).double()
+        drawn[name] = 1 + 0.2 * noise if parameter.ndim == 1 else noise * parameter.shape[-1] ** -0.5
+    return drawn | {name: buffer.double() for name, buffer in buffer_values(model).items()}
+
+
+def _fill(model: Any, values: dict[str, Tensor], specs: dict[str, ShardSpec], rank: int, device: torch.device) -> None:
+    model.to(torch.float64).to_empty(device=device)
+    model.tie_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for global_region, local_region in local_regions(specs[name], rank, 0, 1):
+                parameter[local_region] = values[name][global_region].to(device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(values[name])
+
+
+def _loss(model: Any, ids: Tensor) -> Tensor:
+    """A loss whose gradients reach everything; they stay in `.grad`."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
