@@ -108,13 +108,13 @@ def blockwise_forward(
     out_NHLD, lse_NHL = torch.empty_like(q_NHLD), q_NHLD.new_empty(q_NHLD.shape[:3], dtype=precise(q_NHLD.dtype))
     for queries, keys, hidden in _blocks(q_NHLD, k_NGSD, rule.window):
         q_NGXD = _by_shared(q_NHLD[:, :, queries], shared)
-        k_NGSd, v_NGSd = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k_NGSD, v_NGSD))
-        scores_NGXS = _scores(q_NGXD, k_NGSd, rule)
+        keys_NGSD, values_NGSD = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k_NGSD, v_NGSD))
+        scores_NGXS = _scores(q_NGXD, keys_NGSD, rule)
         _hide(scores_NGXS, hidden, float("-inf"))
         largest = scores_NGXS.amax(-1, keepdim=True)
         weights = scores_NGXS.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
-        out_NHLD[:, :, queries] = _by_head((weights @ v_NGSd).div_(total), heads).to(out_NHLD.dtype)
+        out_NHLD[:, :, queries] = _by_head((weights @ values_NGSD).div_(total), heads).to(out_NHLD.dtype)
         lse_NHL[:, :, queries] = _by_head(largest + total.log(), heads).squeeze(-1)
     return out_NHLD, lse_NHL
 
