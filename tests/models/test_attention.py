@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Llama4TextConfig, LlamaConfig
 
 from fivefold.errors import UserError
 from fivefold.models import kernels, packed
@@ -85,6 +86,28 @@ def test_every_rule_and_its_gradients_match_the_twin(packing, window, softcap, s
     check_against_twin(
         tensors, torch.tensor(edges, dtype=torch.int32), sliding_window=window, softcap=softcap, s_aux=s_aux
     )
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operator gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("rule", [kernels.Rule(0.3, window=256), kernels.Rule(0.3, softcap=1.5)], ids=str)
+def test_no_quadratic_memory(rule):
+    """A row of 8,192 tokens has 134 million scores in two heads; a block of them has half a million."""
+    q, k, v = (torch.randn(1, heads, 8192, 8) for heads in (2, 1, 1))
+    with Largest() as largest:
+        out, lse = kernels.blockwise_forward(q, k, v, rule)
+        kernels.blockwise_backward(out, q, k, v, out, lse, rule)
+    assert largest.elements <= kernels._CPU_BLOCK
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -226,6 +249,8 @@ def test_the_mask_function_refuses_padding_and_static_caches():
     assert no_mask(q_length=1, kv_length=3, q_offset=6, kv_offset=4) is None
     with pytest.raises(UserError, match="padded batch"):
         no_mask(q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
+    with pytest.raises(UserError, match="chunked"):
+        no_mask(q_length=9, kv_length=9, local_size=8, config=Llama4TextConfig(attention_chunk_size=8))
     with pytest.raises(UserError, match="static cache"):
         no_mask(q_length=3, kv_length=64, q_offset=torch.tensor(0))
 

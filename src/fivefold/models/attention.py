@@ -119,7 +119,14 @@ def no_mask(
             "the attention mask hides tokens (a padded batch), which fivefold's attention does not do",
             fix="pass rows without padding, or packed documents with their bounds",
         )
-    if int(q_offset) + int(q_length) != int(kv_offset) + int(kv_length):
+    total = int(kv_offset) + int(kv_length)
+    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
+    if chunk is not None and kwargs.get("local_size") == chunk and total > chunk:
+        raise UserError(
+            f"chunked attention ({chunk} positions) over rows of {total} is not supported yet",
+            fix=f"set data.seq_length to {chunk} or less",
+        )
+    if int(q_offset) + int(q_length) != total:
         raise UserError(
             "the key/value cache holds positions that are not written yet (a static cache)",
             fix="use a dynamic cache",

