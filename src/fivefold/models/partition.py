@@ -83,7 +83,7 @@ class Region:
     columns: tuple[str, ...]
     row: str
     entries: tuple[Entry, ...]
-    is_fused: bool  # a projection makes both query heads and key/value heads
+    attends: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,17 +237,16 @@ class _Derivation:
 
     def _region(self, block: BlockTrace, row: str, columns: tuple[str, ...], deals: Mapping[str, Deal]) -> Region:
         owner = _common_parent((*columns, row))
-        owners = [{part.owner for part in deals[name]} for name in columns]
-        is_fused = any({"query", "kv"} <= each for each in owners)
+        attends = any(part.owner == "query" for part in deals[row])
         if owner != block.layer and owner.startswith(block.layer):
             where = block.hidden_arguments.get(owner, [])
             if len(where) != 1:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
-            return Region(owner, columns, row, (Entry((owner,), where[0]),), is_fused)
+            return Region(owner, columns, row, (Entry((owner,), where[0]),), attends)
         shared: dict[int, list[str]] = {}
         for name in columns:
             shared.setdefault(id(_event(block, name).inputs[0]), []).append(name)
-        return Region(owner, columns, row, tuple(Entry(tuple(names)) for names in shared.values()), is_fused)
+        return Region(owner, columns, row, tuple(Entry(tuple(names)) for names in shared.values()), attends)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""

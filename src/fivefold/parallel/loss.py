@@ -177,6 +177,10 @@ def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Logits]:
 
 
 class _PassThrough(nn.Module):
+    def __getattr__(self, name: str) -> Any:
+        """Some models call a part of their base (`self.model.decoder(...)`): it passes through as well."""
+        return self
+
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
 

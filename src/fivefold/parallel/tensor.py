@@ -270,8 +270,8 @@ def apply_tensor_parallel(
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
         _replace_forward(row, _row_linear(row, fold))
-        if region.is_fused:
-            _count_own_heads(model.get_submodule(region.owner), partition, size)
+        if region.attends:
+            _count_own_heads(model.get_submodule(region.owner), row, partition, size)
     for name, deal in partition.across.items():
         module = model.get_submodule(name)
         _replace_forward(module, _over_all_features(module.forward, dealt(deal, partition, size), fold))
@@ -336,19 +336,19 @@ def _place_entry(model: nn.Module, entry: Entry, fold: TensorParallel) -> None:
         model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
 
 
-def _count_own_heads(module: nn.Module, partition: Partition, size: int) -> None:
-    """Tell a module that cuts a fused projection by its numbers of heads how many this rank has."""
-    own = {"query": partition.query // size, "kv": partition.kv // size}
-    whole_counts = {"query": partition.query, "kv": partition.kv}
+def _count_own_heads(module: nn.Module, row: Any, partition: Partition, size: int) -> None:
+    """Tell an attention module that shapes its tensors by numbers of heads how many this rank has."""
+    counts = {"query": partition.query, "kv": partition.kv}
+    own = {"query": partition.query // size, "kv": max(1, partition.kv // size)}
+    features = row.weight.shape[(surfaces.linear_dims(row) or (0, 1))[1]]
     config = copy.copy(module.config) if hasattr(module, "config") else None
     for name, which in surfaces.HEAD_COUNTS.items():
         for holder in filter(None, (module, config)):
-            if getattr(holder, name, None) == whole_counts[which]:
+            if getattr(holder, name, None) == counts[which]:
                 setattr(holder, name, own[which])
     for name in surfaces.FEATURE_COUNTS:
-        features = getattr(module, name, None)
-        if isinstance(features, int):
-            setattr(module, name, features // size)
+        if getattr(module, name, None) == features * size:
+            setattr(module, name, features)
     if config is not None:
         module.config = config
 
