@@ -8,6 +8,7 @@ for the errors, is `runfile`'s.
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -241,7 +242,7 @@ class SampleSection(Section):
 class LogSection(Section):
     every: Annotated[Every, Field(ge=1)] = Field(default=1, description="optimizer steps between metrics rows")
     to: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        default=("jsonl",), description="where metrics go"
+        default=("jsonl",), description="where metrics go; all but jsonl need the package of that name"
     )
 
 
@@ -351,7 +352,7 @@ def parse_config(text: str) -> RunConfig:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but this version cannot run yet."""
+    """Raise `UserError` for what the run file may say but cannot be run: not built yet, or not installed."""
     layout, memory = config.layout, config.memory
     for key, asked, instead in (
         ("layout.pp", layout.pp > 1, "1"),
@@ -361,12 +362,15 @@ def check_supported(config: RunConfig) -> None:
         ("memory.recompute", memory.recompute == "selective", "none or full"),
         ("memory.offload_activations", memory.offload_activations, "false"),
         ("memory.offload_optimizer", memory.offload_optimizer, "false"),
-        ("log.to", not set(config.log.to) <= {"jsonl", "tensorboard"}, "[jsonl] or [jsonl, tensorboard]"),
     ):
         if asked:
             value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
-            value = list(value) if isinstance(value, tuple) else str(value).lower()
-            raise UserError(f"{key} {value} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
+            raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
+    for package in config.log.to:  # each is called as its package
+        if package != "jsonl" and find_spec(package) is None:
+            raise UserError(
+                f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
+            )
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(
             f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",

@@ -20,7 +20,7 @@ from fivefold.report import Report
 
 State = Literal["ok", "help", "missing"]
 MIN_PYTHON = (3, 11)
-OPTIONAL = {"tensorboard": "log.to: [jsonl, tensorboard]"}
+OPTIONAL = {name: f"log.to: [jsonl, {name}]" for name in ("tensorboard", "wandb", "mlflow", "trackio")}
 GIB = 2**30
 
 
