@@ -24,6 +24,7 @@ from fivefold.units import parse_count, parse_fraction, parse_length
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
+MUON_DEFAULTS = {"momentum": 0.95, "ns_steps": 5}
 SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
 
 
@@ -151,7 +152,9 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Literal["adamw"] = Field(default="adamw", description="the optimizer")
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest"
+    )
     learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
     eps: Number = Field(default=1e-8, gt=0, description="added to the root of the second moment")
@@ -159,6 +162,24 @@ class OptimizerSection(Section):
     max_grad_norm: Number = Field(
         default=1.0, ge=0, description="clips the norm of the whole gradient; 0 = no clipping"
     )
+    momentum: Decay | None = Field(
+        default=None, description="muon: decay rate of the momentum, per step; not set: 0.95; AdamW has betas"
+    )
+    ns_steps: Whole | None = Field(
+        default=None, ge=1, description="muon: Newton-Schulz iterations of an update; not set: 5"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_muon_s(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = {key: values[key] for key in MUON_DEFAULTS if values.get(key) is not None}
+        if values.get("name") == "muon":
+            return {**values, **MUON_DEFAULTS, **given}
+        if given:
+            raise ValueError(f"{next(iter(given))} is set, which only muon has; set name: muon, or leave it out")
+        return values
 
 
 class SchedulerSection(Section):
