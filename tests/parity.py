@@ -48,11 +48,17 @@ class Case:
     steps: int = 3
     max_grad_norm: float = 0.5
     loss_chunks: int | None = None
+    optimizer: str = "adamw"
     overrides: tuple[tuple[str, Any], ...] = field(default=())
 
     @property
     def parsed(self) -> Layout:
         return Layout.parse(self.layout)
+
+    @property
+    def options(self) -> OptimizerSection:
+        """`OPTIONS` for its optimizer."""
+        return OptimizerSection(**{**OPTIONS.model_dump(exclude_none=True), "name": self.optimizer})
 
     def with_layout(self, layout: str) -> "Case":
         return replace(self, layout=layout)
@@ -145,12 +151,7 @@ def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: in
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
     """Run the case on the unmodified model, each document its own sequence."""
     model = reference_model(case, dtype)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": OPTIONS.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=OPTIONS.learning_rate, betas=OPTIONS.betas, eps=OPTIONS.eps,
-    )  # fmt: skip
+    optimizers = reference_optimizers(dict(model.named_parameters()), case)
     outcome = Outcome([], [], {}, {})
     for step in range(case.steps):
         with exact() if dtype == torch.float64 else nullcontext():
@@ -159,12 +160,35 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
         if step == 0:
             outcome.gradients = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
+        # torch's Muon iterates in bf16; a proof needs the type of the model
+        with patch.object(Tensor, "bfloat16", Tensor.clone):
+            for optimizer in optimizers:
+                optimizer.step()
+        model.zero_grad()
         outcome.losses.append(loss.item())
         outcome.norms.append(norm.item())
     outcome.weights = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
     return outcome
+
+
+def reference_optimizers(parameters: dict[str, Tensor], case: Case) -> list[torch.optim.Optimizer]:
+    """torch's own: AdamW, or Muon for the matrices of the blocks and AdamW for the rest."""
+    options = case.options
+    in_blocks = [p for name, p in parameters.items() if ".layers." in name and p.ndim == 2]
+    own = {id(p) for p in in_blocks} if case.optimizer == "muon" else set()
+    matrices = [p for p in parameters.values() if p.ndim > 1 and id(p) not in own]
+    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=options.learning_rate, betas=options.betas, eps=options.eps,
+    )  # fmt: skip
+    if not own:
+        return [adamw]
+    muon = torch.optim.Muon(
+        in_blocks, lr=options.learning_rate, weight_decay=options.weight_decay, momentum=0.95, nesterov=True,
+        ns_steps=5, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    return [muon, adamw]
 
 
 def _reference_loss(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
@@ -192,7 +216,7 @@ def on_rank(case: Case) -> dict[str, Any]:
     """Run the case on this rank; pieces of gradients and weights come back with their global regions."""
     model = build(case)
     mesh: Mesh = spread_of(model).mesh
-    optimizer = build_optimizer(model, OPTIONS)
+    optimizer = build_optimizer(model, case.options)
     first = batch_of(documents(case, 0), case.parsed, mesh.data_rank)
     targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
     with proof(case):
@@ -215,7 +239,7 @@ def on_rank(case: Case) -> dict[str, Any]:
         "gradients": gradients,
         "weights": pieces(model, dict(model.named_parameters())),
         "ran": total(found),
-        "declared": by_group(training_step.declare(model, shape), mesh),
+        "declared": by_group(training_step.declare(model, shape, optimizer=case.optimizer), mesh),
     }
 
 

@@ -308,7 +308,6 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
         "memory.recompute=selective",
         "memory.offload_activations=true",
         "memory.offload_optimizer=true",
-        "log.to=[jsonl, wandb]",
         "model.init=pretrained",
     ],
 )

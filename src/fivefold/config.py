@@ -8,6 +8,7 @@ for the errors, is `runfile`'s.
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from fivefold.units import parse_count, parse_fraction, parse_length
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
+MUON_DEFAULTS = {"momentum": 0.95, "ns_steps": 5}
 SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
 
 
@@ -150,7 +152,9 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Literal["adamw"] = Field(default="adamw", description="the optimizer")
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest"
+    )
     learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
     eps: Number = Field(default=1e-8, gt=0, description="added to the root of the second moment")
@@ -158,6 +162,24 @@ class OptimizerSection(Section):
     max_grad_norm: Number = Field(
         default=1.0, ge=0, description="clips the norm of the whole gradient; 0 = no clipping"
     )
+    momentum: Decay | None = Field(
+        default=None, description="muon: decay rate of the momentum, per step; not set: 0.95; AdamW has betas"
+    )
+    ns_steps: Whole | None = Field(
+        default=None, ge=1, description="muon: Newton-Schulz iterations of an update; not set: 5"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_muon_s(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = {key: values[key] for key in MUON_DEFAULTS if values.get(key) is not None}
+        if values.get("name") == "muon":
+            return {**values, **MUON_DEFAULTS, **given}
+        if given:
+            raise ValueError(f"{next(iter(given))} is set, which only muon has; set name: muon, or leave it out")
+        return values
 
 
 class SchedulerSection(Section):
@@ -241,7 +263,7 @@ class SampleSection(Section):
 class LogSection(Section):
     every: Annotated[Every, Field(ge=1)] = Field(default=1, description="optimizer steps between metrics rows")
     to: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        default=("jsonl",), description="where metrics go"
+        default=("jsonl",), description="where metrics go; all but jsonl need the package of that name"
     )
 
 
@@ -351,7 +373,7 @@ def parse_config(text: str) -> RunConfig:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but this version cannot run yet."""
+    """Raise `UserError` for what the run file may say but cannot be run: not built yet, or not installed."""
     layout, memory = config.layout, config.memory
     for key, asked, instead in (
         ("layout.pp", layout.pp > 1, "1"),
@@ -361,12 +383,15 @@ def check_supported(config: RunConfig) -> None:
         ("memory.recompute", memory.recompute == "selective", "none or full"),
         ("memory.offload_activations", memory.offload_activations, "false"),
         ("memory.offload_optimizer", memory.offload_optimizer, "false"),
-        ("log.to", not set(config.log.to) <= {"jsonl", "tensorboard"}, "[jsonl] or [jsonl, tensorboard]"),
     ):
         if asked:
             value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
-            value = list(value) if isinstance(value, tuple) else str(value).lower()
-            raise UserError(f"{key} {value} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
+            raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
+    for package in config.log.to:  # each is called as its package
+        if package != "jsonl" and find_spec(package) is None:
+            raise UserError(
+                f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
+            )
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(
             f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",

@@ -21,9 +21,9 @@ from fivefold.report import Report
 State = Literal["ok", "help", "missing"]
 MIN_PYTHON = (3, 11)
 OPTIONAL = {
-    "tensorboard": "log.to: [jsonl, tensorboard]",
     "pyarrow": "parquet files",
     "datasets": "data of the Hugging Face hub",
+    **{name: f"log.to: [jsonl, {name}]" for name in ("tensorboard", "wandb", "mlflow", "trackio")},
 }
 GIB = 2**30
 

@@ -16,9 +16,7 @@ from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import train_step
-from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from tests.parity import Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401
 
 
 @dataclass
@@ -55,7 +53,7 @@ def load_and_train(case: Case, folders: list[Path], also: int = 0) -> list[State
 
 def _fresh(case: Case, seed: int = 1) -> tuple[Any, torch.optim.Optimizer]:
     model = parallelize(build_meta(hf_config(case)), case.parsed, seed=seed)
-    return model, build_optimizer(model, OPTIONS)
+    return model, build_optimizer(model, case.options)
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, case: Case, first: int, steps: int) -> list[float]:
@@ -71,9 +69,10 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, case: Case, first: int,
 def _state(model: Any, optimizer: torch.optim.Optimizer) -> State:
     parameters = dict(model.named_parameters())
     kinds = {"weight": pieces(model, parameters)}
-    for kind in MOMENTS:
-        kinds[kind] = pieces(model, {name: optimizer.state[p][kind] for name, p in parameters.items()})
-    return State(kinds, {float(optimizer.state[p]["step"]) for p in parameters.values()}, [])
+    states = {name: optimizer.state[p] for name, p in parameters.items()}
+    for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        kinds[kind] = pieces(model, {name: state[kind] for name, state in states.items() if kind in state})
+    return State(kinds, {float(state["step"]) for state in states.values() if "step" in state}, [])
 
 
 def elements_read(case: Case, folder: Path) -> tuple[int, int]:

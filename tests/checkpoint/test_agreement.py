@@ -24,6 +24,7 @@ MUST = {
     "train.global_batch_size": {"train": {"global_batch_size": 8}},
     "optimizer.learning_rate": {"optimizer": {"learning_rate": 0.5}},
     "optimizer.betas": {"optimizer": {"betas": [0.9, 0.99]}},
+    "optimizer.name": {"optimizer": {"name": "muon"}},
     "scheduler.name": {"scheduler": {"name": "linear"}},
 }
 MAY = [
@@ -54,6 +55,14 @@ def test_data_are_known_by_their_contents() -> None:
         check_agreement(_agreement(), _agreement("g", **moved))
     with pytest.raises(UserError, match=r"data\.train: the text is not the one"):
         check_agreement(_agreement(), _agreement("g"))
+
+
+def test_keys_of_another_optimizer_need_not_agree() -> None:
+    """A checkpoint of AdamW may be older than Muon."""
+    assert not {"optimizer.momentum", "optimizer.ns_steps"} & _agreement().keys()
+    muon = {"name": "muon", "momentum": 0.9}
+    with pytest.raises(UserError, match=r"optimizer\.momentum is 0\.95, but the checkpoint was trained with 0\.9"):
+        check_agreement(_agreement(optimizer=muon), _agreement(optimizer={"name": "muon"}))
 
 
 def test_a_key_that_the_checkpoint_does_not_know() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fivefold.checkpoint import Checkpoint, newest
-from tests.checkpoint.ranks import MOMENTS, State, elements_read, load_and_train, train_and_save
+from tests.checkpoint.ranks import State, elements_read, load_and_train, train_and_save
 from tests.parity import Case, gathered
 from tests.pool import run_ranks
 
@@ -24,15 +24,15 @@ Saved = dict[str, tuple[Path, dict[str, np.ndarray], list[float]]]
 
 def whole(states: list[State]) -> dict[str, np.ndarray]:
     """Every tensor of every kind, put together from the ranks; copies must agree."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, region, _ in (piece for state in states for piece in state.pieces["weight"]):
-        old = shapes.get(name, (0,) * len(region))
-        shapes[name] = tuple(max(size, stop) for size, (_, stop) in zip(old, region, strict=True))
-    return {
-        f"{kind} {name}": values
-        for kind in ("weight", *MOMENTS)
-        for name, values in gathered([state.pieces[kind] for state in states], shapes).items()
-    }
+    found = {}
+    for kind in states[0].pieces:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, region, _ in (piece for state in states for piece in state.pieces[kind]):
+            old = shapes.get(name, (0,) * len(region))
+            shapes[name] = tuple(max(size, stop) for size, (_, stop) in zip(old, region, strict=True))
+        tensors = gathered([state.pieces[kind] for state in states], shapes)
+        found |= {f"{kind} {name}": values for name, values in tensors.items()}
+    return found
 
 
 def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -91,3 +91,23 @@ def test_tied_embeddings_and_single_key_value_heads(tmp_path: Path, case: Case) 
     assert ("lm_head.weight" in names) is not case.tied
     ranks = run_ranks(2, load_and_train, case.with_layout("tp2+fp32"), [tmp_path / "step-000002"])
     assert equal(whole([states[0] for states in ranks]), expected)
+
+
+MUON = ("single", "shard2", "shard4+zero1", "dp2.shard2", "tp4", "shard2.tp2")
+
+
+@pytest.mark.parametrize("wrote", MUON)
+def test_the_momentum_of_muon_goes_from_layout_to_layout(tmp_path: Path, wrote: str) -> None:
+    case = Case(f"{wrote}+fp64", optimizer="muon")
+    states = run_ranks(case.parsed.world, train_and_save, case, tmp_path, 2, 2)
+    expected, losses = whole(states), states[0].losses
+    kinds = {kind: {key.split()[1] for key in expected if key.startswith(f"{kind} ")} for kind in states[0].pieces}
+    assert len(kinds["momentum_buffer"]) == 3 * 7 and all("_proj.weight" in name for name in kinds["momentum_buffer"])
+    assert kinds["exp_avg"] == kinds["exp_avg_sq"] == kinds["weight"] - kinds["momentum_buffer"]
+    for layout in MUON:
+        other = case.with_layout(f"{layout}+fp64")
+        read = run_ranks(other.parsed.world, load_and_train, other, [tmp_path / "step-000002"], 2)
+        assert equal(whole([rank[0] for rank in read]), expected), layout
+        if layout == wrote:  # as if it had not been stopped
+            assert read[0][0].losses == losses
+        np.testing.assert_allclose(read[0][0].losses, losses, rtol=1e-10, err_msg=layout)

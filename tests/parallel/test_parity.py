@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "recompute": ("none", "full"),
     "loss_chunks": (None, 3),
     "max_grad_norm": (0.5, 0.0),
+    "optimizer": ("adamw", "muon"),
 }
 
 
@@ -44,7 +45,7 @@ def case_of(choice: dict[str, Any]) -> Case:
     text = f"{choice['layout']}+zero{choice['zero']}+mb{micro}+{choice['precision']}"
     text += "" if choice["sequence_parallel"] else "+nosp"
     text += "+full" if choice["recompute"] == "full" else ""
-    named = ("family", "tied", "kv_heads", "packing", "loss_chunks", "max_grad_norm")
+    named = ("family", "tied", "kv_heads", "packing", "loss_chunks", "max_grad_norm", "optimizer")
     return Case(text, rows=ROWS, **{name: choice[name] for name in named})
 
 
@@ -63,11 +64,11 @@ def run(case: Case) -> tuple[Outcome, Outcome, list[dict[str, Any]]]:
     return outcome(case, per_rank, {name: g.shape for name, g in expected.gradients.items()}), expected, per_rank
 
 
-_REFERENCE_KEYS = ("family", "tied", "kv_heads", "packing", "rows", "steps", "max_grad_norm", "overrides")
+_REFERENCE_KEYS = ("family", "tied", "kv_heads", "packing", "rows", "steps", "max_grad_norm", "optimizer", "overrides")
 
 
 def case_id(case: Case) -> str:
-    extras = f"{case.family}{'-tied' * case.tied}-kv{case.kv_heads}{'-unpacked' * (not case.packing)}"
+    extras = f"{case.optimizer}-{case.family}{'-tied' * case.tied}-kv{case.kv_heads}{'-unpacked' * (not case.packing)}"
     return f"{case.layout}-{extras}{'-chunks' * bool(case.loss_chunks)}{'-noclip' * (not case.max_grad_norm)}"
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -9,7 +10,16 @@ from fivefold.parallel.apply import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.training.optimizer import all_reduce_sum, build_optimizer, clip_, squared_norm
 from fivefold.training.step import train_step
-from tests.parity import OPTIONS, Case, batch_of, build, documents, pieces
+from tests.parity import (
+    OPTIONS,
+    Case,
+    batch_of,
+    build,
+    documents,
+    pieces,
+    reference_model,
+    reference_optimizers,
+)
 
 
 def decay_of(case: Case) -> dict[str, list[float]]:
@@ -46,6 +56,70 @@ def clipped(case: Case, value: float, norm: float, max_norm: float) -> list[floa
     _set_gradients(model, value)
     clip_(model, norm, max_norm)
     return sorted({x for p in model.parameters() if p.grad is not None for x in local(p.grad).flatten().tolist()})
+
+
+# ---- the same gradients everywhere, made up --------------------------------------------------------------------------
+
+
+def made_up(shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """A gradient of this shape: of few directions, as real ones are."""
+    random = torch.Generator().manual_seed(1000 * step + sum(shape))
+    if len(shape) == 1:
+        return torch.randn(shape, generator=random)
+    left, right = (torch.randn(size, 3, generator=random) for size in shape)
+    return left @ right.T + 0.01 * torch.randn(shape, generator=random)
+
+
+def updated(case: Case, steps: int) -> dict[str, Any]:
+    """Pieces of weights and momentum after so many steps with the gradients `made_up`."""
+    model = build(case)
+    spread, optimizer = spread_of(model), build_optimizer(model, case.options)
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            whole = made_up(spread.shards[name].shape, step)
+            parameter.grad = torch.zeros_like(parameter)
+            for global_region, local_region in spread.regions(name):
+                local(parameter.grad)[local_region].copy_(whole[global_region])
+        optimizer.step()
+    parameters = dict(model.named_parameters())
+    momentum = {
+        n: optimizer.state[p]["momentum_buffer"] for n, p in parameters.items() if "exp_avg" not in optimizer.state[p]
+    }
+    return {"weights": pieces(model, parameters), "momentum": pieces(model, momentum)}
+
+
+def updated_by_torch(case: Case, steps: int) -> dict[str, np.ndarray]:
+    """Weights after those steps in the optimizers of torch, untouched: its Muon iterates in bf16."""
+    parameters = dict(reference_model(case, torch.float32).named_parameters())
+    optimizers = reference_optimizers(parameters, case)
+    for step in range(steps):
+        for parameter in parameters.values():
+            parameter.grad = made_up(tuple(parameter.shape), step)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
+
+
+def places(case: Case) -> bool:
+    """Whether the mesh's arithmetic puts this rank where torch's device mesh does."""
+    mesh = spread_of(build(case)).mesh
+    place = mesh.place(dist.get_rank())
+    return (place.tp, place.fsdp, place.replica == 0) == (mesh.tp_rank, mesh.fsdp_rank, mesh.is_first_copy)
+
+
+def without_gradients(case: Case, ranks: tuple[int, ...]) -> list[bool]:
+    """Whether each of three matrices moved: the second has no gradient on `ranks`."""
+    model = build(case)
+    optimizer = build_optimizer(model, case.options)
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3)]
+    parameters = [dict(model.named_parameters())[name] for name in names]
+    before = [local(p).clone() for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if dist.get_rank() in ranks:
+        parameters[1].grad = None
+    optimizer.step()
+    return [not torch.equal(local(p), old) for p, old in zip(parameters, before, strict=True)]
 
 
 def _set_gradients(model: Any, value: float) -> None:

@@ -7,11 +7,11 @@
       run.yaml                      the resolved run file
       model/                        a Hugging Face folder without its weights: config, tokenizer, generation config
 
-Tensors go by kind (`weight`, and whatever the optimizer keeps per parameter: `exp_avg`, `exp_avg_sq`), then by the
-Hugging Face parameter name. Each is cut into slices that tile it exactly; nothing says which layout wrote them.
-Every byte is under a checksum: the manifest's own comes first in it; a slice has one, bound to its name, type and
-range; of a safetensors file the header has one, of every other file the whole. Readers ignore keys that they do not
-know, so that later versions may add some.
+Tensors go by kind (`weight`, and whatever the optimizer keeps per parameter: `exp_avg` and `exp_avg_sq`, or
+`momentum_buffer`), then by the Hugging Face parameter name. Each is cut into slices that tile it exactly; nothing says
+which layout wrote them. Every byte is under a checksum: the manifest's own comes first in it; a slice has one, bound
+to its name, type and range; of a safetensors file the header has one, of every other file the whole. Readers ignore
+keys that they do not know, so that later versions may add some.
 """
 
 import json

@@ -29,7 +29,7 @@ from fivefold.models.trace import Trace, Untraceable, trace
 from fivefold.parallel import data, loss, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.sharding import ShardSpec, local_regions
+from fivefold.parallel.sharding import Region, ShardSpec, local_regions
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Spread:
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
 
-    def regions(self, name: str) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """(global region, local region) pairs of this rank's part of parameter `name`."""
-        return local_regions(self.shards[name], self.mesh.tp_rank, self.mesh.fsdp_rank, self.mesh.fsdp_size)
+    def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
+        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
+        place = self.mesh.place(dist.get_rank() if rank is None else rank)
+        return local_regions(self.shards[name], place.tp, place.fsdp, self.mesh.fsdp_size)
 
     def is_owner(self, name: str) -> bool:
         """True where this rank's values of `name` are counted once: in the gradient norm, in a checkpoint."""

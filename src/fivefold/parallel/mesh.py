@@ -9,6 +9,15 @@ from fivefold.layout import MESH_AXES, Layout
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank of the world stands: its full copy of the model, its FSDP shard, its tensor parallel rank."""
+
+    replica: int
+    fsdp: int
+    tp: int
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The mesh of a layout seen from this rank: the axes of `MESH_AXES` of more than one rank, outermost first, and
     `dp_shard` always. (An axis of one rank would cost a process group per rank of the world.)
@@ -37,6 +46,12 @@ class Mesh:
     @property
     def fsdp_size(self) -> int:
         return self.layout.dp_shard * self.layout.cp
+
+    def place(self, rank: int) -> Place:
+        """Where `rank` of the world stands: the mesh is the ranks in order, the last axis of `MESH_AXES` innermost."""
+        rest, tp = divmod(rank, self.layout.tp)
+        replica, fsdp = divmod(rest, self.fsdp_size)
+        return Place(replica, fsdp, tp)
 
     @property
     def data_rank(self) -> int:

@@ -1,18 +1,20 @@
 """`metrics.jsonl` and the other places metrics go. Rank 0 writes; names are slash-grouped (design, section 5)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from fivefold.errors import UserError
+from fivefold.config import RunConfig
+from fivefold.launch.folder import last_logged_step
+from fivefold.training.trackers import TRACKERS, TrackerSink
 
 Row = Mapping[str, Any]
 
 
 class Sink(Protocol):
     def write(self, row: Row) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class JsonLines:
@@ -27,7 +29,7 @@ class JsonLines:
         self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._file.close()
 
 
@@ -35,12 +37,8 @@ class TensorBoard:
     """TensorBoard event files (extra `tensorboard`). Rows after `last_step` of an earlier attempt are purged."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                "log.to names tensorboard, which is not installed", fix="pip install tensorboard"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def write(self, row: Row) -> None:
@@ -48,16 +46,22 @@ class TensorBoard:
             if name != "step" and isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, row["step"])
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 
-def open_sinks(names: tuple[str, ...], run_dir: Path, *, last_step: int) -> list[Sink]:
-    """The sinks of `log.to`; `metrics.jsonl` is always written."""
-    sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", last_step=last_step)]
+def open_sinks(config: RunConfig, *, last_step: int, say: Callable[[str], None]) -> list[Sink]:
+    """The sinks of `log.to`; `metrics.jsonl` is always written. `say`: how a tracker that fails is told of.
+
+    Raises `UserError` when a tracker that a new run asks for cannot be started.
+    """
+    names, run_dir, logged = config.log.to, config.run_dir, last_logged_step(config)
+    sinks: list[Sink] = [
+        TrackerSink(name, config, last_step=last_step, logged=logged, say=say) for name in TRACKERS if name in names
+    ]
     if "tensorboard" in names:
         sinks.append(TensorBoard(run_dir / "tensorboard", last_step=last_step))
-    return sinks
+    return [JsonLines(run_dir / "metrics.jsonl", last_step=last_step), *sinks]
 
 
 def _complete_lines(path: Path) -> list[str]:

@@ -1,4 +1,6 @@
-"""The optimizer over a parallelized model: fused AdamW, decay on matrices only, and the norm of a spread gradient."""
+"""The optimizer over a parallelized model, decay on matrices only, and the norm of a spread gradient."""
+
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -7,13 +9,26 @@ from torch import Tensor, nn
 from fivefold.config import OptimizerSection
 from fivefold.parallel.apply import spread_of
 from fivefold.parallel.tensor import local
+from fivefold.training.muon import Muon, matrices
 
 
-def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW over every parameter of `model`; norms and biases (one dimension, seen whole) do not decay."""
+def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+    """Fused AdamW over every parameter of `model`, or Muon over the matrices of its blocks and AdamW over the rest."""
+    if options.momentum is None or options.ns_steps is None:
+        return _adamw(model, options)
+    names = matrices(spread_of(model))
+    return Muon(
+        model, names, _adamw(model, options, but=names), learning_rate=options.learning_rate,
+        weight_decay=options.weight_decay, momentum=options.momentum, ns_steps=options.ns_steps,
+    )  # fmt: skip
+
+
+def _adamw(model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
+    """Norms and biases (one dimension, seen whole) do not decay."""
     shards = spread_of(model).shards
-    decayed = [p for name, p in model.named_parameters() if len(shards[name].shape) > 1]
-    others = [p for name, p in model.named_parameters() if len(shards[name].shape) <= 1]
+    parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
+    decayed = [p for name, p in parameters.items() if len(shards[name].shape) > 1]
+    others = [p for name, p in parameters.items() if len(shards[name].shape) <= 1]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

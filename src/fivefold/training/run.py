@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.training import flops, header
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
-from fivefold.training.keeper import Keeper
+from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import JsonLines, Sink, open_sinks
 from fivefold.training.model import build_model, compile_pays, load_source
@@ -113,15 +113,18 @@ class Job:
         job.step = resumed.step
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
-        if world.is_first:
-            (config.run_dir / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
-            job.display = stack.enter_context(open_display(total_steps=total_steps, start=job.step))
-            job.display.header(header.lines(job, compiled=compiled, resumed=resumed))
-            job.sinks = open_sinks(config.log.to, config.run_dir, last_step=job.step)
-            for sink in job.sinks:
-                stack.callback(sink.close)
+        checkpoint.on_first_rank(lambda: job._open_screen(stack, compiled=compiled, resumed=resumed))
         stack.callback(job.prefetch.shutdown, wait=True)
         return job
+
+    def _open_screen(self, stack: ExitStack, *, compiled: bool, resumed: Resumed) -> None:
+        """On rank 0: what is seen of the run, on the screen and in the places of `log.to`."""
+        (self.config.run_dir / "run.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+        self.display = stack.enter_context(open_display(total_steps=self.total_steps, start=self.step))
+        self.display.header(header.lines(self, compiled=compiled, resumed=resumed))
+        self.sinks = open_sinks(self.config, last_step=self.step, say=self.display.note)
+        for sink in self.sinks:
+            stack.push(partial(_close_sink, sink))
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -329,6 +332,11 @@ class Job:
 def _hold(run_dir: Path, stack: ExitStack) -> None:
     """Keep other runs from writing to this folder."""
     stack.callback(FolderLock(run_dir).release)
+
+
+def _close_sink(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
+    """As the run ends. One that was asked to stop has not failed."""
+    sink.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
 def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:

@@ -13,6 +13,7 @@ from fivefold.parallel import data, tensor
 from fivefold.parallel.apply import LossInputs, Spread, spread_of
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.loss import chunk_sizes
+from fivefold.training import muon
 from fivefold.training.flops import squared_lengths
 from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
 
@@ -118,8 +119,9 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
     )
 
 
-def declare(model: Any, shape: StepShape) -> tuple[Collective, ...]:
-    """Every collective of `train_step` on this rank: the folds' own, the token counts, and loss with norm."""
+def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[Collective, ...]:
+    """Every collective of `train_step` on this rank: the folds' own, the token counts, loss with norm, and Muon's."""
     spread = spread_of(model)
     own = [Collective("world", "all_reduce", 2, 32 + 16)] if spread.layout.world > 1 else []
-    return total([*spread.declare(shape), *own])
+    of_optimizer = muon.declare(spread, shape) if optimizer == "muon" else []
+    return total([*spread.declare(shape), *own, *of_optimizer])

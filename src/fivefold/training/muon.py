@@ -1,0 +1,96 @@
+"""Muon over the matrices of the blocks, AdamW over everything else (embeddings, head, norms, biases).
+
+The momentum of a matrix is orthogonalised as a whole by five steps of a Newton-Schulz iteration (Jordan 2024,
+https://kellerjordan.github.io/posts/muon), and scaled so that the update has the size of AdamW's (0.2 times the root of
+the longer side: "Muon is Scalable for LLM Training", arXiv:2502.16982): one learning rate and one weight decay serve
+both. The matrix is the Hugging Face parameter, whatever the layout; momentum lies as the parameter lies, and is put
+together for the iteration on one rank (`parallel/whole.py`). The formulas are those of `torch.optim.Muon`,
+which the tests compare with; its iteration is always in bf16, this one in the type the model computes in.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.parallel.apply import Spread, spread_of
+from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.tensor import local
+from fivefold.parallel.whole import WholeMatrices
+
+QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
+EPS = 1e-7  # the smallest norm that is divided by
+
+
+def matrices(spread: Spread) -> tuple[str, ...]:
+    """The parameters that Muon updates: those of the blocks with two dimensions."""
+    blocks = tuple(f"{name}." for name in spread.anatomy.layers)
+    return tuple(name for name, spec in spread.shards.items() if len(spec.shape) == 2 and name.startswith(blocks))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over the parameters `names` of `model` and `adamw` over the others, as one optimizer.
+
+    Every rank calls `step` together. State of a matrix: `momentum_buffer`, in its shape and type.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], adamw: torch.optim.AdamW, *, learning_rate: float,
+        weight_decay: float, momentum: float, ns_steps: int,
+    ) -> None:  # fmt: skip
+        parameters = dict(model.named_parameters())
+        self._matrices = {name: parameters[name] for name in names}
+        options = {"lr": learning_rate, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
+        super().__init__(list(self._matrices.values()), options)
+        self._adamw, self._own = adamw, self.param_groups[0]
+        self.param_groups.extend(adamw.param_groups)  # the same dicts: a learning rate set here is set there
+        self.state = adamw.state
+        spread = spread_of(model)
+        self._dtype = COMPUTE_DTYPES[spread.layout.precision]
+        self._whole = WholeMatrices(spread, names)
+        self._shapes = {name: spread.shards[name].shape for name in names}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        self._adamw.step()
+        rate, decay = self._own["lr"], self._own["weight_decay"]
+        work = partial(orthogonal, steps=self._own["ns_steps"])
+        for name, update in self._whole.map(self._advance, work):
+            parameter = self._matrices[name]
+            if parameter.grad is not None:
+                weight = local(parameter)
+                weight.mul_(1 - rate * decay)
+                weight.add_(update, alpha=-rate * 0.2 * max(self._shapes[name]) ** 0.5)
+
+    def _advance(self, name: str) -> Tensor:
+        """This rank's part of what is orthogonalised: the momentum, looked at one step ahead (Nesterov)."""
+        parameter, momentum = self._matrices[name], self._own["momentum"]
+        if parameter.grad is None:
+            return torch.zeros_like(local(parameter), dtype=self._dtype)
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum).to(self._dtype)
+
+
+def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:
+    """`matrix` with its singular values brought near 1, in its own type."""
+    a, b, c = QUINTIC
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def declare(spread: Spread, shape: StepShape) -> list[Collective]:
+    """Collectives of one step of `Muon`."""
+    return WholeMatrices(spread, matrices(spread)).declare(shape.compute_bytes)

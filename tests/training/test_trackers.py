@@ -1,0 +1,143 @@
+"""W&B, MLflow and Trackio as places of `log.to`: what they are told, once, and that they cannot stop a run."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from fivefold.config import check_supported, load_config
+from fivefold.errors import UserError
+from tests.pool import run_ranks
+from tests.training.bodies import Ran, Stopped, column, metrics, on_rank, run_dir, run_file
+from tests.training.trackers import NAMES, Told, stand_ins
+
+ALL = ["jsonl", *NAMES]
+
+
+def train_tracked(tree: dict[str, Any], faults: dict[str, Any], options: dict[str, Any]) -> tuple[Ran, dict[str, Told]]:
+    with stand_ins(**faults) as told:
+        return on_rank(tree, **options), told
+
+
+def train(tree: dict[str, Any], faults: dict[str, Any] | None = None, **options: Any) -> tuple[Ran, dict[str, Told]]:
+    """Train on two ranks, of which the first alone may speak to trackers."""
+    first, second = run_ranks(2, train_tracked, tree, faults or {}, options)
+    assert not any(told.started or told.rows for told in second[1].values())
+    assert str(first[0].error) == str(second[0].error)
+    return first
+
+
+def test_each_is_told_the_run_its_config_and_every_row(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, log__to=ALL, data__validation=str(tmp_path / "corpus.txt"), eval__every=3)
+    ran, told = train(tree)
+    assert ran.error is None
+    for name in NAMES:
+        expected = [
+            (row["step"], {key: value for key, value in row.items() if key != "step" and value is not None})
+            for row in metrics(tree)
+        ]
+        assert told[name].rows == expected and told[name].steps == [1, 2, 3, 4, 5, 6], name
+        assert "eval/loss" in told[name].rows[2][1]
+        assert told[name].started[0]["name"] == "run"
+    assert told["wandb"].config["optimizer"]["learning_rate"] == 1e-2
+    assert told["mlflow"].config["optimizer.learning_rate"] == "0.01"
+    assert told["trackio"].config["optimizer.learning_rate"] == 1e-2
+    assert told["wandb"].started[0] | {"id": ""} == {
+        "id": "", "resume": "allow", "project": "fivefold", "name": "run", "dir": str(run_dir(tree)),
+    }  # fmt: skip
+    assert [told[name].ended for name in NAMES] == [[0], ["FINISHED"], ["finished"]]
+
+
+def test_nothing_is_imported_unless_asked(tmp_path: Path) -> None:
+    ran, told = train(run_file(tmp_path, train__max_steps=1), {"fail_to_start": True})
+    assert ran.error is None and not any(each.started for each in told.values())
+
+
+def test_a_run_that_goes_on_goes_on_there_and_sends_no_row_twice(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, log__to=ALL, train__max_steps=7, checkpoint__every=3)
+    ran, first = train(tree, stop_at=6)
+    assert isinstance(ran.error, Stopped)
+    assert [first[name].ended for name in NAMES] == [[1], ["FAILED"], ["finished"]]
+    ran, second = train(tree)
+    assert ran.error is None and column(tree, "step") == [1, 2, 3, 4, 5, 6, 7]  # from step 3
+    for name in NAMES:
+        assert first[name].steps == [1, 2, 3, 4, 5] and second[name].steps == [6, 7], name
+    assert first["wandb"].started[0]["id"] == second["wandb"].started[0]["id"]
+    assert second["mlflow"].started == [{"id": "3f0e", "name": None}] and not second["mlflow"].config
+    assert [each["trackio"].started[0]["resume"] for each in (first, second)] == ["never", "allow"]
+
+
+def test_a_tracker_asked_for_later_gets_the_rows_from_there(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, log__to=["jsonl"], train__max_steps=7, checkpoint__every=3)
+    train(tree, stop_at=6)
+    tree["log"]["to"] = ALL
+    _, told = train(tree)
+    assert [told[name].steps for name in NAMES] == [[4, 5, 6, 7]] * 3
+
+
+def test_a_run_that_starts_again_is_another_one(tmp_path: Path) -> None:
+    """It was killed before its first checkpoint, so that nothing goes on."""
+    tree = run_file(tmp_path, log__to=ALL, train__max_steps=4)
+    (_, first), (_, second) = train(tree, stop_at=3), train(tree)
+    assert all(second[name].steps == [1, 2, 3, 4] for name in NAMES)
+    assert first["wandb"].started[0]["id"] != second["wandb"].started[0]["id"]
+
+
+def test_one_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, log__to=ALL)
+    ran, told = train(tree, {"fail_at": 3})
+    assert ran.error is None and column(tree, "step") == [1, 2, 3, 4, 5, 6]
+    assert sorted(re.findall(r"note: (.*)", ran.screen)) == sorted(
+        f"{name} failed: no route to host; the run goes on without it" for name in NAMES
+    )
+    assert all(told[name].steps == [1, 2, 3] and not told[name].ended for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_does_not_start_is_an_error_of_a_new_run_only(tmp_path: Path, name: str) -> None:
+    tree = run_file(tmp_path, log__to=[name], checkpoint__every=3)
+    ran, _ = train(tree, {"fail_to_start": True})
+    assert (
+        type(ran.error) is UserError
+        and ran.error.what == f"log.to names {name}, which does not start: no route to host"
+    )
+    assert not (run_dir(tree) / "metrics.jsonl").exists()
+    train(tree, stop_at=5)
+    ran, _ = train(tree, {"fail_to_start": True})
+    assert ran.error is None and f"note: {name} failed: no route to host" in ran.screen
+    assert column(tree, "step") == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_the_environment_says_is_left_to_the_tracker(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, log__to=["wandb"], train__max_steps=1)
+    told = run_ranks(1, with_variables, tree)[0]
+    assert told["wandb"].started[0] | {"id": ""} == {"id": "", "resume": "allow", "project": "", "name": "", "dir": ""}
+
+
+def with_variables(tree: dict[str, Any]) -> dict[str, Told]:
+    assert dist.get_world_size() == 1
+    with patch.dict(os.environ, {"WANDB_PROJECT": "mine", "WANDB_NAME": "n", "WANDB_DIR": "/nowhere"}):
+        return train_tracked(tree, {}, {})[1]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", *NAMES])
+def test_a_package_that_is_not_there_is_said_before_anything_starts(name: str) -> None:
+    config = load_config(None, [f"log.to=[jsonl, {name}]"])
+    with patch("fivefold.config.find_spec", lambda package: None), pytest.raises(UserError) as caught:
+        check_supported(config)
+    assert str(caught.value).splitlines()[:2] == [f"log.to names {name}, which is not installed", f"pip install {name}"]
+    assert len(str(caught.value).splitlines()) == 3
+    with stand_ins():
+        check_supported(config)
+
+
+def test_the_ids_are_kept_in_the_run_folder(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, log__to=ALL, train__max_steps=1)
+    _, told = train(tree)
+    ids = json.loads((run_dir(tree) / "trackers.json").read_text())
+    assert ids == {"wandb": told["wandb"].started[0]["id"], "mlflow": "3f0e", "trackio": "run"}
