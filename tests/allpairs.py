@@ -14,16 +14,15 @@ def all_pairs(
     legal_choices = [
         c for c in (dict(zip(options, values, strict=True)) for values in product(*options.values())) if legal(c)
     ]
-    pairs = {id(choice): _pairs(choice) for choice in legal_choices}
-    missing = set().union(*pairs.values())
+    places: dict[tuple[tuple[str, str], tuple[str, str]], int] = {}  # a pair of values -> its bit
+    masks = []
+    for choice in legal_choices:
+        items = [(name, repr(value)) for name, value in choice.items()]
+        masks.append(sum(1 << places.setdefault(pair, len(places)) for pair in combinations(items, 2)))
+    missing = (1 << len(places)) - 1
     picked = []
     while missing:
-        best = max(legal_choices, key=lambda choice: len(pairs[id(choice)] & missing))
-        picked.append(best)
-        missing -= pairs[id(best)]
+        best = max(range(len(masks)), key=lambda index: (masks[index] & missing).bit_count())
+        picked.append(legal_choices[best])
+        missing &= ~masks[best]
     return picked
-
-
-def _pairs(choice: Choice) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    items = [(name, repr(value)) for name, value in choice.items()]
-    return set(combinations(items, 2))

@@ -33,6 +33,7 @@ VOCABULARY, ROW, PAD = 101, 23, 3
 OPTIONS = OptimizerSection(learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 
 FAMILIES: dict[str, dict[str, Any]] = {family.name: dict(family.tiny) for family in families()}
+FAMILIES["none"] = {"bos_token_id": None, "eos_token_id": None}  # a case says in its overrides what model it is
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,15 @@ def build(case: Case) -> Any:
     """The model of the case, spread over the current world, with the reference's values."""
     source = ModelTensors(reference_model(case, torch.float32))
     return parallelize(build_meta(hf_config(case)), case.parsed, source=source, loss_chunks=case.loss_chunks)
+
+
+def refusal(case: Case) -> str:
+    """The error that building the case ends with."""
+    try:
+        build(case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def on_rank(case: Case) -> dict[str, Any]:

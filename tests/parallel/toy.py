@@ -27,9 +27,7 @@ from fivefold.models.families import Family
 FAMILY = Family(
     name="toy",
     model_classes=("ToyForCausalLM",),
-    query=("wq",),
-    key_value=("wk", "wv"),
-    residual_norms=("stack.*.mixer_norm", "stack.*.gate_norm", "closing_norm"),
+    tiny={"model_type": "toy"},
 )
 '''
 
@@ -201,8 +199,4 @@ def on_rank(case: parity.Case, folder: Path | None) -> dict[str, Any]:
 def refusal(case: parity.Case, folder: Path | None) -> str:
     """The error that building the case ends with."""
     with known(folder):
-        try:
-            parity.build(case)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+        return parity.refusal(case)

@@ -1,0 +1,170 @@
+"""Roles derived from what feeds what: by hand for a few models, and what is refused."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from transformers import BloomConfig, FalconConfig, LlamaConfig, Olmo2Config, Phi3Config
+
+from fivefold.errors import UserError
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.build import build_meta
+from fivefold.models.families import families
+from fivefold.models.partition import Part, Partition, derive
+from fivefold.models.trace import MixesTokens, Untraceable, trace
+from tests.models import tiny
+from tests.parity import Case, hf_config
+
+
+def partition_of(model) -> Partition:
+    anatomy = Anatomy.of(model)
+    return derive(model, anatomy, trace(model, anatomy))
+
+
+def test_llama():
+    model = build_meta(tiny.llama())
+    found = partition_of(model)
+    assert found.refusal is None and found.sequence_parallel_refusal is None and found.is_proved
+    assert list(found.roles) == [name for name, _ in model.named_parameters()]
+    assert Counter(role.kind for role in found.roles.values()) == {
+        "vocab_embedding": 1, "vocab_head": 1, "column": 3 * 10, "row": 3 * 2, "row_bias": 3 * 2, "norm": 3 * 2 + 1,
+    }  # fmt: skip
+    assert (found.query, found.kv) == (6, 2)
+    layer = "model.layers.2"
+    assert found.roles[f"{layer}.self_attn.q_proj.bias"].deal == tuple(
+        Part(8 * head, 8 * head + 8, "query", head) for head in range(6)
+    )
+    assert found.roles[f"{layer}.self_attn.v_proj.weight"].deal == (Part(0, 8, "kv", 0), Part(8, 16, "kv", 1))
+    assert found.roles[f"{layer}.mlp.up_proj.weight"].deal == (Part(0, 88, "even"),)
+    assert found.roles[f"{layer}.mlp.up_proj.weight"].dim == 0 and found.roles[f"{layer}.mlp.down_proj.weight"].dim == 1
+    assert "colwise" in found.roles[f"{layer}.self_attn.q_proj.weight"].reason
+    owners = [region.owner for region in found.regions]
+    assert owners == [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
+
+
+def test_norms_over_heads_are_local_and_tied_heads_have_one_role():
+    found = partition_of(build_meta(tiny.qwen3()))
+    assert "lm_head.weight" not in found.roles
+    assert {found.roles[f"model.layers.0.self_attn.{name}_norm.weight"].kind for name in "qk"} == {"local"}
+    assert found.roles["model.layers.0.input_layernorm.weight"].kind == "norm"
+
+
+def test_norms_over_all_heads_need_all_features():
+    found = partition_of(build_meta(Olmo2Config(**tiny.SIZES)))
+    assert {found.roles[f"model.layers.0.self_attn.{name}_norm.weight"].kind for name in "qk"} == {"across"}
+    assert found.roles["model.layers.0.post_attention_layernorm.weight"].kind == "norm"
+    assert set(found.across) == {f"model.layers.{i}.self_attn.{name}_norm" for i in range(3) for name in "qk"}
+
+
+def test_fused_projections_are_dealt_by_their_parts():
+    found = partition_of(build_meta(Phi3Config(**tiny.SIZES)))
+    fused = found.roles["model.layers.1.self_attn.qkv_proj.weight"].deal
+    assert [(part.start, part.owner, part.index) for part in fused] == [
+        *((8 * head, "query", head) for head in range(6)), (48, "kv", 0), (56, "kv", 1), (64, "kv", 0), (72, "kv", 1),
+    ]  # fmt: skip
+    gate_up = found.roles["model.layers.1.mlp.gate_up_proj.weight"]
+    assert gate_up.deal == (Part(0, 88, "even", 0), Part(88, 176, "even", 1))
+
+
+def test_a_projection_head_by_head():
+    found = partition_of(build_meta(hf_config(Case("single", "gpt_neox"))))
+    fused = found.roles["gpt_neox.layers.0.attention.query_key_value.weight"].deal
+    assert [(part.stop - part.start, part.owner, part.index) for part in fused] == [
+        (8, "query", 0), (16, "kv", 0), (8, "query", 1), (16, "kv", 1), (8, "query", 2), (16, "kv", 2),
+        (8, "query", 3), (16, "kv", 3),
+    ]  # fmt: skip
+
+
+def test_weights_stored_the_other_way_round_and_learnt_positions():
+    found = partition_of(build_meta(hf_config(Case("single", "gpt2"))))
+    assert found.roles["transformer.h.0.attn.c_attn.weight"].dim == 1
+    assert found.roles["transformer.h.0.attn.c_proj.weight"].dim == 0
+    assert found.roles["transformer.wpe.weight"].kind == "norm" and found.refusal is None
+    assert "transformer.wpe of GPT2LMHeadModel adds to the embeddings" in found.sequence_parallel_refusal
+
+
+@pytest.mark.parametrize("family", list(families()), ids=lambda family: family.name)
+def test_every_family_is_proved_and_every_parameter_has_a_role(family):
+    model = build_meta(hf_config(Case("single", family.name)))
+    found = partition_of(model)
+    assert found.refusal is None and found.is_proved
+    assert type(model).__name__ in family.model_classes
+    assert all(role.reason and role.kind != "replicated" for role in found.roles.values())
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def changed(monkeypatch, forward, model_class="LlamaMLP"):
+    """Llama with another forward of its MLP."""
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(getattr(modeling_llama, model_class), "forward", forward)
+    return build_meta(tiny.llama())
+
+
+def test_features_that_meet_are_refused(monkeypatch):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).flip(-1) * self.up_proj(x))
+
+    found = partition_of(changed(monkeypatch, forward))
+    assert "do not follow from those of model.layers.0.mlp.gate_proj" in found.refusal
+
+
+def test_a_projection_that_is_used_twice_is_refused(monkeypatch):
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x)) + self.down_proj(self.gate_proj(x))
+
+    assert partition_of(changed(monkeypatch, forward)).refusal
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_tokens_that_meet_outside_of_attention_are_refused(monkeypatch, where):
+    def forward(self, x):
+        if where == "before":
+            x = x + x.roll(1, 1)
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hidden.cumsum(1) if where == "inside" else hidden)
+
+    model = changed(monkeypatch, forward)
+    with pytest.raises(MixesTokens, match=r"model\.layers\.0 lets tokens meet"):
+        trace(model, Anatomy.of(model))
+
+
+def test_a_plan_that_says_otherwise_is_refused(monkeypatch):
+    plan = {**LlamaConfig.base_model_tp_plan, "layers.*.mlp.up_proj": "rowwise"}
+    monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", plan)
+    refusal = partition_of(build_meta(tiny.llama())).refusal
+    assert "model.layers.*.mlp.up_proj is rowwise, and its forward uses it as a column" in refusal
+
+
+def test_a_parameter_that_does_nothing_is_refused():
+    model = build_meta(tiny.llama())
+    model.model.layers[0].mlp.register_parameter("unused", nn.Parameter(torch.empty(3, device="meta")))
+    assert "model.layers.*.mlp.unused" in partition_of(model).refusal
+
+
+def test_layers_that_do_not_hand_the_bounds_on_are_known():
+    model = build_meta(hf_config(Case("single", "nemotron")))
+    assert trace(model, Anatomy.of(model)).forgetful == [
+        (f"model.layers.{i}", f"model.layers.{i}.self_attn") for i in range(3)
+    ]
+
+
+def test_a_forward_that_fails_says_how(monkeypatch):
+    def forward(self, x):
+        raise ValueError("not today")
+
+    model = changed(monkeypatch, forward)
+    with pytest.raises(Untraceable, match="ValueError: not today"):
+        trace(model, Anatomy.of(model))
+
+
+def test_models_that_attend_by_code_of_their_own_are_refused():
+    """Packed documents would see each other, and with the masks of our attention every token its future."""
+    model = build_meta(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101, bos_token_id=None))
+    with pytest.raises(Untraceable):
+        trace(model, Anatomy.of(model))
+    with pytest.raises(UserError, match="attend by code of their own"):
+        build_meta(FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=101))

@@ -1,0 +1,111 @@
+"""Every family under every kind of layout computes what its unmodified model computes, in fp64 to 1e-10.
+
+Families x layouts x ZeRO x sequence parallel x recompute x ties x head counts by all-pairs.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fivefold.models.families import families
+from tests.allpairs import all_pairs
+from tests.parallel.test_parity import run
+from tests.parity import Case, gradient_error, hf_config, refusal
+from tests.pool import run_ranks
+
+ROWS = 8
+
+OPTIONS: dict[str, Any] = {
+    "family": tuple(family.name for family in families()),
+    "layout": ("single", "shard2", "tp2", "tp4", "shard2.tp2"),
+    "zero": (1, 2, 3),
+    "sequence_parallel": (True, False),
+    "recompute": ("none", "full"),
+    "tied": (True, False),
+    "kv_heads": (2, 4),
+}
+
+
+def is_legal(choice: dict[str, Any]) -> bool:
+    """What is refused, and options that do nothing, are not varied here."""
+    if "tp" not in choice["layout"]:
+        return bool(choice["sequence_parallel"])
+    if choice["family"] == "gpt2" and choice["sequence_parallel"]:
+        return False
+    return not (choice["family"] == "phi3" and choice["layout"] == "tp4" and choice["kv_heads"] == 2)
+
+
+def case_of(choice: dict[str, Any]) -> Case:
+    micro = ROWS // Case(choice["layout"]).parsed.data_ranks
+    text = f"{choice['layout']}+zero{choice['zero']}+mb{micro}+fp64"
+    text += "" if choice["sequence_parallel"] else "+nosp"
+    text += "+full" if choice["recompute"] == "full" else ""
+    return Case(text, choice["family"], choice["tied"], choice["kv_heads"], rows=ROWS, steps=2, loss_chunks=3)
+
+
+CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.family}-{case.layout}-kv{case.kv_heads}{'-tied' * case.tied}"
+)
+def test_layout_equals_one_process(case: Case) -> None:
+    found, expected, per_rank = run(case)
+    error, worst = gradient_error(found, expected)
+    assert error <= 1e-10, worst
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-10)
+    for name, weights in expected.weights.items():
+        np.testing.assert_allclose(found.weights[name], weights, rtol=0, atol=1e-10, err_msg=name)
+    for result in per_rank:
+        assert result["ran"] == result["declared"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (Case("tp2", "gpt2"), "sequence parallel is refused: transformer.wpe of GPT2LMHeadModel adds"),
+        (Case("tp4", "phi3"), "tp=4 is more than num_key_value_heads=2"),
+        (Case("tp2", overrides=(("model_type", "mixtral"),)), "experts holds weights that are no linear's"),
+        (Case("single", overrides=(("model_type", "gpt2"), ("resid_pdrop", 0.1))), "dropout is not supported"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else f"{value.family}-{value.layout}{len(value.overrides)}",
+)
+def test_refusals(case: Case, said: str) -> None:
+    for error in run_ranks(case.parsed.world, refusal, case):
+        assert error.startswith("UserError") and said in error, error
+
+
+# ---- classes that no file lists --------------------------------------------------------------------------------------
+
+UNLISTED = (("model_type", "glm"), ("attention_bias", True))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "shard2.tp2+nosp"])
+def test_a_class_that_no_file_lists_is_tried_and_then_trusted(layout: str) -> None:
+    found, expected, _ = run(Case(f"{layout}+mb4+fp64", steps=2, overrides=UNLISTED))
+    assert gradient_error(found, expected)[0] <= 1e-10
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+
+
+def test_a_partition_that_is_wrong_is_refused_with_what_differs() -> None:
+    errors = run_ranks(2, wrong_refusal, Case("tp2+fp64", overrides=UNLISTED))
+    assert len(set(errors)) == 1
+    assert "tensor parallel of GlmForCausalLM is refused: split over 2 ranks" in errors[0]
+    assert "differs by" in errors[0] and "dp_shard" in errors[0]
+
+
+def wrong_refusal(case: Case) -> str:
+    """The error with gradients of norms over heads and tokens left unsummed: logits and loss are right."""
+    from unittest.mock import patch
+
+    from fivefold.parallel import tensor
+
+    with patch.object(tensor, "gradient_sums", lambda *args, **kwargs: {}):
+        return refusal(case)
+
+
+def test_every_family_is_of_its_class() -> None:
+    for family in families():
+        assert hf_config(Case("single", family.name)).model_type == family.tiny["model_type"]
