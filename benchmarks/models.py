@@ -10,14 +10,15 @@ against one process of plain PyTorch and `transformers`: every gradient and loss
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from tests.parity import Case, gradient_error, hf_config, on_rank, outcome, reference
 from tests.pool import RankError, run_ranks
@@ -30,18 +31,21 @@ from fivefold.models.families import families
 from fivefold.models.partition import Partition, derive
 from fivefold.models.trace import trace
 
-DOCS = ROOT / "docs" / "models.md"
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- tables: python benchmarks/models.py -->", "<!-- end of tables -->"
 LAYOUTS = ("single", "shard2", "tp2", "tp4", "shard2.tp2")
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 # Classes that no file of fivefold names, and what their configs need beside the common sizes.
 BLIND: dict[str, dict[str, Any]] = {
-    "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "deepseek_v3": {}, "ernie4_5": {}, "exaone4": {},
-    "falcon": {}, "gemma": {}, "glm": {"attention_bias": True},
+    "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "deepseek_v3": {
+        "head_dim": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "first_k_dense_replace": 3,
+    }, "ernie4_5": {}, "exaone4": {},
+    "gemma": {}, "glm": {"attention_bias": True},
     "gpt_bigcode": {"n_inner": 53, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **NO_DROPOUT},
-    "helium": {}, "hunyuan_v1_dense": {}, "jais2": {}, "lfm2": {}, "olmo": {},
+    "helium": {}, "hunyuan_v1_dense": {}, "jais2": {}, "lfm2": {"layer_types": ["conv", "full_attention", "conv"]}, "olmo": {},
     "opt": {"ffn_dim": 53, "word_embed_proj_dim": 32, "dropout": 0.0, "activation_function": "gelu"},
-    "phi": {}, "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0}, "stablelm": {},
+    "persimmon": {}, "phi": {}, "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0}, "stablelm": {},
 }  # fmt: skip
 
 
@@ -75,12 +79,13 @@ def main() -> int:
     text = DOCS.read_text(encoding="utf-8")
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     families_table, blind_table = (table(rows) for rows in tables.values())
-    DOCS.write_text(f"{before}\n\n{families_table}\n\n{BLIND_TEXT}\n\n{blind_table}\n\n{after}", encoding="utf-8")
+    DOCS.write_text(f"{before}\n\n{families_table}\n\n{ALL} {BLIND_TEXT}\n\n{blind_table}\n\n{after}", encoding="utf-8")
     worst = max(max(each.errors.values(), default=0.0) for rows in tables.values() for each in rows)
     print(f"largest error of all: {worst:.1e}")
     return 0 if worst <= 1e-10 else 1
 
 
+ALL = "All: " + ", ".join(f"`{layout}`" for layout in LAYOUTS) + "."
 BLIND_TEXT = "Classes of `transformers` that no file of fivefold names, tried blind:"
 
 
@@ -151,8 +156,12 @@ def table(rows: Iterable[Row]) -> str:
     lines = ["| model | layouts | largest error | roles | notes |", "| --- | --- | --- | --- | --- |"]
     for each in rows:
         worst = f"{max(each.errors.values()):.0e}" if each.errors else ""
-        why = [f"{_as_text(key)} refused: {reason}" for key, reason in each.refusals.items()]
-        layouts = ", ".join(f"`{layout}`" for layout in each.errors) or "none"
+        reasons: dict[str, list[str]] = {}
+        for key, reason in each.refusals.items():
+            reasons.setdefault(re.sub(r"^tp=\d+", "tp", reason), []).append(_as_text(key))
+        why = [f"{', '.join(keys)} refused: {reason}" for reason, keys in reasons.items()]
+        layouts = ", ".join(f"`{layout}`" for layout in each.errors) if each.errors else "none"
+        layouts = "all" if len(each.errors) == len(LAYOUTS) else layouts
         named = f"{each.name} (`{each.model_class}`)" if each.model_class else each.name
         lines.append(
             f"| {named} | {layouts} | {worst} | {each.roles} | {'; '.join(filter(None, [each.notes, *why]))} |"
