@@ -43,7 +43,8 @@ BLIND: dict[str, dict[str, Any]] = {
     }, "ernie4_5": {}, "exaone4": {},
     "gemma": {}, "glm": {"attention_bias": True},
     "gpt_bigcode": {"n_inner": 53, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **NO_DROPOUT},
-    "helium": {}, "hunyuan_v1_dense": {}, "jais2": {}, "lfm2": {"layer_types": ["conv", "full_attention", "conv"]}, "olmo": {},
+    "helium": {}, "hunyuan_v1_dense": {}, "jais2": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]}, "olmo": {},
     "opt": {"ffn_dim": 53, "word_embed_proj_dim": 32, "dropout": 0.0, "activation_function": "gelu"},
     "persimmon": {}, "phi": {}, "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0}, "stablelm": {},
 }  # fmt: skip

@@ -43,8 +43,8 @@ class Report(Generic[Row]):
         from rich.text import Text
 
         table = Table(title=self.title, title_justify="left", title_style="bold", box=None, header_style="dim")
-        for column in self.columns:
-            table.add_column(column, overflow="fold")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, overflow="fold", no_wrap=number == 0)
         for row in self.rows:
             cells: Mapping[str, Any] = asdict(row)  # type: ignore[call-overload]
             table.add_row(*(Text(str(cell), style=COLOURS.get(str(cell), "")) for cell in cells.values()))

@@ -1,24 +1,41 @@
 """`fivefold doctor`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fivefold.cli.options import Debug
 
+if TYPE_CHECKING:
+    from fivefold.report import Report
+
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A model instead: how tp would split it.", show_default=False),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=2, help="With MODEL: tensor parallel ranks.")] = 2,
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write the findings as JSON; - prints JSON alone.", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine: what is here, what is missing, what would help."""
-    from fivefold.doctor import examine
+    """Look at this machine, or at a model: what is here, what is missing, what would help.
+
+    Example: fivefold doctor llama-3.1-8b --tp 8
+    """
     from fivefold.report import write
 
-    report = examine()
+    if model is None:
+        from fivefold.doctor import examine
+
+        report: Report[Any] = examine()
+    else:
+        from fivefold.roles import examine as examine_model
+
+        report = examine_model(model, tp=tp)
     write(report, json=json)
     if not report.ok:
         raise typer.Exit(1)

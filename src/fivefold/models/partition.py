@@ -7,7 +7,7 @@ it. Nothing here knows a layout.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -175,7 +175,7 @@ class _Derivation:
         for name in (*self.traced.before, *self.traced.after):
             module = self.model.get_submodule(name)
             if name not in (self.anatomy.embedding, self.anatomy.head) and surfaces.linear_dims(module) is None:
-                roles |= self._roles_of(name, Role("norm", "stands outside the blocks, on the residual stream"))
+                roles |= self._roles_of(name, Role("norm", "acts on the residual, outside the blocks"))
         return roles
 
     def _roles_of(self, module: str, role: Role) -> dict[str, Role]:
@@ -226,7 +226,7 @@ class _Derivation:
         self.heads = heads
 
     def _linear_roles(self, name: str, kind: RoleKind, deal: Deal) -> dict[str, Role]:
-        reason = _reason(deal, "reads the residual stream" if kind == "column" else "gives back to the residual stream")
+        reason = _reason(deal, "reads the residual" if kind == "column" else "gives back to the residual")
         module = self.model.get_submodule(name)
         out_dim, in_dim = surfaces.linear_dims(module) or (0, 1)
         roles = {f"{name}.weight": Role(kind, reason, out_dim if kind == "column" else in_dim, deal)}
@@ -260,8 +260,8 @@ class _Derivation:
             return Role("local", "acts on heads or features that differ by rank")
         inside = [r for r in self.regions if event.name.startswith(r.owner + ".") and r.owner != block.layer]
         if any(region.row not in event.sources for region in inside):
-            return Role("local", "acts on the gathered residual stream, before a projection")
-        return Role("norm", "acts on the residual stream")
+            return Role("local", "acts on the gathered residual, before a projection")
+        return Role("norm", "acts on the residual")
 
     def _dealt(self, event: Event, roles: Mapping[str, Role]) -> Deal:
         """How the features are dealt that a wide module reads: a projection's, or those that the row reads."""
@@ -435,13 +435,3 @@ def _listing(names: Iterable[str]) -> str:
 def _pattern(key: str) -> re.Pattern[str]:
     """A plan key such as `layers.*.mlp.up_proj`, where `*` is a layer index."""
     return re.compile(re.escape(key).replace(r"\*", r"\d+"))
-
-
-def role_rows(partition: Partition, model: PreTrainedModel) -> Iterator[tuple[str, Role, tuple[int, ...]]]:
-    """(name with `*` for the layer, role, shape), each kind of parameter once."""
-    seen = set()
-    for name, role in partition.roles.items():
-        short = re.sub(r"\.\d+\.", ".*.", name)
-        if (short, role.kind) not in seen:
-            seen.add((short, role.kind))
-            yield short, role, tuple(model.get_parameter(name).shape)
