@@ -7,6 +7,7 @@ and the row length are prime; biases and norm weights are random; clipping bites
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -106,7 +107,7 @@ def hf_config(case: Case) -> Any:
     values = {
         "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8,
         "num_key_value_heads": case.kv_heads, "vocab_size": VOCABULARY, "tie_word_embeddings": case.tied,
-        "max_position_embeddings": 64, "pad_token_id": PAD, **FAMILIES[case.family], **dict(case.overrides),
+        "max_position_embeddings": 64, "pad_token_id": PAD, **deepcopy(FAMILIES[case.family]), **dict(case.overrides),
     }  # fmt: skip
     return AutoConfig.for_model(**values)
 
