@@ -10,17 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fivefold.checkpoint import export
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
+from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, check_lengths
 from fivefold.models.in_memory import ModelTensors
+from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, read_whole
+from fivefold.models.trace import trace
 from fivefold.parallel.apply import parallelize
 from fivefold.training.model import build_model
+from tests.checkpoint.folders import OVERRIDES, VOCABULARY, hf_folder, save_run
 from tests.parity import FAMILIES, PAD, Case, exact, hf_config, reference_model
 from tests.pool import run_ranks
 
@@ -223,3 +229,98 @@ def test_a_run_refuses_rows_that_are_too_long_before_it_starts(tmp_path: Path) -
     check_lengths(config, 64)
     with pytest.raises(UserError, match="rope type dynamic"):
         check_lengths(config, 65)
+
+
+# Import and export ----------------------------------------------------------------------------------------------------
+
+Run = tuple[Path, Path]  # the folder that `transformers` saved, the run that started from it
+
+
+def layout_of(case: Case) -> str:
+    """Tensor parallel, with the sequence split where the family allows it."""
+    model = build_meta(hf_config(case))
+    anatomy = Anatomy.of(model)
+    alone = derive(model, anatomy, trace(model, anatomy)).sequence_parallel_refusal
+    return "tp2+nosp+fp32" if alone else "tp2+fp32"
+
+
+def save_runs(jobs: list[tuple[str, Path, Path]]) -> None:
+    """On a rank: for each (layout, folder, run), a checkpoint of the folder's weights under the layout."""
+    for layout, folder, run in jobs:
+        save_run(layout, folder, run, 12)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Run]:
+    """Of every family, untied and tied: one call for them all."""
+    root, jobs = tmp_path_factory.mktemp("families"), {}
+    for family in FAMILIES:
+        for tied in (False, True):
+            case = Case("single", family, tied=tied, overrides=OVERRIDES)
+            folder = hf_folder(case, root / f"{family}-{tied}")
+            jobs[family, tied] = (layout_of(case), folder, root / "runs" / f"{family}-{tied}")
+    run_ranks(2, save_runs, list(jobs.values()))
+    return {key: (folder, run) for key, (_, folder, run) in jobs.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_through_a_run_and_back_changes_no_bit(
+    family: str, tied: bool, runs: dict[tuple[str, bool], Run], tmp_path: Path
+) -> None:
+    """A folder of `transformers` -> cut for tensor parallelism -> checkpoint -> export -> `transformers`."""
+    folder, run = runs[family, tied]
+    done = export(run, tmp_path / "out")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, done.path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    old, new = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (folder, done.path))
+    assert type(new) is type(old)
+    head, embedding = new.get_output_embeddings().weight, new.get_input_embeddings().weight
+    assert (head is embedding) is tied
+    sized = [tensor for tensor in after.values() if len(tensor) == VOCABULARY and tensor.ndim == 2]
+    assert len(sized) == 2 - tied and done.parameters == sum(p.numel() for p in new.parameters())
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        logits = new(ids).logits
+        assert torch.equal(old(ids).logits, logits) and logits.std() > 0.01
+
+
+# Vocabularies that nothing divides ------------------------------------------------------------------------------------
+
+
+def padded(layout: str, family: str, tied: bool) -> Case:
+    """A prime vocabulary with rows that the tokenizer never makes."""
+    return Case(layout, family, tied=tied, overrides=(("vocab_size", VOCABULARY), ("eos_token_id", None)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_all_rows_of_a_padded_vocabulary_take_part(family: str, tied: bool) -> None:
+    """Logits of every row, and hidden states from every row, with unequal halves of the vocabulary on two ranks."""
+    every = VOCABULARY + 1  # tokens, the last row of the vocabulary twice
+    assert VOCABULARY % 2
+    case = padded("tp2+fp64", family, tied)
+    found = run_ranks(2, whole_logits, case, every)
+    model = reference_model(case)
+    with exact(), torch.no_grad():
+        expected = model(input_ids=all_tokens(every), use_cache=False).logits[0]
+    assert expected.shape == (every, VOCABULARY) and expected.std() > 0.01
+    for rank in found:
+        assert (torch.from_numpy(rank) - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def all_tokens(count: int) -> Tensor:
+    """Every token of the vocabulary in one row, mixed, the last one also at the end."""
+    mixed = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))
+    return torch.cat([mixed, torch.full((count - VOCABULARY,), VOCABULARY - 1)])[None]
+
+
+def whole_logits(case: Case, count: int) -> Any:
+    """On a rank: the logits [tokens, V] of the model under the layout."""
+    source = ModelTensors(reference_model(case, torch.float32))
+    model = parallelize(build_meta(hf_config(case)), case.parsed, source=source)
+    ids = all_tokens(count)
+    with exact(), torch.no_grad():
+        logits = model(input_ids=ids, position_ids=torch.arange(count)[None], use_cache=False).logits
+    return logits[0].numpy()

@@ -5,7 +5,7 @@ these surfaces, those tests fail and this file is the only one to mend.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,8 @@ import transformers.initialization as hf_initialization
 from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -117,6 +119,28 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     """Parameters that are another's name: {name that is not stored: name that is}."""
     return dict(model.all_tied_weights_keys)
+
+
+def model_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, str]:
+    """{name in a file: name in the model} for `stored` names that `transformers` loads under another one: of older
+    classes, and of base models, which lack the prefix. What must be computed from several tensors is left out."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
+    known = model.state_dict()
+    found: dict[str, str] = {}
+    for name in sorted(set(stored) - set(known)):
+        renamed, converter = rename_source_key(name, renamings, converters, base_prefix(model), known)
+        if converter is None and renamed in known and renamed not in (*stored, *found.values()):
+            found[name] = renamed
+    return found
+
+
+def saved_names(model: PreTrainedModel) -> dict[str, str]:
+    """{name in the model: the name under which `transformers` saves it}."""
+    tensors = model.state_dict()
+    saved = {id(tensor): name for name, tensor in revert_weight_conversion(model, tensors).items()}
+    return {name: saved.get(id(tensor), name) for name, tensor in tensors.items()}
 
 
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
