@@ -22,7 +22,7 @@ from fivefold.models.build import build_meta, check_lengths
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
-from fivefold.models.sources import RandomInit, read_whole
+from fivefold.models.sources import RandomInit, SafetensorsFolder, read_whole
 from fivefold.models.trace import trace
 from fivefold.parallel.apply import parallelize
 from fivefold.training.model import build_model
@@ -284,6 +284,21 @@ def test_through_a_run_and_back_changes_no_bit(
     with torch.no_grad():
         logits = new(ids).logits
         assert torch.equal(old(ids).logits, logits) and logits.std() > 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_model_is_all_there_is_to_a_tied_one(family: str, tmp_path: Path) -> None:
+    """Folders such as GPT-2's own hold the base model, under names without its prefix."""
+    case = Case("single", family, tied=True)
+    model = reference_model(case, torch.float32)
+    model.base_model.save_pretrained(tmp_path)
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if name.startswith(model.base_model_prefix)]
+    source = SafetensorsFolder(tmp_path, build_meta(hf_config(case)))
+    assert source.names() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(read_whole(source, name), parameter), name
+    with pytest.raises(UserError, match="base model without its head"):
+        SafetensorsFolder(tmp_path, build_meta(hf_config(Case("single", family))))
 
 
 # Vocabularies that nothing divides ------------------------------------------------------------------------------------
