@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -299,6 +299,32 @@ def test_a_base_model_is_all_there_is_to_a_tied_one(family: str, tmp_path: Path)
         assert torch.equal(read_whole(source, name), parameter), name
     with pytest.raises(UserError, match="base model without its head"):
         SafetensorsFolder(tmp_path, build_meta(hf_config(Case("single", family))))
+
+
+APERTUS = Case("tp2+fp32", overrides=(*OVERRIDES, ("model_type", "apertus"), ("hidden_act", "xielu")))
+
+
+def test_what_a_constructor_computes_is_kept(tmp_path: Path) -> None:
+    """Apertus, which is no family: its activation has parameters and stored buffers that only the constructor sets."""
+    config = hf_config(APERTUS)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = build_meta(config)
+    ours, buffers = RandomInit(model, seed=1), buffer_values(model)
+    assert buffers.keys() == dict(theirs.named_buffers()).keys()
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in theirs.named_buffers())
+    scalars = [name for name, parameter in theirs.named_parameters() if parameter.numel() == 1]
+    assert len(scalars) == 2 * 3
+    assert all(torch.equal(read_whole(ours, name), theirs.get_parameter(name)) for name in scalars)
+    folder = hf_folder(APERTUS, tmp_path / "hf")
+    run_ranks(2, save_runs, [(APERTUS.layout, folder, tmp_path / "runs" / "one")])
+    done = export(tmp_path / "runs" / "one", tmp_path / "out")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, done.path))
+    assert before.keys() == after.keys() and any(name.endswith("beta") for name in after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    changed = {name: tensor + 1 if name.endswith("0.mlp.act_fn.beta") else tensor for name, tensor in before.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"other values of the buffer model\.layers\.0\.mlp\.act_fn\.beta"):
+        SafetensorsFolder(folder, model)
 
 
 # Vocabularies that nothing divides ------------------------------------------------------------------------------------

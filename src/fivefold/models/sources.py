@@ -105,6 +105,7 @@ class SafetensorsFolder:
         _check_shapes(self._folder, self._shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
         _check_types(self._folder, entries, expected)
         self._names = set(expected)
+        self._check_buffers(recipes.stored_buffers(model))
 
     def names(self) -> set[str]:
         """See `TensorSource`."""
@@ -113,6 +114,13 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource`."""
         return self._shapes[name]
+
+    def _check_buffers(self, computed: Mapping[str, torch.Tensor]) -> None:
+        """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
+        for name, values in computed.items():
+            found = read_whole(self, name)
+            if not torch.equal(found, values.to(found.dtype)):
+                raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """See `TensorSource`."""

@@ -14,6 +14,7 @@ import torch
 import transformers.initialization as hf_initialization
 from huggingface_hub import snapshot_download
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
@@ -189,6 +190,33 @@ def untied(model: PreTrainedModel) -> Iterator[None]:
 def _set_parameter(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, tensor)
+
+
+def constructed_values(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the constructors of the model of `config` compute, before any initialiser runs,
+    on the CPU; not those that they draw, or leave without values (these never take memory)."""
+    builds = []
+    for seed in (0, 1):
+        empty_on_meta = _EmptyOnMeta()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), empty_on_meta:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
+            )
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        builds.append({name: tensor.detach() for name, tensor in tensors if not tensor.is_meta})
+    one, other = builds
+    return {name: values for name, values in one.items() if name in other and torch.equal(values, other[name])}
+
+
+class _EmptyOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, memory that is asked for without values is on the meta device."""
+
+    _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = {"device": torch.device("meta")} if func._schema.name in self._EMPTY else {}
+        return func(*args, **{**(kwargs or {}), **device})
 
 
 def initialise_again(model: PreTrainedModel) -> None:
