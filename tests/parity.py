@@ -34,7 +34,7 @@ VOCABULARY, ROW, PAD = 101, 23, 3
 OPTIONS = OptimizerSection(learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 
 FAMILIES: dict[str, dict[str, Any]] = {family.name: dict(family.tiny) for family in families()}
-FAMILIES["none"] = {"bos_token_id": None, "eos_token_id": None}  # a case says in its overrides what model it is
+UNLISTED = {"bos_token_id": None, "eos_token_id": None}  # family "none": a case says in its overrides what model it is
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def hf_config(case: Case) -> Any:
     values = {
         "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8,
         "num_key_value_heads": case.kv_heads, "vocab_size": VOCABULARY, "tie_word_embeddings": case.tied,
-        "max_position_embeddings": 64, "pad_token_id": PAD, **deepcopy(FAMILIES[case.family]), **dict(case.overrides),
+        "max_position_embeddings": 64, "pad_token_id": PAD, **deepcopy(FAMILIES.get(case.family, UNLISTED)), **dict(case.overrides),
     }  # fmt: skip
     return AutoConfig.for_model(**values)
 

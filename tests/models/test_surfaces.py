@@ -1,58 +1,116 @@
 """What `models/surfaces.py` expects of `transformers`, per family: fails at once when a new minor moves something."""
 
+import re
+
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from fivefold.models import surfaces
+from fivefold.models import attention, surfaces
+from fivefold.models.anatomy import Anatomy
 from fivefold.models.attention import NAME
 from fivefold.models.build import build_meta
-from tests.models import tiny
+from fivefold.models.families import families, family_of
+from fivefold.models.partition import derive
+from fivefold.models.recipe import buffer_values, check_drawable, read_recipe
+from fivefold.models.trace import trace
+from tests.parity import FAMILIES, Case, hf_config
 
-PLANS = {
-    "llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"},
-    "qwen3": {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "q_norm",
-        "k_norm",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "lm_head",
-    },
-}
+# Styles of plans that say nothing about a role: they gather or cut what a module is given, in models whose parallel
+# layers are not built in the usual pairs. The partition is derived from the forward and needs no plan.
+UNUSED_STYLES = {"colwise_gather_output", "rowwise_split_input"}
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_contract(family):
-    model = build_meta(tiny.FAMILIES[family]())
+@pytest.fixture(params=FAMILIES)
+def case(request):
+    return Case("single", request.param)
+
+
+def test_contract(case):
+    """Names and registries: where the parts are, and what the model says of them."""
+    model = build_meta(hf_config(case))
+    anatomy = Anatomy.of(model)
     assert model.config._attn_implementation == NAME
-    assert surfaces.base_prefix(model) == "model" and model.base_model is model.model
-    assert surfaces.block_classes(model) == {type(model.model.layers[0]).__name__}
-    plan = surfaces.tensor_parallel_plan(model)
-    plan.pop("model.embed_tokens", None)  # some minors list it; its role is known without
-    assert {key.rpartition(".")[2] for key in plan} == PLANS[family]
-    assert {style for key, style in plan.items() if key != "lm_head"} <= set(surfaces.PLAN_STYLES)
-    assert surfaces.tied_parameters(model) == (
-        {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
-    )
-    assert surfaces.unexpected_keys_to_ignore(model) == set()
-    assert {"hidden_size", "rope_parameters", "tie_word_embeddings"} <= surfaces.config_keys(type(model.config))
+    assert getattr(model, surfaces.base_prefix(model)) is model.base_model is not model
+    assert family_of(type(model).__name__).name == anatomy.family == case.family
+    assert len(anatomy.layers) == model.config.num_hidden_layers == 3
+    assert {type(model.get_submodule(name)).__name__ for name in anatomy.layers} == surfaces.block_classes(model)
+    assert {"hidden_size", "vocab_size", "tie_word_embeddings"} <= surfaces.config_keys(type(model.config))
+    for key in surfaces.unexpected_keys_to_ignore(model):
+        assert re.search(key, "a name") is None, "would pass over anything"
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_the_model_initialises_itself_through_the_interceptable_functions(family):
-    model = build_meta(tiny.FAMILIES[family]())
+def test_contract_plan(case):
+    """The plan of every family speaks of modules that are there, in words that are known, and the partition agrees."""
+    model = build_meta(hf_config(case))
+    plan, modules = surfaces.tensor_parallel_plan(model), dict(model.named_modules())
+    assert set(plan.values()) <= set(surfaces.PLAN_STYLES) | UNUSED_STYLES
+    for key in plan:
+        assert key.replace("*", "0") in modules, key
+    anatomy = Anatomy.of(model)
+    partition = derive(model, anatomy, trace(model, anatomy))
+    assert partition.refusal is None and partition.is_proved
+    assert partition.query == model.config.num_attention_heads and partition.kv in (2, partition.query)
+    said = {key: style for key, style in plan.items() if style in ("colwise", "rowwise")}
+    for key, style in said.items():
+        role = partition.roles.get(f"{key.replace('*', '0')}.weight")
+        assert key == anatomy.head or key == anatomy.embedding or role.kind == surfaces.PLAN_STYLES[style], key
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_contract_ties(case, tied):
+    model = build_meta(hf_config(Case("single", case.family, tied=tied)))
+    anatomy = Anatomy.of(model)
+    pair = {f"{anatomy.head}.weight": f"{anatomy.embedding}.weight"}
+    assert anatomy.tied is tied
+    assert surfaces.tied_parameters(model) == (pair if tied else {})
+    named = dict(model.named_parameters())
+    assert (f"{anatomy.head}.weight" in named) is not tied and f"{anatomy.embedding}.weight" in named
+
+
+def test_contract_attention(case, monkeypatch):
+    """Every layer calls the attention that is registered, once, with the bounds of packed documents; layers that drop
+    the bounds are those that the trace knows (they are handed on from outside)."""
     calls = []
-    with surfaces.intercepted_initialisers(lambda name, args, kwargs: calls.append(name)):
+
+    def spied(module, query, key, value, attention_mask=None, **kwargs):
+        calls.append((kwargs.pop("bounds", None), attention_mask))
+        return attention.attention_forward(module, query, key, value, attention_mask, bounds=bounds, **kwargs)
+
+    model = build_meta(hf_config(case))
+    forgetful = {layer for layer, _ in trace(model, Anatomy.of(model)).forgetful}
+    values = buffer_values(model)
+    surfaces.register_attention("spied", spied, attention.no_mask)
+    surfaces.select_attention(model, "spied")
+    assert model.config._attn_implementation == "spied"
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(values[name] if name in values else torch.full_like(tensor, 0.01))
+    bounds = torch.tensor([0, 5, 17], dtype=torch.int32)
+    positions = torch.cat([torch.arange(5), torch.arange(12)])[None]
+    out = model(input_ids=torch.arange(17)[None], position_ids=positions, bounds=bounds, use_cache=False)
+    assert out.logits.isfinite().all() and out.logits.shape == (1, 17, model.config.vocab_size)
+    assert len(calls) == 3 and all(mask is None for _, mask in calls)
+    assert sum(given is bounds for given, _ in calls) == 3 - len(forgetful)
+
+
+def test_contract_initialisation(case):
+    """The model initialises every parameter and buffer through functions that can be intercepted and drawn."""
+    model = build_meta(hf_config(case))
+    calls = set()
+    with surfaces.intercepted_initialisers(lambda name, args, kwargs: calls.add(name)):
         surfaces.initialise_again(model)
-    assert set(calls) == {"normal_", "ones_", "zeros_", "copy_"} - (
-        {"zeros_"} if model.config.pad_token_id is None else set()
-    )
+    assert {"normal_"} < calls
+    recipe = read_recipe(model)
+    check_drawable(recipe, recipe)
+
+
+def test_there_are_families():
+    """The tests above are of something, and no class of models is claimed twice."""
+    classes = [name for family in families() for name in family.model_classes]
+    assert len(FAMILIES) == len(list(families())) >= 2 and len(classes) == len(set(classes))
 
 
 def test_interception_reaches_every_initialiser_and_ends():

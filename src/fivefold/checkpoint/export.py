@@ -6,7 +6,7 @@ No more than one output file is held in memory. Tied weights are stored once, un
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +18,9 @@ from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
+from fivefold.models import surfaces
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.recipe import stored_buffers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 FILE_BYTES = 2 * 10**9
@@ -54,7 +57,7 @@ def export(
     try:
         temporary.mkdir(parents=True)
         _write_model_files(checkpoint.model_folder, temporary, target)
-        size = _write_weights(source, temporary, target, file_bytes)
+        size = _write_weights(source, temporary, target, file_bytes, _known(checkpoint.model_folder))
         if out.exists():
             out.rmdir()
         os.rename(temporary, out)
@@ -72,7 +75,23 @@ def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
     (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(config))
 
 
-def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, file_bytes: int) -> int:
+@dataclass(frozen=True)
+class _Known:
+    """What the class of a model says of its files: names that differ from the model's own, and buffers kept in them."""
+
+    names: Mapping[str, str]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def _known(model_folder: Path) -> _Known:
+    try:
+        model = build_meta(load_model_config(model_folder))
+        return _Known(surfaces.saved_names(model), stored_buffers(model))
+    except UserError:  # a class that is registered only where it was trained
+        return _Known({}, {})
+
+
+def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, file_bytes: int, known: _Known) -> int:
     """Write the tensors into as few files as `file_bytes` allows, with an index when there are several."""
     files = list(_files(source, dtype, file_bytes))
     where: dict[str, str] = {}
@@ -80,8 +99,11 @@ def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, f
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         tensors = {name: source.whole(name).to(dtype) for name in names}
+        if number == 1:
+            tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.buffers.items()}
+        tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(names, file)
+        where |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}

@@ -1,6 +1,6 @@
 """From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,47 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
 
 
 def use_our_attention(model: PreTrainedModel) -> None:
-    """Select our attention in a model that was built elsewhere. Raises `UserError` if it asks for attention dropout."""
+    """Select our attention in a model that was built elsewhere. Raises `UserError` if it asks for attention dropout.
+
+    Where rotary frequencies depend on lengths, the model refuses packed documents that would change each other.
+    """
     own_attention.register()
     _refuse_dropout(model)
     surfaces.select_attention(model, own_attention.NAME)
+    if any(_rope_limits(model.config)):
+        model.base_model.register_forward_pre_hook(_check_documents, with_kwargs=True)
+
+
+def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
+    """Raise `UserError` if documents of several lengths, up to `longest` tokens, cannot share a micro batch.
+
+    `dynamic` and `longrope` take one table of frequencies for a whole micro batch, by its longest document. Above a
+    limit a document would be rotated differently for what lies beside it, and so for the layout.
+    """
+    for kind, limit, instead in _rope_limits(hf_config):
+        if longest > limit:
+            raise UserError(
+                f"rope type {kind} takes other frequencies for all documents of a micro batch when one of them is "
+                f"longer than {limit} tokens: with up to {longest} tokens they would change each other",
+                fix=f"set data.seq_length to {limit} or less, or {instead} in model.overrides.rope_parameters",
+            )
+
+
+def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
+    """(rope type, the length up to which its table never changes, what makes it never change) where there is one."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]:
+        if each.get("rope_type") == "dynamic":
+            yield "dynamic", config.max_position_embeddings, "a rope_type whose table is fixed (yarn, linear)"
+        if each.get("rope_type") == "longrope" and each["short_factor"] != each["long_factor"]:
+            yield "longrope", each["original_max_position_embeddings"], "equal short_factor and long_factor"
+
+
+def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Documents of one length are rotated as each alone would be, whatever the length."""
+    bounds = kwargs.get("bounds")
+    if bounds is not None and len(set(bounds.diff().tolist())) > 1:
+        check_lengths(base.config, int(bounds.diff().max()))
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

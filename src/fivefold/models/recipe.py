@@ -57,15 +57,22 @@ Recipe = Mapping[str, tuple[Op, ...]]
 def read_recipe(model: PreTrainedModel) -> Recipe:
     """{name of a parameter or buffer: its ops, in order}; tied parameters under their first name only.
 
-    A name without ops is one that `_init_weights` leaves as its constructor made it. The model must be on the meta
-    device (`UserError` otherwise: it would lose its weights) and is left as it was.
+    What `_init_weights` leaves as its constructor made it is a `Copy`, or without ops where that left it without a
+    value or drew it. The model must be on the meta device (`UserError` otherwise: it would lose its weights) and is
+    left as it was.
     """
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     with surfaces.untied(model):
         recorder = _Recorder(model)
         with surfaces.intercepted_initialisers(recorder.receive), recorder:
             surfaces.initialise_again(model)
-    return {name: tuple(recorder.ops[name]) for name in names}
+    recipe = {name: tuple(recorder.ops[name]) for name in names}
+    if not all(recipe.values()):
+        constructed = surfaces.constructed_values(model.config)
+        for name in [name for name in names if not recipe[name] and name in constructed]:
+            values = constructed[name]
+            recipe[name] = (Op(Copy(values), tuple(slice(0, size) for size in values.shape)),)
+    return recipe
 
 
 def check_drawable(recipe: Recipe, names: Iterable[str]) -> None:
@@ -114,6 +121,14 @@ def buffer_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         )
         for name, buffer in buffers.items()
     }
+
+
+def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Those buffers that a folder of the model holds beside its parameters; few models have any."""
+    stored = model.state_dict()
+    if not any(name in stored for name, _ in model.named_buffers()):
+        return {}
+    return {name: values for name, values in buffer_values(model).items() if name in stored}
 
 
 def _values(op: Op, bounds: Sequence[tuple[int, int]], stream: RandomStream) -> torch.Tensor:

@@ -81,8 +81,9 @@ class RandomInit:
 class SafetensorsFolder:
     """The weights of a Hugging Face folder: `model.safetensors`, or the files that its index names.
 
-    Tensors keep the type they have in the file. A file is open only while a region is read, so that what stays in
-    memory is what was asked for.
+    Tensors keep the type they have in the file, and may have names there that `transformers` knows for the model's (a
+    base model's, an older class's). A file is open only while a region is read, so that what stays in memory is what
+    was asked for.
     """
 
     def __init__(self, path: str | Path, model: PreTrainedModel) -> None:
@@ -92,14 +93,19 @@ class SafetensorsFolder:
         or shapes that are not those of the model.
         """
         self._folder = Path(path)
-        self._files = _locate(self._folder)
-        entries = _entries(self._files)
+        located = _locate(self._folder)
+        renamed = surfaces.model_names(model, located)
+        self._stored = {renamed.get(name, name): name for name in located}
+        self._files = {name: located[stored] for name, stored in self._stored.items()}
+        in_files = _entries(located)
+        entries = {name: in_files[stored] for name, stored in self._stored.items()}
         self._shapes = {name: entry.shape for name, entry in entries.items()}
         expected = stored_tensors(model)
         _check_names(self._folder, set(self._files), set(expected), model)
         _check_shapes(self._folder, self._shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
         _check_types(self._folder, entries, expected)
         self._names = set(expected)
+        self._check_buffers(recipes.stored_buffers(model))
 
     def names(self) -> set[str]:
         """See `TensorSource`."""
@@ -109,12 +115,19 @@ class SafetensorsFolder:
         """See `TensorSource`."""
         return self._shapes[name]
 
+    def _check_buffers(self, computed: Mapping[str, torch.Tensor]) -> None:
+        """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
+        for name, values in computed.items():
+            found = read_whole(self, name)
+            if not torch.equal(found, values.to(found.dtype)):
+                raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
+
     def read(self, name: str, region: Region) -> torch.Tensor:
         """See `TensorSource`."""
         with _open(self._files[name]) as file:
             if not region:
-                return torch.as_tensor(file.get_tensor(name))
-            return torch.as_tensor(file.get_slice(name)[tuple(region)])
+                return torch.as_tensor(file.get_tensor(self._stored[name]))
+            return torch.as_tensor(file.get_slice(self._stored[name])[tuple(region)])
 
 
 def _locate(folder: Path) -> dict[str, Path]:
@@ -194,7 +207,7 @@ def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTr
     if not missing and not unused:
         return
     prefix = f"{surfaces.base_prefix(model)}."
-    base_only = unused == {name.removeprefix(prefix) for name in missing if name.startswith(prefix)}
+    base_only = not unused and not any(name.startswith(prefix) for name in missing)
     differences = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("not used", unused)) if names]
     raise UserError(
         f"{folder} does not hold the weights of {type(model).__name__}: {'; '.join(differences)}",

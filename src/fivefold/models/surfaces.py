@@ -5,7 +5,7 @@ these surfaces, those tests fail and this file is the only one to mend.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,10 @@ import torch
 import transformers.initialization as hf_initialization
 from huggingface_hub import snapshot_download
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -119,6 +122,28 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
+def model_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, str]:
+    """{name in a file: name in the model} for `stored` names that `transformers` loads under another one: of older
+    classes, and of base models, which lack the prefix. What must be computed from several tensors is left out."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
+    known = model.state_dict()
+    found: dict[str, str] = {}
+    for name in sorted(set(stored) - set(known)):
+        renamed, converter = rename_source_key(name, renamings, converters, base_prefix(model), known)
+        if converter is None and renamed in known and renamed not in (*stored, *found.values()):
+            found[name] = renamed
+    return found
+
+
+def saved_names(model: PreTrainedModel) -> dict[str, str]:
+    """{name in the model: the name under which `transformers` saves it}."""
+    tensors = model.state_dict()
+    saved = {id(tensor): name for name, tensor in revert_weight_conversion(model, tensors).items()}
+    return {name: saved.get(id(tensor), name) for name, tensor in tensors.items()}
+
+
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
     """Regular expressions of checkpoint keys that the model says may be left unread."""
     return set(model._keys_to_ignore_on_load_unexpected or ())
@@ -165,6 +190,33 @@ def untied(model: PreTrainedModel) -> Iterator[None]:
 def _set_parameter(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, tensor)
+
+
+def constructed_values(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the constructors of the model of `config` compute, before any initialiser runs,
+    on the CPU; not those that they draw, or leave without values (these never take memory)."""
+    builds = []
+    for seed in (0, 1):
+        empty_on_meta = _EmptyOnMeta()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), empty_on_meta:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
+            )
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        builds.append({name: tensor.detach() for name, tensor in tensors if not tensor.is_meta})
+    one, other = builds
+    return {name: values for name, values in one.items() if name in other and torch.equal(values, other[name])}
+
+
+class _EmptyOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, memory that is asked for without values is on the meta device."""
+
+    _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = {"device": torch.device("meta")} if func._schema.name in self._EMPTY else {}
+        return func(*args, **{**(kwargs or {}), **device})
 
 
 def initialise_again(model: PreTrainedModel) -> None:

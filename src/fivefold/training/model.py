@@ -9,7 +9,7 @@ from fivefold.config import RunConfig
 from fivefold.data.prepare import PreparedData
 from fivefold.errors import UserError
 from fivefold.launch.world import World
-from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.build import build_meta, check_lengths, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.training.flops import Costs
 
@@ -24,7 +24,8 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     With a tokenizer that is not its own, a model takes the end token from it, and a randomly initialised one the
     vocabulary too, unless `model.overrides` says otherwise.
 
-    Raises `UserError` when the tokenizer makes tokens the model does not have, or rows are longer than its positions.
+    Raises `UserError` when the tokenizer makes tokens the model does not have, or rows are longer than its positions
+    or than its rotary frequencies allow.
     """
     overrides: dict[str, Any] = dict(config.model.overrides)
     if config.tokenizer.name_or_path != "auto":
@@ -45,6 +46,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
             f"data.seq_length {config.data.seq_length} is more than the model's max_position_embeddings {positions}",
             fix=f"set data.seq_length to {positions} or less, or model.overrides.max_position_embeddings",
         )
+    check_lengths(hf_config, config.data.seq_length)
     return build_meta(hf_config)
 
 
