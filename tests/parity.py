@@ -107,7 +107,8 @@ def hf_config(case: Case) -> Any:
     values = {
         "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8,
         "num_key_value_heads": case.kv_heads, "vocab_size": VOCABULARY, "tie_word_embeddings": case.tied,
-        "max_position_embeddings": 64, "pad_token_id": PAD, **deepcopy(FAMILIES.get(case.family, UNLISTED)), **dict(case.overrides),
+        "max_position_embeddings": 64, "pad_token_id": PAD,
+        **deepcopy(FAMILIES.get(case.family, UNLISTED)), **dict(case.overrides),
     }  # fmt: skip
     return AutoConfig.for_model(**values)
 
