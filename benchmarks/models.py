@@ -38,7 +38,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 # Classes that no file of fivefold names, and what their configs need beside the common sizes.
 BLIND: dict[str, dict[str, Any]] = {
     "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "deepseek_v3": {
-        "head_dim": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
+        "head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
         "kv_lora_rank": 16, "first_k_dense_replace": 3,
     }, "ernie4_5": {}, "exaone4": {},
     "gemma": {}, "glm": {"attention_bias": True},

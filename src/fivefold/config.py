@@ -249,6 +249,15 @@ class CheckpointSection(Section):
     )
     export_hf: bool = Field(default=False, description="write a Hugging Face folder at the end")
 
+    @field_validator("remote")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError(f"{value} is no address such as s3://bucket/runs (a local one is file:///path)")
+        if value is not None and "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError("an address holds no password; the storage's own variables and files are for that")
+        return value
+
 
 class EvalSection(Section):
     every: Every = Field(default=250, description="optimizer steps between evaluations; 0 = never")

@@ -139,3 +139,10 @@ def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
         in_child(lambda: save_step(directory, 2, 3), at)  # noqa: B023
         assert is_valid(directory / step_folder(1))
         assert content(directory / step_folder(1)) == {1.0}
+
+
+def test_newer_steps_that_were_passed_over_do_not_cost_the_one_that_is_saved(tmp_path: Path) -> None:
+    for step in (100, 200):
+        save_step(tmp_path, step, 3)
+    save_step(tmp_path, 150, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_folder(150), step_folder(200)]

@@ -15,6 +15,7 @@ from fivefold.checkpoint import Damaged, Remote
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.load import candidates, is_valid
 from fivefold.checkpoint.manifest import NAME, read_manifest
+from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
 from fivefold.step_folders import step_folder
 from tests.checkpoint.test_killed_save import content, save_step
@@ -42,7 +43,7 @@ def copy(folder: Path, remote: Remote, keep: int) -> None:
     remote.withdraw(folder.name)
     remote.put(folder, manifest.files)
     remote.put(folder, [NAME])
-    remote.retain(keep)
+    remote.retain(folder.name, keep)
 
 
 def saved(directory: Path, *steps: int) -> list[Path]:
@@ -173,3 +174,26 @@ def test_storage_that_is_not_known_is_said(url: str) -> None:
     with pytest.raises(UserError, match=r"checkpoint\.remote") as error:
         Remote(url).steps()
     assert "pip install" in str(error.value.fix)
+
+
+def test_newer_steps_that_were_passed_over_do_not_cost_the_one_that_is_saved(tmp_path: Path) -> None:
+    remote = Remote(URL)
+    for folder in saved(tmp_path / "here", 100, 200, 300):
+        copy(folder, remote, keep=3)
+    (later,) = saved(tmp_path / "there", 150)
+    copy(later, remote, keep=1)
+    assert remote.steps() == [150, 200, 300]
+
+
+def test_a_copy_that_is_damaged_in_the_cache_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    copy(saved(tmp_path / "here", 1)[0], Remote(URL), keep=1)
+    file = find_checkpoint(URL).path / "weight-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert content(find_checkpoint(URL).path) == {1.0}
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/runs", "ftp://user:secret@host/runs"])
+def test_addresses_that_are_none_or_hold_a_password_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        RunConfig.model_validate({"checkpoint": {"remote": url}})

@@ -5,7 +5,16 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, FalconConfig, LlamaConfig, Olmo2Config, Phi3Config
+from transformers import (
+    BloomConfig,
+    CohereConfig,
+    FalconConfig,
+    LlamaConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    Starcoder2Config,
+)
 
 from fivefold.errors import UserError
 from fivefold.models.anatomy import Anatomy
@@ -130,6 +139,74 @@ def test_tokens_that_meet_outside_of_attention_are_refused(monkeypatch, where):
     model = changed(monkeypatch, forward)
     with pytest.raises(MixesTokens, match=r"model\.layers\.0 lets tokens meet"):
         trace(model, Anatomy.of(model))
+
+
+def test_tokens_that_meet_in_a_module_of_few_parameters_are_refused(monkeypatch):
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(88, device="meta"))
+
+        def forward(self, x):
+            return x + x.roll(1, 1) * self.weight
+
+    def forward(self, x):
+        return self.down_proj(self.shift(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.LlamaMLP.__init__
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP,
+        "__init__",
+        lambda self, config: (plain(self, config), setattr(self, "shift", Shift()))[0],
+    )
+    model = changed(monkeypatch, forward)
+    with pytest.raises(MixesTokens):
+        trace(model, Anatomy.of(model))
+
+
+def test_attention_that_swallows_the_bounds_is_refused(monkeypatch):
+    """The layer forgets them, as Nemotron's does, and so does the attention that they are handed to."""
+    from transformers.models.nemotron import modeling_nemotron
+
+    plain = modeling_nemotron.NemotronAttention.forward
+
+    def forward(self, *args, bounds=None, **kwargs):
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_nemotron.NemotronAttention, "forward", forward)
+    model = build_meta(hf_config(Case("single", "nemotron")))
+    with pytest.raises(Untraceable, match="is not given the bounds"):
+        trace(model, Anatomy.of(model))
+
+
+@pytest.mark.parametrize("heads", [(5, 5), (10, 5), (14, 7), (15, 5)])
+def test_any_number_of_heads_is_traced(heads):
+    query, kv = heads
+    sizes = {"num_attention_heads": query, "num_key_value_heads": kv, "hidden_size": 4 * query, "head_dim": 4}
+    found = partition_of(build_meta(tiny.llama(**sizes)))
+    assert found.refusal is None and (found.query, found.kv) == heads
+
+
+def test_numbers_per_head_are_refused():
+    model = build_meta(CohereConfig(**tiny.SIZES, use_qk_norm=True))
+    assert "model.layers.*.self_attn.q_norm.weight" in partition_of(model).refusal
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Starcoder2Config(**tiny.SIZES, residual_dropout=0.1, embedding_dropout=0.0),
+        OPTConfig(hidden_size=32, num_hidden_layers=2, ffn_dim=53, num_attention_heads=4, vocab_size=101, dropout=0.1),
+        LlamaConfig(**tiny.SIZES, attention_dropout=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_dropout_of_every_kind_is_refused(config):
+    with pytest.raises(UserError, match="dropout is not supported") as error:
+        build_meta(config)
+    assert "model.overrides." in str(error.value.fix)
 
 
 def test_a_plan_that_says_otherwise_is_refused(monkeypatch):

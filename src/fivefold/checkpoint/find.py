@@ -1,5 +1,6 @@
 """The checkpoint that someone means who names a run: its newest step or a certain one, here or on remote storage."""
 
+import shutil
 from pathlib import Path
 
 from fivefold.checkpoint.load import Checkpoint, newest
@@ -32,14 +33,20 @@ def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     if step is not None and step not in there:
         raise UserError(f"{run} has no checkpoint of step {step}", fix=f"steps: {', '.join(map(str, there))}")
     wanted = there[-1] if step is None else step
-    directory = _fetched(remote, wanted) if remote else Path(run, "checkpoints")
     try:
-        checkpoint = Checkpoint.open(directory / step_folder(wanted))
-        checkpoint.verify([WEIGHT])
+        return _opened(_fetched(remote, wanted) if remote else Path(run, "checkpoints"), wanted)
     except Damaged as damage:
+        if remote:
+            shutil.rmtree(_fetched(remote, wanted))  # the copy in the cache; once more
+            return _opened(_fetched(remote, wanted), wanted)
         others = [str(each) for each in there if each != wanted]
         fix = f"choose another step: {', '.join(others)}" if others else "there is no other step"
         raise Damaged(damage.what, fix=fix) from damage
+
+
+def _opened(directory: Path, step: int) -> Checkpoint:
+    checkpoint = Checkpoint.open(directory / step_folder(step))
+    checkpoint.verify([WEIGHT])
     return checkpoint
 
 

@@ -21,6 +21,7 @@ from fivefold.errors import RunFailed, UserError
 from fivefold.step_folders import step_folder, steps_of
 
 AT_ONCE = 8 * 2**20  # bytes read and hashed at a time
+_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"}
 _FIX = "does the place exist, and may this account read, write and delete there?"
 
 
@@ -45,7 +46,8 @@ class Remote:
         with self._answers():
             for name in names:
                 path = f"{self._root}/{folder.name}/{name}"
-                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)  # where there are such things as folders
+                if not _STORES & {self._fs.protocol, *self._fs.protocol}:  # which have no folders, but make buckets
+                    self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 self._fs.put_file(str(folder / name), path)
                 with self._fs.open(path, "rb") as copy, (folder / name).open("rb") as original:
                     if _digest(copy) != _digest(original):
@@ -81,15 +83,17 @@ class Remote:
         disk.rename(beside, folder)
         return folder
 
-    def retain(self, keep: int) -> None:
-        """Remove all but the newest `keep` copies, and what copies that were broken off have left of older steps."""
-        whole = self.steps()
+    def retain(self, published: str, keep: int) -> None:
+        """Remove all but the newest `keep` copies up to the step folder `published`, and what copies that were broken
+        off have left of older steps. Newer ones were passed over, and are left as they are."""
+        newest = steps_of([published])[0]
+        kept = [step for step in self.steps() if step <= newest][-keep:]
         with self._answers():
             there = steps_of(str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False))
             for step in there:
-                if step in whole[-keep:] or step > whole[-1]:
+                if step in kept or step > newest:
                     continue
-                if step in whole:
+                if self._fs.exists(self._path(step, NAME)):
                     self._fs.rm_file(self._path(step, NAME))
                 self._fs.rm(self._path(step), recursive=True)
 

@@ -95,7 +95,7 @@ class Saver:
     def __init__(self, directory: Path, *, keep: int, asynchronous: bool = False, remote: Remote | None = None) -> None:
         """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` of either."""
         self._directory, self._keep, self._asynchronous, self._remote = directory, keep, asynchronous, remote
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
         self._staged: dict[str, Tensor] = {}
@@ -162,11 +162,11 @@ class Saver:
         """In the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
         beside = self._directory / f"{_BESIDE}{published.name}"
-        on_first_rank(lambda: _start(beside, published), self._group)
+        on_first_rank(lambda: _start(beside, published), self.group)
         part = _write(beside, snapshot, dist.get_rank())
         parts: list[_Part] = [part] * dist.get_world_size()
-        dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=self._group)
-        on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self._group)
+        dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=self.group)
+        on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self.group)
         if self._remote:
             self._copy(published, self._remote, part, snapshot.texts)
         return published
@@ -174,17 +174,17 @@ class Saver:
     def _copy(self, published: Path, remote: Remote, part: _Part, texts: Mapping[str, bytes]) -> None:
         """Every rank copies the files that it wrote, the first one the manifest when all have."""
         step = published.name
-        on_first_rank(lambda: remote.withdraw(step), self._group)
+        on_first_rank(lambda: remote.withdraw(step), self.group)
         errors: list[Any] = [_copy_error(remote, published, (*part.files, *texts))] * dist.get_world_size()
-        dist.all_gather_object(errors, errors[0], group=self._group)
+        dist.all_gather_object(errors, errors[0], group=self.group)
 
         def publish() -> None:
             error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
             if error:
                 raise RunFailed(f"{published} is saved, but not copied: {error.what}", fix=error.fix)
-            remote.retain(self._keep)
+            remote.retain(step, self._keep)
 
-        on_first_rank(publish, self._group)
+        on_first_rank(publish, self.group)
 
 
 def save(
@@ -281,7 +281,7 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
     if published.exists():  # not valid, or `_start` would have refused
         disk.rename(published, published.with_name(f"{_BESIDE}damaged-{published.name}"))
     disk.rename(beside, published)
-    _retain(published.parent, keep)
+    _retain(published, keep)
     return published
 
 
@@ -341,9 +341,13 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, File
     )
 
 
-def _retain(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep`: renamed first, so that no half-deleted folder carries a step's name."""
-    for step in steps(directory)[:-keep]:
+def _retain(published: Path, keep: int) -> None:
+    """Delete all but the newest `keep` up to the published one; newer ones were passed over, and are left as they are.
+
+    They are renamed first, so that no half-deleted folder carries a step's name.
+    """
+    directory = published.parent
+    for step in [step for step in steps(directory) if step_folder(step) <= published.name][:-keep]:
         doomed = directory / f"{_BESIDE}old-{step_folder(step)}"
         disk.rename(directory / step_folder(step), doomed)
         disk.remove(doomed)

@@ -1,5 +1,6 @@
 """From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +17,8 @@ from fivefold.models.shapes import shape_folder, shape_names
 
 # Keys of older config.json files, which `transformers` folds into `rope_parameters`.
 _OLD_ROPE = ("rope_theta", "rope_scaling")
+# Keys of other heads than that of a language model.
+_NO_DROPOUT = ("classifier_", "summary_")
 _ALWAYS = {"dtype", "torch_dtype", *_OLD_ROPE}
 
 
@@ -113,17 +116,21 @@ def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
     """Dropout draws other numbers on every rank: no layout would compute what another does."""
-    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     keys = {
         key: value
-        for key, value in model.config.to_dict().items()
-        if "drop" in key and isinstance(value, float) and value > 0
+        for key, value in model.config.get_text_config().to_dict().items()
+        if re.search("drop|jitter", key) and not key.startswith(_NO_DROPOUT) and _is_positive(value)
     }
-    if drops or keys.get("attention_dropout"):
+    if keys or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        found = ", ".join(f"{key} {value}" for key, value in keys.items())
         raise UserError(
-            f"dropout is not supported: {', '.join(f'{key} {value}' for key, value in keys.items())}",
-            fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}",
+            f"dropout is not supported: {found or 'a module has it'}",
+            fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}" if keys else None,
         )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def weights_folder(name_or_path: str | Path) -> Path:

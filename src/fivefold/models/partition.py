@@ -254,6 +254,8 @@ class _Derivation:
         if not on_residual:
             if not event.sources:
                 return Role("replicated", "it reads nothing that a block computes")
+            if any(parameter.ndim > 1 for parameter in self.model.get_submodule(event.name).parameters()):
+                return Role("replicated", "holds numbers per head, which are not dealt to the ranks yet")
             if event.wide and _is_spread(deal := self._dealt(event, roles)):
                 self.across[event.name] = deal
                 return Role("across", "acts on all features at once, which are gathered for it")

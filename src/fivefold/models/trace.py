@@ -11,6 +11,7 @@ rely on.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,8 +22,6 @@ from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.recipe import buffer_values
 
-TOKENS = 5
-_BOUNDS = torch.tensor([0, TOKENS])  # must reach attention
 _ONE = 2  # the token whose dependencies are looked at
 RESIDUAL = "the residual stream"
 MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
@@ -84,13 +83,22 @@ class Trace:
 def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
     """Run a copy of `model`. Raises `Untraceable`."""
     surfaces.register_attention(_ATTENTION, _attention, lambda *args, **kwargs: None)
+    traced = _run(model, anatomy, [])
+    if traced.forgetful and _run(model, anatomy, traced.forgetful).forgetful:
+        raise Untraceable("its attention is not given the bounds of packed documents")
+    return traced
+
+
+def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str, str]]) -> Trace:
     copy = surfaces.causal_lm_on_meta(model.config, _ATTENTION)
-    recorder = _Recorder(copy, anatomy)
-    ids = torch.arange(TOKENS).unsqueeze(0)
+    tokens = _tokens(copy)
+    recorder = _Recorder(copy, anatomy, tokens)
+    hand_on_bounds(copy, forgetful)
+    ids = torch.arange(tokens).unsqueeze(0) % model.config.get_text_config().vocab_size
     with _recording(recorder), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
-            copy.get_submodule(anatomy.base)(input_ids=ids, position_ids=ids, use_cache=False, bounds=_BOUNDS)
+            copy.get_submodule(anatomy.base)(input_ids=ids, position_ids=ids, use_cache=False, bounds=recorder.bounds)
         except Untraceable:
             raise
         except Exception as error:  # the model's own code met something that it cannot do with stand-ins
@@ -98,6 +106,35 @@ def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
     if len(recorder.trace.blocks) != len(anatomy.layers):
         raise Untraceable("its forward does not run every layer once")
     return recorder.trace
+
+
+def _tokens(model: PreTrainedModel) -> int:
+    """A small prime that counts nothing else in the model, so that a dimension of this size counts tokens."""
+    taken = {value for value in model.config.get_text_config().to_dict().values() if isinstance(value, int)}
+    taken |= {size for parameter in model.parameters() for size in parameter.shape}
+    return next(prime for prime in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61) if prime not in taken)
+
+
+def hand_on_bounds(model: nn.Module, forgetful: Sequence[tuple[str, str]]) -> None:
+    """Let attention have the bounds of documents in layers that do not pass on what they do not know."""
+    by_layer: dict[str, list[Any]] = {}
+    for layer, name in forgetful:
+        by_layer.setdefault(layer, []).append(model.get_submodule(name))
+    for layer, modules in by_layer.items():
+        block = model.get_submodule(layer)
+        block.forward = partial(_with_bounds, block.forward, list(dict.fromkeys(modules)))
+
+
+def _with_bounds(plain: Any, modules: Sequence[Any], *args: Any, bounds: Tensor | None = None, **kwargs: Any) -> Any:
+    """A block's forward; inside, its attention modules are given the bounds."""
+    attends = [module.forward for module in modules]
+    for module, attend in zip(modules, attends, strict=True):
+        module.forward = partial(attend, bounds=bounds)
+    try:
+        return plain(*args, **kwargs)
+    finally:
+        for module, attend in zip(modules, attends, strict=True):
+            module.forward = attend
 
 
 def depends(output: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -115,14 +152,10 @@ def gradients(output: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | Non
     return found
 
 
-def _token_dim(tensor: Tensor) -> int | None:
-    """Which dimension of [1, T, ...] or [T, F] counts the tokens."""
-    return next((dim for dim in range(tensor.ndim - 1) if tensor.shape[dim] == TOKENS), None)
-
-
 class _Recorder:
-    def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
-        self.trace = Trace()
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, tokens: int) -> None:
+        self.trace, self.tokens = Trace(), tokens
+        self.bounds = torch.tensor([0, tokens])  # must reach attention
         self.block: BlockTrace | None = None
         self.hidden = model.config.get_text_config().hidden_size
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -188,7 +221,10 @@ class _Recorder:
             event = Event("small", name, (x,), None, self._sources(x))
             self.block.events.append(event)
             event.wide = x.ndim == 3 and own == {x.shape[-1]} and not self._reads_residual(event)
-            return x * 1 if event.wide else plain(*args, **kwargs)  # so that features stay apart
+            out = plain(*args, **kwargs)
+            if event.wide:
+                self._sources(out)
+            return x * 1 if event.wide else out  # so that features stay apart
 
         return forward
 
@@ -197,9 +233,11 @@ class _Recorder:
         if self.block is None:
             raise Untraceable("it attends outside of its layers")
         query, _, value = tensors
+        if value.shape[-1] != query.shape[-1]:
+            raise Untraceable(f"its values have heads of {value.shape[-1]}, its queries of {query.shape[-1]}")
         mine = {id(parameter): name for name, parameter in module.named_parameters(recurse=False)}
         name = self.names[id(module)]
-        if extra.get("bounds") is not _BOUNDS:
+        if extra.get("bounds") is not self.bounds:
             self.trace.forgetful.append((self.block.layer, name))
         passed = tuple(f"{name}.{mine[id(each)]}" for each in extra.values() if id(each) in mine)
         shape = (*query.transpose(1, 2).shape[:3], value.shape[-1])
@@ -220,20 +258,27 @@ class _Recorder:
     def _sources(self, x: Tensor) -> frozenset[str]:
         """The leaves that `x` depends on. Raises `Untraceable` when one of its tokens depends on another."""
         assert self.block is not None
-        dim = 2 if x.ndim == 4 and x.shape[1] != TOKENS else _token_dim(x)
-        one = x if dim is None else x.select(dim, _ONE)
+        dim = self._token_dim(x)
         found = set()
+        leaves = self.block.leaves
         for (name, leaf), grad in zip(
-            self.block.leaves.items(), gradients(one, list(self.block.leaves.values())), strict=True
+            leaves.items(), gradients(x.select(dim, _ONE), list(leaves.values())), strict=True
         ):
             if grad is None or not bool(grad.any()):
                 continue
             found.add(name)
-            where = _token_dim(leaf)
-            others = [token for token in range(TOKENS) if token != _ONE]
-            if dim is not None and where is not None and bool(grad.index_select(where, torch.tensor(others)).any()):
+            others = torch.tensor([token for token in range(self.tokens) if token != _ONE])
+            if bool(grad.index_select(self._token_dim(leaf), others).any()):
                 raise MixesTokens(f"{self.block.layer} lets tokens meet outside of the attention function")
         return frozenset(found)
+
+    def _token_dim(self, tensor: Tensor) -> int:
+        """Which dimension counts the tokens. Raises `Untraceable` where none or several do."""
+        found = [dim for dim, size in enumerate(tensor.shape) if size == self.tokens]
+        if len(found) != 1:
+            layer = self.block.layer if self.block else "a layer"
+            raise Untraceable(f"{layer} computes with a tensor of shape {list(tensor.shape)}, where are its tokens?")
+        return found[0]
 
     def _reads_residual(self, event: Event) -> bool:
         """Whether its input is of the width of the residual stream for a reason: it, or a projection back to it."""
@@ -253,7 +298,7 @@ class _Recorder:
             where = self._hidden_arguments(args, kwargs)
             if len(where) != 1:
                 raise Untraceable(f"{layer} is given {len(where)} tensors of hidden states, not one")
-            if kwargs.get("bounds") is not _BOUNDS:
+            if kwargs.get("bounds") is not self.bounds:
                 raise Untraceable("it does not hand the bounds of packed documents on to its layers")
             old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
             leaf = old.detach().clone().requires_grad_()
@@ -281,7 +326,7 @@ class _Recorder:
         return hook
 
     def _hidden_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
-        shape = (1, TOKENS, self.hidden)
+        shape = (1, self.tokens, self.hidden)
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         return [
             where

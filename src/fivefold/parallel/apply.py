@@ -25,7 +25,7 @@ from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
-from fivefold.models.trace import Trace, Untraceable, trace
+from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
 from fivefold.parallel import data, loss, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
@@ -133,7 +133,7 @@ def parallelize(
     model.to("meta")
     _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
-    _hand_on_bounds(model, traced)
+    hand_on_bounds(model, traced.forgetful)
     _wrap_blocks(model, anatomy, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy)
@@ -203,24 +203,6 @@ def _tensor_parallel(
     return tensor.apply_tensor_parallel(
         model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=sequence_parallel
     )
-
-
-def _hand_on_bounds(model: nn.Module, traced: Trace) -> None:
-    """Let attention have the bounds of documents in layers that do not pass on what they do not know."""
-    for layer, name in traced.forgetful:
-        block, attention = model.get_submodule(layer), model.get_submodule(name)
-
-        def forward(
-            *args: Any, bounds: Tensor | None = None, plain: Any = block.forward, attention: Any = attention,
-            attend: Any = attention.forward, **kwargs: Any,
-        ) -> Any:  # fmt: skip
-            attention.forward = partial(attend, bounds=bounds)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                attention.forward = attend
-
-        block.forward = forward
 
 
 def _wrap_blocks(model: nn.Module, anatomy: Anatomy, *, recompute: str, compile_blocks: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
@@ -181,8 +181,16 @@ class _PassThrough(nn.Module):
         """Some models call a part of their base (`self.model.decoder(...)`): it passes through as well."""
         return self
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
+    def __getattr__(self, name: str) -> None:
+        """What else a base gives back (router logits, cross attentions) is not there."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 def declare(shape: StepShape) -> list[Collective]:

@@ -44,8 +44,8 @@ class Keeper:
         """Load the newest valid checkpoint that agrees with this run. Raises `UserError`."""
         passed: dict[str, str] = {}
         while True:
-            # One rank looks: folders can differ between machines.
-            where, folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed))
+            # One rank looks: folders can differ between machines. It may fetch, which takes long.
+            where, folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed), self._saver.group)
             if folder is None:
                 return Resumed()
             opened = checkpoint.Checkpoint.open(folder)
