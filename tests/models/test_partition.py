@@ -19,8 +19,9 @@ from transformers import (
 from fivefold.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
+from fivefold.models.deals import Part
 from fivefold.models.families import families
-from fivefold.models.partition import Part, Partition, derive
+from fivefold.models.partition import Partition, derive
 from fivefold.models.trace import MixesTokens, Untraceable, trace
 from tests.models import tiny
 from tests.parity import Case, hf_config

@@ -12,33 +12,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
+from fivefold.models.deals import Deal, Part, by_features, by_heads
 from fivefold.models.families import family_of
-from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable, depends, gradients
+from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
     "vocab_embedding", "vocab_head", "column", "row", "row_bias", "norm", "local", "across", "replicated"
 ]
-Owner = Literal["query", "kv", "even"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
-    sizes are multiples of `unit`."""
-
-    start: int
-    stop: int
-    owner: Owner
-    index: int = 0
-    unit: int = 1
-
-
-Deal = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -190,10 +174,10 @@ class _Derivation:
         attention = [event for event in block.events if event.kind == "attention"]
         rows = {row for row, _ in feeds}
         for row, columns in feeds:
-            called = next((e for e in attention if f"{e.name} (attention)" in _event(block, row).sources), None)
+            called = next((e for e in attention if f"{e.name} (attention)" in block.linear(row).sources), None)
             key = (called and tuple(e.shape[1] for e in called.inputs[:2]), self._shape_key(block, row, columns))
             if key not in known:
-                deals = _by_heads(block, row, columns, called) if called else _by_features(block, row, columns)
+                deals = by_heads(block, row, columns, called) if called else by_features(block, row, columns)
                 known[key] = {_within(block, name): deal for name, deal in deals.items()}
             deals = {f"{block.layer}.{name}": deal for name, deal in known[key].items()}
             if called:
@@ -206,7 +190,7 @@ class _Derivation:
             for name in columns:
                 roles |= self._linear_roles(name, "column", deals[name])
             roles |= self._linear_roles(row, "row", deals[row])
-        last = max(block.events.index(_event(block, row)) for row in rows)
+        last = max(block.events.index(block.linear(row)) for row in rows)
         self.unfinished += not any(event.kind == "small" for event in block.events[last:])
         for event in block.events:
             if event.kind == "small":
@@ -215,9 +199,9 @@ class _Derivation:
 
     def _shape_key(self, block: BlockTrace, row: str, columns: Sequence[str]) -> object:
         sizes = [
-            (_within(block, name), _event(block, name).inputs[0].shape, block.leaves[name].shape) for name in columns
+            (_within(block, name), block.linear(name).inputs[0].shape, block.leaves[name].shape) for name in columns
         ]
-        return (_within(block, row), _event(block, row).inputs[0].shape, *sizes)
+        return (_within(block, row), block.linear(row).inputs[0].shape, *sizes)
 
     def _count_heads(self, called: Event, block: BlockTrace) -> None:
         heads = (called.inputs[0].shape[1], called.inputs[1].shape[1])
@@ -245,7 +229,7 @@ class _Derivation:
             return Region(owner, columns, row, (Entry((owner,), where[0]),), attends)
         shared: dict[int, list[str]] = {}
         for name in columns:
-            shared.setdefault(id(_event(block, name).inputs[0]), []).append(name)
+            shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
         return Region(owner, columns, row, tuple(Entry(tuple(names)) for names in shared.values()), attends)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
@@ -315,10 +299,6 @@ def _is_hidden(event: Event, block: BlockTrace) -> bool:
     return event.leaf is not None and event.leaf.shape[-1] == block.leaves[RESIDUAL].shape[-1]
 
 
-def _event(block: BlockTrace, linear: str) -> Event:
-    return next(event for event in block.events if event.kind == "linear" and event.name == linear)
-
-
 def _within(block: BlockTrace, name: str) -> str:
     return name.removeprefix(f"{block.layer}.")
 
@@ -331,79 +311,6 @@ def _common_parent(names: Iterable[str]) -> str:
             break
         common.append(parts[0])
     return ".".join(common)
-
-
-# ---- which features go to which rank ---------------------------------------------------------------------------------
-
-
-def _by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, Deal]:
-    """Deals of an attention: every feature belongs to a query head or to a key/value head."""
-    query, key, value = called.inputs
-    leaves = [block.leaves[name] for name in columns]
-    owners: list[list[set[tuple[Owner, int]]]] = [[set() for _ in range(leaf.shape[-1])] for leaf in leaves]
-
-    def note(tensor: Tensor, owner: tuple[Owner, int]) -> None:
-        for mine, mask in zip(owners, depends(tensor, leaves), strict=True):
-            for feature in [] if mask is None else mask.nonzero().flatten().tolist():
-                mine[feature].add(owner)
-
-    for head in range(query.shape[1]):
-        note(query[:, head], ("query", head))
-    for head in range(key.shape[1]):
-        note(key[:, head], ("kv", head))
-        note(value[:, head], ("kv", head))
-    reads, attended = _event(block, row).inputs[0], block.leaves[f"{called.name} (attention)"]
-    size = attended.shape[-1]
-    if reads.shape[-1] != query.shape[1] * size:
-        raise Untraceable(f"{row} reads {reads.shape[-1]} features of {query.shape[1]} heads of {size}")
-    for head in range(query.shape[1]):
-        part = reads[..., head * size : (head + 1) * size]
-        if not _only_head(part, attended, head):
-            raise Untraceable(f"{row} does not read the heads of attention one after the other")
-        note(part, ("query", head))  # a gate on the output, where there is one
-    deals = {row: tuple(Part(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
-    return deals | {name: _runs(name, mine) for name, mine in zip(columns, owners, strict=True)}
-
-
-def _only_head(part: Tensor, attended: Tensor, head: int) -> bool:
-    (grad,) = gradients(part, [attended])
-    return grad is not None and (grad != 0).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist() == [head]
-
-
-def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> Deal:
-    """Features of one owner side by side as one part."""
-    parts: list[Part] = []
-    for feature, mine in enumerate(owners):
-        if len(mine) != 1:
-            raise Untraceable(f"feature {feature} of {name} belongs to {len(mine)} heads")
-        owner, index = next(iter(mine))
-        if parts and (parts[-1].owner, parts[-1].index) == (owner, index):
-            parts[-1] = Part(parts[-1].start, feature + 1, owner, index)
-        else:
-            parts.append(Part(feature, feature + 1, owner, index))
-    return tuple(parts)
-
-
-def _by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, Deal]:
-    """Deals of an element-wise region: feature j of the row comes from feature j of each column, of each of its equal
-    chunks, or from neighbours. Three features are looked at."""
-    reads = _event(block, row).inputs[0]
-    width = reads.shape[-1]
-    deals: dict[str, Deal] = {row: (Part(0, width, "even"),)}
-    for name in columns:
-        leaf = block.leaves[name]
-        times, rest = divmod(leaf.shape[-1], width)
-        if rest or not times:
-            raise Untraceable(f"{row} reads {width} features, and {name} makes {leaf.shape[-1]}")
-        looked_at = sorted({0, width // 2, width - 1})
-        masks = [depends(reads[..., j], [leaf])[0] for j in looked_at]
-        found = [[] if mask is None else mask.nonzero().flatten().tolist() for mask in masks]
-        is_chunked = found == [[j + k * width for k in range(times)] for j in looked_at]
-        if not is_chunked and found != [[j * times + k for k in range(times)] for j in looked_at]:
-            raise Untraceable(f"the features of {row} do not follow from those of {name} one by one")
-        chunks = tuple(Part(k * width, (k + 1) * width, "even", k) for k in range(times))
-        deals[name] = chunks if is_chunked else (Part(0, times * width, "even", unit=times),)
-    return deals
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

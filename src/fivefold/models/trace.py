@@ -66,6 +66,10 @@ class BlockTrace:
     events: list[Event] = field(default_factory=list)
     hidden_arguments: dict[str, list[int | str]] = field(default_factory=dict)
 
+    def linear(self, name: str) -> Event:
+        """The call of a linear."""
+        return next(event for event in self.events if event.kind == "linear" and event.name == name)
+
 
 @dataclass
 class Trace:

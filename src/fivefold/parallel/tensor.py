@@ -27,9 +27,19 @@ from fivefold import heads
 from fivefold.errors import UserError
 from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.partition import Deal, Entry, Partition
-from fivefold.parallel import ops
+from fivefold.models.deals import Deal
+from fivefold.models.partition import Entry, Partition
 from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.pairs import (
+    CopyIn,
+    GatherFeatures,
+    GatherSequence,
+    GatherVocabulary,
+    ScatterSumSequence,
+    SumOut,
+    places,
+    width,
+)
 from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
 
 # ---- what every parameter becomes ----------------------------------------------------------------------------------
@@ -95,106 +105,6 @@ def _joined(blocks: Iterable[Block]) -> list[Block]:
     return joined
 
 
-# ---- collectives with gradients: the f/g pairs -----------------------------------------------------------------------
-
-
-class _GatherSequence(torch.autograd.Function):
-    """[B, T/n, D] -> [B, T, D]; backward sums and scatters (each rank's gradient covers its own features only)."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return ops.gather(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ops.scatter_sum(grads[0], ctx.group), None
-
-
-class _ScatterSumSequence(torch.autograd.Function):
-    """Partial sums [B, T, D] -> [B, T/n, D]; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return ops.scatter_sum(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ops.gather(grads[0], ctx.group), None
-
-
-class _CopyIn(torch.autograd.Function):
-    """Identity; backward sums the gradients of the ranks' own features."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x_BTD.view_as(x_BTD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ops.sum_all(grads[0], ctx.group), None
-
-
-class _SumOut(torch.autograd.Function):
-    """Partial sums -> their sum on every rank; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return ops.sum_all(x_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _GatherVocabulary(torch.autograd.Function):
-    """[..., V_local] -> [..., V] over unequal shards; backward keeps this rank's columns."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
-        ctx.block = blocks[dist.get_rank(group)]
-        longest = max(stop - start for start, stop in blocks)
-        padded = F.pad(logits, (0, longest - logits.shape[-1])).unsqueeze(1)
-        parts = ops.gather(padded, group).unbind(1)
-        return torch.cat([part[..., : stop - start] for part, (start, stop) in zip(parts, blocks, strict=True)], dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][..., slice(*ctx.block)].contiguous(), None, None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    """[B, T, F_local] -> [B, T, F] in the global order; backward sums over ranks and keeps this rank's features.
-
-    Ranks that hold copies of the same features each get their share of the gradient: it is summed over them later.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_BTF: Tensor, group: dist.ProcessGroup, blocks: tuple[tuple[Block, ...], ...]) -> Tensor:
-        mine = blocks[dist.get_rank(group)]
-        ctx.group, ctx.mine, ctx.copies = group, _places(mine).to(x_BTF.device), blocks.count(mine)
-        longest = max(_width(each) for each in blocks)
-        parts = ops.gather(F.pad(x_BTF, (0, longest - x_BTF.shape[-1])).unsqueeze(1), group).unbind(1)
-        out = x_BTF.new_empty(*x_BTF.shape[:-1], max(stop for each in blocks for _, stop in each))
-        for part, each in zip(parts, blocks, strict=True):
-            out[..., _places(each).to(x_BTF.device)] = part[..., : _width(each)]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ops.sum_all(grads[0], ctx.group)[..., ctx.mine] / ctx.copies, None, None
-
-
-def _places(blocks: tuple[Block, ...]) -> Tensor:
-    return torch.cat([torch.arange(start, stop) for start, stop in blocks])
-
-
-def _width(blocks: tuple[Block, ...]) -> int:
-    return sum(stop - start for start, stop in blocks)
-
-
 # ---- placing them in a model ---------------------------------------------------------------------------------------
 
 
@@ -215,15 +125,15 @@ class TensorParallel:
 
     def enter(self, x_BTD: Tensor) -> Tensor:
         """Into a column-parallel region: all tokens on every rank."""
-        return (_GatherSequence if self.sequence_parallel else _CopyIn).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return (GatherSequence if self.sequence_parallel else CopyIn).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Out of a row-parallel region: partial sums added up."""
-        return (_ScatterSumSequence if self.sequence_parallel else _SumOut).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return (ScatterSumSequence if self.sequence_parallel else SumOut).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits over the whole vocabulary from every rank's share."""
-        return _GatherVocabulary.apply(logits, self.group, self.vocabulary)  # type: ignore[no-any-return,no-untyped-call]
+        return GatherVocabulary.apply(logits, self.group, self.vocabulary)  # type: ignore[no-any-return,no-untyped-call]
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
@@ -357,10 +267,10 @@ def _over_all_features(
     plain: Callable[[Tensor], Tensor], blocks: tuple[tuple[Block, ...], ...], fold: TensorParallel
 ) -> Callable[[Tensor], Tensor]:
     """A module that must see all features of a split projection: they are gathered, and its own are kept."""
-    mine = _places(blocks[fold.rank])
+    mine = places(blocks[fold.rank])
 
     def forward(x_BTF: Tensor) -> Tensor:
-        out = plain(_GatherFeatures.apply(x_BTF, fold.group, blocks))  # type: ignore[no-untyped-call]
+        out = plain(GatherFeatures.apply(x_BTF, fold.group, blocks))  # type: ignore[no-untyped-call]
         return out[..., mine.to(out.device)]
 
     return forward
@@ -466,7 +376,7 @@ def _across(deal: Deal, partition: Partition, size: int, shape: StepShape, *, fo
     feature = (
         shape.rows * shape.tokens * shape.compute_bytes * shape.micro_batches
     )  # bytes of one feature of all tokens
-    widest, features = max(map(_width, blocks)), max(part.stop for part in deal)
+    widest, features = max(map(width, blocks)), max(part.stop for part in deal)
     return [
         Collective("tp", "all_gather", forwards * shape.micro_batches, forwards * size * widest * feature),
         Collective("tp", "all_reduce", shape.micro_batches, features * feature),
