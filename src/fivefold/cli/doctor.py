@@ -22,7 +22,7 @@ def doctor(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, or at a model: what is here, what is missing, what would help.
+    """Look at this machine, or at a model: what is here, what is missing.
 
     Example: fivefold doctor llama-3.1-8b --tp 8
     """
