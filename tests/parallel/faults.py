@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.parallel import loss, tensor
+from fivefold.parallel import loss, pairs, tensor
 from fivefold.parallel.apply import Spread
 from fivefold.training import step
 from fivefold.training.optimizer import squared_norm
@@ -26,7 +26,7 @@ def _input_gradient_of_a_column_not_reduced() -> Any:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
 
-    return patch.object(tensor._GatherSequence, "backward", staticmethod(backward))
+    return patch.object(pairs.GatherSequence, "backward", staticmethod(backward))
 
 
 def _bias_of_a_row_added_on_every_rank() -> Any:
