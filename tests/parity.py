@@ -307,4 +307,16 @@ def gradient_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
     return float(errors[worst]), worst
 
 
-__all__ = ["IGNORE", "Case", "Outcome", "gradient_error", "on_rank", "outcome", "reference"]
+def assert_proved(found: Outcome, expected: Outcome, per_rank: list[dict[str, Any]]) -> None:
+    """In fp64: gradients, losses, norms and weights within 1e-10, and the collectives that ran are those declared."""
+    error, worst = gradient_error(found, expected)
+    assert error <= 1e-10, worst
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-10)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-10)
+    for name, weights in expected.weights.items():
+        np.testing.assert_allclose(found.weights[name], weights, rtol=0, atol=1e-10, err_msg=name)
+    for result in per_rank:
+        assert result["ran"] == result["declared"]
+
+
+__all__ = ["IGNORE", "Case", "Outcome", "assert_proved", "gradient_error", "on_rank", "outcome", "reference"]

@@ -5,13 +5,12 @@ Families x layouts x ZeRO x sequence parallel x recompute x ties x head counts b
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fivefold.models.families import families
 from tests.allpairs import all_pairs
 from tests.parallel.test_parity import run
-from tests.parity import Case, gradient_error, hf_config, refusal
+from tests.parity import Case, assert_proved, gradient_error, hf_config, refusal
 from tests.pool import run_ranks
 
 ROWS = 8
@@ -52,14 +51,7 @@ CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
 )
 def test_layout_equals_one_process(case: Case) -> None:
     found, expected, per_rank = run(case)
-    error, worst = gradient_error(found, expected)
-    assert error <= 1e-10, worst
-    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-10)
-    for name, weights in expected.weights.items():
-        np.testing.assert_allclose(found.weights[name], weights, rtol=0, atol=1e-10, err_msg=name)
-    for result in per_rank:
-        assert result["ran"] == result["declared"]
+    assert_proved(found, expected, per_rank)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,10 @@
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.parallel import toy
-from tests.parity import Case, Outcome, gradient_error, outcome, reference
+from tests.parity import Case, Outcome, assert_proved, outcome, reference
 from tests.pool import run_ranks
 
 LEARNT = (("learnt_scale", True),)
@@ -29,14 +28,7 @@ def check(case: Case, folder: Path | None) -> None:
     expected = truth(case.with_layout("single"))
     per_rank = run_ranks(case.parsed.world, toy.on_rank, case, folder)
     found = outcome(case, per_rank, {name: g.shape for name, g in expected.gradients.items()})
-    error, worst = gradient_error(found, expected)
-    assert error <= 1e-10, worst
-    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-10)
-    for name, weights in expected.weights.items():
-        np.testing.assert_allclose(found.weights[name], weights, rtol=0, atol=1e-10, err_msg=name)
-    for result in per_rank:
-        assert result["ran"] == result["declared"]
+    assert_proved(found, expected, per_rank)
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,14 @@ class Remote:
         """The steps whose copy is there with its manifest, ascending."""
         with self._answers():
             self._fs.invalidate_cache()
-            if not self._fs.isdir(self._root):
-                return []
-            names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-            return [step for step in steps_of(names) if self._fs.exists(self._path(step, NAME))]
+            return [step for step in self._begun() if self._fs.exists(self._path(step, NAME))]
 
     def put(self, folder: Path, names: Iterable[str]) -> None:
         """Copy these files of a step's local folder and compare the copies with them."""
         with self._answers():
             for name in names:
                 path = f"{self._root}/{folder.name}/{name}"
-                if not _STORES & {self._fs.protocol, *self._fs.protocol}:  # which have no folders, but make buckets
+                if not self._is_store:
                     self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 self._fs.put_file(str(folder / name), path)
                 with self._fs.open(path, "rb") as copy, (folder / name).open("rb") as original:
@@ -89,13 +86,16 @@ class Remote:
         newest = steps_of([published])[0]
         kept = [step for step in self.steps() if step <= newest][-keep:]
         with self._answers():
-            there = steps_of(str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False))
-            for step in there:
-                if step in kept or step > newest:
-                    continue
-                if self._fs.exists(self._path(step, NAME)):
-                    self._fs.rm_file(self._path(step, NAME))
+            doomed = [step for step in self._begun() if step <= newest and step not in kept]
+        for step in doomed:
+            self.withdraw(step_folder(step))
+            with self._answers():
                 self._fs.rm(self._path(step), recursive=True)
+
+    def _begun(self) -> list[int]:
+        """The steps of which anything is there, ascending."""
+        there = self._fs.ls(self._root, detail=False) if self._fs.isdir(self._root) else []
+        return steps_of(str(path).rstrip("/").rpartition("/")[2] for path in there)
 
     def where(self, step: int) -> str:
         """The address of a step's copy."""
@@ -118,6 +118,12 @@ class Remote:
     @property
     def _fs(self) -> Any:
         return self._located[0]
+
+    @property
+    def _is_store(self) -> bool:
+        """Whether it has no folders, so that making one would make a bucket."""
+        protocol = self._fs.protocol
+        return not _STORES.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     @property
     def _root(self) -> str:

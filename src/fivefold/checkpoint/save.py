@@ -28,7 +28,7 @@ from fivefold.errors import RunFailed, UserError
 from fivefold.parallel.apply import spread_of
 from fivefold.parallel.data import reshard
 from fivefold.parallel.tensor import local
-from fivefold.step_folders import step_folder, steps
+from fivefold.step_folders import step_folder, steps, steps_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
@@ -347,7 +347,8 @@ def _retain(published: Path, keep: int) -> None:
     They are renamed first, so that no half-deleted folder carries a step's name.
     """
     directory = published.parent
-    for step in [step for step in steps(directory) if step_folder(step) <= published.name][:-keep]:
+    newest = steps_of([published.name])[0]
+    for step in [step for step in steps(directory) if step <= newest][:-keep]:
         doomed = directory / f"{_BESIDE}old-{step_folder(step)}"
         disk.rename(directory / step_folder(step), doomed)
         disk.remove(doomed)

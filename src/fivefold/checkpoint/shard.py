@@ -89,14 +89,6 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def checksum_of(key: str, tensor: Tensor) -> str:
-    """Of a CPU tensor under a key."""
-    sums: dict[str, str] = {}
-    with ThreadPoolExecutor(1, "checksum") as beside:
-        deque(_contents({key: tensor}, sums, beside), maxlen=0)
-    return sums[key]
-
-
 def _contents(tensors: Mapping[str, Tensor], sums: dict[str, str], beside: Executor) -> Iterator[memoryview]:
     """The bytes of each tensor, a piece at a time; `sums` is filled with their checksums."""
     for key, tensor in tensors.items():
