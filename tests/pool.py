@@ -6,6 +6,7 @@ thrown away and the next call starts a fresh one.
 """
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
@@ -49,24 +50,37 @@ class _Pool:
                 continue
             try:
                 ok, value = pipe.recv()
-            except EOFError:
-                ok, value = False, "died"
+            except (EOFError, ConnectionResetError):
+                ok, value = False, self._last_words(rank)
             (results if ok else errors).append(value if ok else f"rank {rank}: {value}")
         if errors:
             raise RankError("\n".join(errors))
         return results
 
+    def _last_words(self, rank: int) -> str:
+        """How a rank that is gone ended: its exit code (negative: a signal) and the stack that it left."""
+        self.processes[rank].join(10)
+        with open(_crash_file(self.store, rank)) as file:
+            return f"died, exit code {self.processes[rank].exitcode}\n{file.read()}"
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-        if os.path.exists(self.store):
-            os.unlink(self.store)
+        for path in [self.store, *(_crash_file(self.store, rank) for rank in range(self.world))]:
+            if os.path.exists(path):
+                os.unlink(path)
+
+
+def _crash_file(store: str, rank: int) -> str:
+    return f"{store}.rank{rank}.crash"
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    crash = open(_crash_file(store, rank), "w")  # noqa: SIM115 - held open for as long as the worker lives
+    faulthandler.enable(crash)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
