@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_SECONDS = 180.0
+END_GROUPS = "end groups"
 
 
 class RankError(AssertionError):
@@ -55,7 +57,14 @@ class _Pool:
             (results if ok else errors).append(value if ok else f"rank {rank}: {value}")
         if errors:
             raise RankError("\n".join(errors))
+        for pipe in self.pipes:  # no rank closes a group that another may still read from
+            pipe.send(END_GROUPS)
         return results
+
+    @property
+    def was_killed(self) -> bool:
+        """A worker ended by a signal: nothing that a test could raise."""
+        return any((process.exitcode or 0) < 0 for process in self.processes)
 
     def _last_words(self, rank: int) -> str:
         """How a rank that is gone ended: its exit code (negative: a signal) and the stack that it left."""
@@ -91,14 +100,17 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     )
     while True:
         try:
-            function, args = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             return
+        if message == END_GROUPS:
+            _end_groups()
+            continue
+        function, args = message
         try:
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        _end_groups()
 
 
 def _end_groups() -> None:
@@ -116,13 +128,32 @@ _pools: dict[int, _Pool] = {}
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
-    """Call `function(*args)` on each of `world` gloo ranks; results in rank order. Raises `RankError`."""
+    """Call `function(*args)` on each of `world` gloo ranks; results in rank order. Raises `RankError`.
+
+    Where a worker was ended by a signal (once in some thousand tests gloo crashes) it is said, and tried once more.
+    """
+    try:
+        return _run(world, function, args, timeout)
+    except _Killed as killed:
+        print(f"a worker was killed, the call is made again: {killed}", file=sys.stderr)
+        return _run(world, function, args, timeout)
+
+
+class _Killed(RankError):
+    """A worker was ended by a signal."""
+
+
+def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
     if world not in _pools:
         _pools[world] = _Pool(world)
     try:
         return _pools[world].run(function, args, timeout)
-    except RankError:
-        _pools.pop(world).close()
+    except RankError as error:
+        pool = _pools.pop(world)
+        was_killed = pool.was_killed
+        pool.close()
+        if was_killed:
+            raise _Killed(str(error)) from None
         raise
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from fivefold.cli import doctor, export, generate, train
+from fivefold.cli import doctor, export, generate, train, verify
 from fivefold.errors import RunFailed, UserError
 
 INTERRUPTED = 130
@@ -18,6 +18,7 @@ INTERRUPTED = 130
 # Listed in this order; the first line of the docstring is the verb's line.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
+    "verify": verify.verify,
     "generate": generate.generate,
     "export": export.export,
     "doctor": doctor.doctor,

@@ -123,9 +123,21 @@ def join(world: World) -> Iterator[World]:
     except BaseException:
         # A NCCL group may wait for the peers that this failure leaves behind; the process ends anyway.
         if world.backend == "gloo":
-            dist.destroy_process_group()
+            _close_group()
         raise
-    dist.destroy_process_group()
+    _close_group()
+
+
+def leave() -> None:
+    """Close the process group of a joined world, so that this process can join others, one after the other."""
+    _close_group()
+
+
+def _close_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _keep_freed_memory() -> None:

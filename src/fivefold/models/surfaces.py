@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 import transformers.initialization as hf_initialization
 from huggingface_hub import snapshot_download
 from torch import nn
@@ -78,15 +79,40 @@ def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedMod
 
 def whole_model(config: PreTrainedConfig, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """The unmodified model of `config` in fp64 on the CPU, computing attention by itself, with these values."""
-    has_soft_cap = getattr(config, "attn_logit_softcapping", None)
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=torch.float64, attn_implementation="eager" if has_soft_cap else "sdpa",
-        trust_remote_code=False,
-    )  # fmt: skip
+    model = unmodified_model(config, torch.float64)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(values[name])
     return model
+
+
+def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `config` as `transformers` makes it on the CPU, with weights of its own, computing attention by
+    itself."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=dtype, attn_implementation=_own_attention(config), trust_remote_code=False
+    )
+    return model
+
+
+def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a local folder as `transformers` loads it, computing attention by itself."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation=_own_attention(config), local_files_only=True,
+        use_safetensors=True, trust_remote_code=False,
+    )  # fmt: skip
+    return model
+
+
+def no_progress_bars() -> None:
+    """`transformers` loads and saves without a word."""
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _own_attention(config: PreTrainedConfig) -> str:
+    """The attention of PyTorch, or the model's own code where that has no soft cap."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..., Any]) -> None:

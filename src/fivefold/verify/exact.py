@@ -1,0 +1,33 @@
+"""fp64 all the way: what models compute in fp32 on purpose would leave a floor of 1e-7 under every proof."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Inside, what models compute in fp32 on purpose (norms, softmax) is computed in fp64."""
+
+    def instead(plain: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            return plain(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+        return call
+
+    with (
+        patch.object(torch.Tensor, "to", instead(torch.Tensor.to)),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+        patch.object(nn.functional, "softmax", instead(nn.functional.softmax)),
+    ):
+        yield
+
+
+def exactly(precision: str) -> AbstractContextManager[None]:
+    """`exact` where `precision` is fp64; nothing otherwise."""
+    return exact() if precision == "fp64" else nullcontext()

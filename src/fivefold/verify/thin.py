@@ -1,0 +1,164 @@
+"""The model of a proof: the one that is asked about, cut where it is too large, in a Hugging Face folder.
+
+A cut model keeps the class, every kind of layer, the numbers of heads and every switch of the config. Its weights are
+drawn so that nothing is zero: biases, and norm weights around one.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.config import RunConfig
+from fivefold.errors import UserError
+from fivefold.models import surfaces
+from fivefold.models.build import build_meta, load_model_config, weights_folder
+
+BYTES_PER_PARAMETER = 300  # of a proof: three runs of the reference and what is kept of them, a run of the layout
+HEAD_DIM, VOCABULARY, WINDOW = 8, 101, 11  # of a thin model
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Hugging Face folder with the model of a proof; `cuts`: what it lacks of the model asked about, for people."""
+
+    folder: Path
+    name: str
+    vocabulary: int
+    cuts: tuple[str, ...]
+
+
+def make_folder(config: RunConfig, folder: Path, *, thin: bool, memory: int, vocabulary: int, seed: int) -> ModelFolder:
+    """The model to prove, with a layer of each kind (`thin`: and narrow).
+
+    It is the folder of the run's own weights where nothing is cut; else `folder`, written here by `transformers`.
+    `memory` bytes are there for a proof; a vocabulary of less than `vocabulary` tokens cannot be cut to.
+    Raises `UserError` for a model that cannot be read, or is too large even with a layer of each kind.
+    """
+    asked = load_model_config(config.model.name_or_path, config.model.overrides)
+    chosen, cuts = _chosen(asked, thin=thin, memory=memory, vocabulary=vocabulary)
+    if not cuts and config.model.init == "pretrained":
+        name = type(build_meta(asked)).__name__
+        return ModelFolder(weights_folder(config.model.name_or_path), name, asked.vocab_size, ())
+    model = surfaces.unmodified_model(chosen, torch.float32)
+    fill(model, seed)
+    model.save_pretrained(folder)
+    return ModelFolder(folder, type(model).__name__, chosen.vocab_size, cuts)
+
+
+def _chosen(config: Any, *, thin: bool, memory: int, vocabulary: int) -> tuple[Any, tuple[str, ...]]:
+    """The config to prove and what it lacks of `config`: nothing, layers, or (`thin`) widths too."""
+    if thin:
+        small = narrow(fewer_layers(config), vocabulary)
+        if small is not None:
+            return small, _differences(config, small)
+        config = fewer_layers(config)
+    if _bytes(config) <= memory:
+        return config, ("layers",) if thin else ()
+    small = fewer_layers(config)
+    if _bytes(small) <= memory:
+        return small, _differences(config, small)
+    raise UserError(
+        f"one layer of each kind of this model needs {_bytes(small) / 2**30:.1f} GiB to be proved, and "
+        f"{memory / 2**30:.1f} GiB are free",
+        fix="cut its widths as well: --thin",
+        more="docs/verify.md",
+    )
+
+
+def _bytes(config: Any) -> int:
+    parameters: int = sum(parameter.numel() for parameter in build_meta(config).parameters())
+    return BYTES_PER_PARAMETER * parameters
+
+
+def fewer_layers(config: Any) -> Any:
+    """A copy of a config with a layer of each kind, at least two."""
+    small = copy.deepcopy(config)
+    types = getattr(config, "layer_types", None)
+    kinds = list(dict.fromkeys(types or []))
+    kinds += [kinds[-1]] * (2 - len(kinds)) if kinds else []
+    small.num_hidden_layers = min(config.num_hidden_layers, max(2, len(kinds)))
+    if types:
+        small.layer_types = kinds[: small.num_hidden_layers]
+    return small
+
+
+def narrow(config: Any, vocabulary: int) -> Any | None:
+    """A copy with narrow heads, layers and a small prime vocabulary; None where the class does not take them."""
+    small = copy.deepcopy(config)
+    heads = config.num_attention_heads
+    _set(small, "hidden_size", heads * HEAD_DIM)
+    _set(small, "head_dim", HEAD_DIM)
+    for name in ("intermediate_size", "n_inner", "ffn_dim", "shared_intermediate_size"):
+        _set(small, name, _prime_above(heads * HEAD_DIM * 3 // 2))
+    _set(small, "moe_intermediate_size", 4 * HEAD_DIM)
+    _set(small, "sliding_window", WINDOW)
+    _set(small, "attention_window", WINDOW)
+    small.vocab_size = min(config.vocab_size, max(VOCABULARY, vocabulary))
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(config, key, None) is not None:
+            setattr(small, key, min(_first(getattr(config, key)), small.vocab_size - 1))
+    _shorten_factors(small, config)
+    try:
+        build_meta(small)
+    except (ValueError, TypeError, AttributeError, RuntimeError, UserError):
+        return None
+    return small
+
+
+def _set(config: Any, name: str, value: int) -> None:
+    """Where the config has it, and no value above the one it has."""
+    old = getattr(config, name, None)
+    if isinstance(old, int) and not isinstance(old, bool) and old > value:
+        setattr(config, name, value)
+
+
+def _shorten_factors(small: Any, config: Any) -> None:
+    """Rotary factors are one per pair of features of a head."""
+    rope = getattr(small, "rope_parameters", None) or {}
+    for key in ("short_factor", "long_factor"):
+        if isinstance(rope.get(key), list):
+            wide = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            rope[key] = rope[key][: max(1, len(rope[key]) * HEAD_DIM // wide)]
+
+
+def _differences(config: Any, small: Any) -> tuple[str, ...]:
+    """What a cut config lacks, for people: `layers 2 of 32`."""
+    words = {"num_hidden_layers": "layers", "hidden_size": "width", "intermediate_size": "MLP width", "head_dim":
+             "head width", "sliding_window": "window", "vocab_size": "vocabulary"}  # fmt: skip
+    found = []
+    for name, word in words.items():
+        now, was = getattr(small, name, None), getattr(config, name, None)
+        if now != was:
+            found.append(f"{word} {now} of {was}")
+    return tuple(found) or ("nothing",)
+
+
+def _first(value: Any) -> int:
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _prime_above(number: int) -> int:
+    while any(number % divisor == 0 for divisor in range(2, int(number**0.5) + 1)):
+        number += 1
+    return number
+
+
+def fill(model: Any, seed: int) -> None:
+    """Draw every parameter; none is zero, and none is as an initialiser would leave it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in _parameters(model):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if _is_norm(name, parameter) else 0.08 * noise)
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from sorted(model.named_parameters())
+
+
+def _is_norm(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 1 and name.endswith("weight")
