@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.api import Run, export, generate, train
+    from fivefold.api import Run, export, generate, train, verify
     from fivefold.config import RunConfig, load_config
     from fivefold.errors import RunFailed, UserError
     from fivefold.layout import Layout
@@ -22,6 +22,7 @@ _HOMES = {
     "load_config": "fivefold.config",
     "parallelize": "fivefold.parallel.apply",
     "train": "fivefold.api",
+    "verify": "fivefold.api",
 }
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "load_config",
     "parallelize",
     "train",
+    "verify",
 ]
 
 

@@ -1,10 +1,13 @@
 """The Python API of the commands: the same functions, with Python values in and out."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fivefold.verify.report import VerifyReport
 
 
 @dataclass(frozen=True)
@@ -23,19 +26,52 @@ class Run:
 
 
 def train(
-    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, nproc: int | None = None
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    nproc: int | None = None,
+    verify: bool = False,
 ) -> Run:
     """Train a run file, or the built-in demo when `path` is None, as `fivefold train` does.
 
-    `overrides` are dotted keys with Python values: `{"optimizer.learning_rate": 2e-5}`. Starts its own workers
-    unless this process is one already. Raises `UserError` and `RunFailed`.
+    `overrides` are dotted keys with Python values: `{"optimizer.learning_rate": 2e-5}`. `verify`: first prove the
+    layout on a thin model. Starts its own workers unless this process is one already. Raises `UserError` and
+    `RunFailed`.
     """
     from fivefold.launch.local import run
 
-    written = [
-        f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()
-    ]
-    return Run(run(None if path is None else Path(path), written, nproc=nproc))
+    return Run(run(None if path is None else Path(path), _written(overrides), nproc=nproc, verify=verify))
+
+
+def verify(
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    layouts: Sequence[str],
+    thin: bool = False,
+    quick: bool = False,
+    steps: int | None = None,
+    precision: str = "fp64",
+    seq_length: int | None = None,
+    seed: int = 1234,
+    quiet: bool = True,
+) -> "VerifyReport":
+    """Prove that layouts compute what one process computes, as `fivefold verify` does.
+
+    The report's `.ok` says whether all do; `.rows` has every comparison. See `fivefold.verify.main` for the options.
+    Raises `UserError`.
+    """
+    from fivefold.verify import main
+
+    return main(
+        None if path is None else Path(path), _written(overrides), layouts=layouts, thin=thin, quick=quick, steps=steps,
+        precision=precision, seq_length=seq_length, seed=seed, quiet=quiet,
+    )  # fmt: skip
+
+
+def _written(overrides: Mapping[str, Any] | None) -> list[str]:
+    """Overrides as the command line writes them."""
+    return [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
 
 
 def export(run: "Run | str | Path", out: str | Path, *, step: int | None = None) -> Path:

@@ -22,6 +22,9 @@ def train(
         int | None,
         typer.Option(min=1, help="Workers to start. Default: every GPU, or 2 on CPU.", show_default=False),
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First prove the layout on a thin model; see fivefold verify.")
+    ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List every key of the run file, and stop.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -35,7 +38,7 @@ def train(
     path, overrides = split_arguments(arguments or [])
     from fivefold.launch.local import run
 
-    run(path, overrides, nproc=nproc)
+    run(path, overrides, nproc=nproc, verify=verify)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:

@@ -1,12 +1,15 @@
 """`fivefold verify`."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fivefold.cli.options import Debug
 from fivefold.cli.train import split_arguments
+
+if TYPE_CHECKING:
+    from fivefold.verify.report import VerifyReport
 
 
 class Precision(StrEnum):
@@ -46,14 +49,16 @@ def verify(
     from fivefold.report import write
     from fivefold.verify import main
 
+    def publish(report: "VerifyReport") -> None:
+        write(report, json=json)
+        if html:
+            from fivefold.verify.page import write_page
+
+            write_page(report, html)
+
     report = main(
         path, overrides, layouts=[text.strip() for text in layouts.split(",") if text.strip()], thin=thin, quick=quick,
-        steps=steps, precision=precision.value, seq_length=seq_length, seed=seed, quiet=json == "-",
+        steps=steps, precision=precision.value, seq_length=seq_length, seed=seed, quiet=json == "-", publish=publish,
     )  # fmt: skip
-    write(report, json=json)
-    if html:
-        from fivefold.verify.page import write_page
-
-        write_page(report, html)
     if not report.ok:
         raise typer.Exit(1)

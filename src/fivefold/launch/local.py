@@ -33,6 +33,7 @@ from fivefold.launch.world import (
     worker_environment,
 )
 from fivefold.layout import MESH_AXES, Layout
+from fivefold.verify import before_training
 from fivefold.worker import INTERRUPTED, TERMINATED, execute
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
@@ -44,9 +45,10 @@ class WorkerCrashed(WorkerDied):
     traceback = ""
 
 
-def run(path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None = None) -> Path:
+def run(path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None = None, verify: bool = False) -> Path:
     """Train the run file at `path` (None: the demo) and return the run folder.
 
+    `verify`: prove the layout on thin weights first.
     Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
     """
     world = find_world("cpu")  # the place is known before torch is; the device is looked up below
@@ -55,8 +57,8 @@ def run(path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None =
         check_supported(config)
         is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
     if world is None:
-        return _run_here(config, is_fresh=is_fresh, nproc=nproc)
-    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc)
+        return _run_here(config, is_fresh=is_fresh, nproc=nproc, verify=verify)
+    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc, verify=verify)
 
 
 def worker_count(
@@ -100,12 +102,15 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     _elastic(["-m", "fivefold.worker", verb, str(request_file)], workers=workers, logs=logs)
 
 
-def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
+def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:
     kind = device_kind(config.train.device)
     workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
     with _arithmetic():
-        config.layout.resolve(workers).accumulation(config.train.global_batch_size)
+        layout = config.layout.resolve(workers)
+        layout.accumulation(config.train.global_batch_size)
     check_model(config)
+    if verify:
+        before_training(config, layout)
     _prepare(config, show=True)
     config = claim_fresh(config) if is_fresh else config
     print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
@@ -120,13 +125,14 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None) -> Path:
     return config.run_dir
 
 
-def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None) -> Path:
+def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:
     """This process is one of the workers already."""
     with one_voice(world):
         if nproc is not None and nproc != world.size:
             raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
         with _arithmetic():
-            config.layout.resolve(world.size).accumulation(config.train.global_batch_size)
+            layout = config.layout.resolve(world.size)
+            layout.accumulation(config.train.global_batch_size)
         check_model(config)
         _prepare(config, show=world.is_first)
     here = find_world(config.train.device) or world
@@ -135,6 +141,8 @@ def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int |
         if here.is_first:
             open_folder(config)
         with said_once(here):
+            if verify:
+                before_training(config, layout)
             execute("train", {"config": config.to_yaml()}, here)
     return config.run_dir
 

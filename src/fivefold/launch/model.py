@@ -17,8 +17,11 @@ from fivefold.nearby import runs
 READ_MORE = "fivefold train --keys"
 
 
-def check_model(config: RunConfig) -> None:
-    """Raise `UserError` where the model cannot run as asked. A hub id is left to the workers, which may fetch it."""
+def check_model(config: RunConfig, *, weights: bool = True) -> None:
+    """Raise `UserError` where the model cannot run as asked. A hub id is left to the workers, which may fetch it.
+
+    `weights`: those that it starts from are looked for as well.
+    """
     name = config.model.name_or_path
     path = shape_folder(name) or Path(name).expanduser()
     if not path.exists():
@@ -32,7 +35,7 @@ def check_model(config: RunConfig) -> None:
     values = _config_of(path) | config.model.overrides
     _check_heads(values, config.layout.tp)
     _check_positions(values, config.data.seq_length)
-    if config.model.init == "pretrained":
+    if weights and config.model.init == "pretrained":
         _check_weights(name, path)
 
 

@@ -4,9 +4,14 @@ No torch until a proof begins. In order: `thin` (the model), `subject` (document
 `proof` (a layout, watched by `observer`), `rows` (tolerances and verdicts), `report` and `page`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fivefold.config import RunConfig
+from fivefold.errors import RunFailed
+from fivefold.layout import Layout
 
 if TYPE_CHECKING:
     from fivefold.verify.report import VerifyReport
@@ -26,16 +31,45 @@ def main(
     seq_length: int | None = None,
     seed: int = 1234,
     quiet: bool = False,
+    publish: "Callable[[VerifyReport], object] | None" = None,
 ) -> "VerifyReport":
-    """Prove `layouts` (text forms; options that one does not state are the run file's) for the model of a run file.
+    """Prove `layouts` (text forms, each as a run with `layout: TEXT` has it) for the model of a run file.
 
     `path` None: the demo's. `thin`: a narrow model with a layer of each kind; `quick`: that, and fewer steps.
     `precision`: fp64, fp32, bf16, or `run`, the run file's. Inside a world that is there already (torchrun), the
-    layouts of its size run, and the others are listed as not run. Raises `UserError` for a request that cannot be met.
+    layouts of its size run, and the others are listed as not run. `publish` is given the report, on the first rank
+    only, before any rank goes on. Raises `UserError` for a request that cannot be met.
     """
-    from fivefold.verify.launch import start
+    from fivefold.config import load_config
+    from fivefold.launch.voice import one_voice
+    from fivefold.launch.world import find_world
+    from fivefold.verify.launch import Options, resolve, start
 
-    return start(
-        path, overrides, layouts=layouts, thin=thin or quick, steps=steps or (QUICK_STEPS if quick else STEPS),
-        precision=precision, seq_length=seq_length, seed=seed, quiet=quiet,
+    with one_voice(find_world("cpu")):
+        config = load_config(path, overrides)
+        asked = resolve(path, overrides, layouts, precision)
+    options = Options(
+        thin=thin or quick, steps=steps or (QUICK_STEPS if quick else STEPS), seq_length=seq_length, seed=seed,
+        quiet=quiet,
     )  # fmt: skip
+    return start(config, asked, options, publish or (lambda report: None))
+
+
+def before_training(config: RunConfig, layout: Layout) -> None:
+    """Prove the layout of a run on a thin model, in fp64, and say so. Raises `RunFailed` where it is not proved."""
+    from fivefold.verify.launch import Options, start
+    from fivefold.verify.report import first_sentence
+
+    def say(report: "VerifyReport") -> None:
+        if report.ok:
+            print(f"{text} is proved on thin weights: {len(report.rows)} comparisons with one process", flush=True)
+
+    text = str(layout)
+    options = Options(thin=True, steps=QUICK_STEPS, quiet=True)
+    report = start(config, {text: replace(layout, precision="fp64")}, options, say)
+    if not report.ok:
+        raise RunFailed(
+            f"{text} does not compute what one process computes: {first_sentence(report.found[0])}",
+            fix=f"fivefold verify with --quick --layouts {text} --html verify.html shows everything",
+            more="docs/verify.md",
+        )

@@ -2,15 +2,16 @@
 
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
 
-from fivefold.config import RunConfig, load_config
+from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import UserError
 from fivefold.launch.local import gpus, start_workers
 from fivefold.launch.model import check_model
+from fivefold.launch.voice import said_once
 from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.layout import COMPUTE, Layout
 from fivefold.verify.evidence import Evidence
@@ -22,58 +23,63 @@ from fivefold.verify.subject import Subject
 MORE = "docs/verify.md"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a proof is done: on a narrow model or not, over how many steps, on rows of how many tokens (None: short)."""
+
+    thin: bool
+    steps: int
+    seq_length: int | None = None
+    seed: int = 1234
+    quiet: bool = False
+
+
 def start(
-    path: Path | None, overrides: Sequence[str], *, layouts: Sequence[str], thin: bool, steps: int, precision: str,
-    seq_length: int | None, seed: int, quiet: bool,
-) -> VerifyReport:  # fmt: skip
-    """See `fivefold.verify.main`."""
-    config = load_config(path, overrides)
-    check_model(config)
-    asked = resolve(layouts, config, precision)
+    config: RunConfig, layouts: Mapping[str, Layout], options: Options, publish: Callable[[VerifyReport], object]
+) -> VerifyReport:
+    """Prove `layouts`, by the names that they are called by; see `fivefold.verify.main`."""
     request = VerifyRequest(
-        config=config.to_yaml(), layouts=tuple(map(str, asked)), names=tuple(layouts), scratch="", thin=thin,
-        steps=steps, seq_length=seq_length, seed=seed, quiet=quiet,
+        config=config.to_yaml(), layouts=tuple(map(str, layouts.values())), names=tuple(layouts), scratch="",
+        **asdict(options),
     )  # fmt: skip
-    world = find_world(config.train.device)
+    world = find_world("cpu")  # the place is known before torch is
     if world is None:
-        return _over_workers(request, asked, device_kind(config.train.device))
-    return _inside(request, asked, world, Path(config.run.dir))
+        report = _over_workers(request, layouts, device_kind(config.train.device))
+        publish(report)
+        return report
+    here = find_world(config.train.device) or world
+    with join(here), said_once(here):
+        return _inside(request, layouts, here, Path(config.run.dir), publish)
 
 
-def resolve(texts: Sequence[str], config: RunConfig, precision: str) -> list[Layout]:
-    """The layouts to prove. What a text does not state is as in the run file, but for the degrees; a precision that it
-    does not state is `precision`.
+def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], precision: str) -> dict[str, Layout]:
+    """The layouts to prove: each as a run with `layout: TEXT` has it, in `precision` where the text states none.
 
-    Raises `UserError` for a text that is not a layout, a layout named twice, or one without a definite world.
+    Raises `UserError` for a text that is not a layout, a layout named twice, or one that this model cannot have.
     """
     if not texts:
         raise UserError("no layouts to prove", fix="name some: --layouts tp2,shard2.tp2", more=MORE)
     if precision not in (*COMPUTE, "run"):
         raise UserError(f"precision {precision!r} is not known", fix=f"one of {', '.join(COMPUTE)}, run", more=MORE)
-    default = config.precision.compute if precision == "run" else precision
-    found = []
+    found: dict[str, Layout] = {}
     for text in texts:
-        layout = _with_options(Layout.parse(text), config.layout)
-        if layout.precision == Layout().precision:
-            layout = replace(layout, precision=default)
+        config = load_config(path, [*overrides, f"layout={text}"])
+        check_supported(config)
+        check_model(config, weights=False)
+        layout = config.layout
+        if precision != "run" and Layout.parse(text).precision == Layout().precision:
+            layout = replace(layout, precision=precision)
         if layout.dp_shard == -1:
             raise UserError(f"layout {text}: how many ranks is shard-1?", fix="write a number: shard2", more=MORE)
-        if texts.count(text) > 1 or layout in found:
+        if layout in found.values():
             raise UserError(f"layout {text} is named twice", fix="name each layout once", more=MORE)
-        found.append(layout)
+        found[text] = layout
     return found
 
 
-def _with_options(layout: Layout, run: Layout) -> Layout:
-    """`layout`, with the run file's options where it has a default."""
-    default, options = Layout(), ("zero", "sequence_parallel", "recompute", "micro_batch_size")
-    unset = {name: getattr(run, name) for name in options if getattr(layout, name) == getattr(default, name)}
-    return replace(layout, **unset)
-
-
-def _over_workers(request: VerifyRequest, layouts: Sequence[Layout], kind: str) -> VerifyReport:
+def _over_workers(request: VerifyRequest, layouts: Mapping[str, Layout], kind: str) -> VerifyReport:
     """As many workers as the largest layout has. Their logs stay only after a failure, whose message names them."""
-    workers = max(layout.world for layout in layouts)
+    workers = max(layout.world for layout in layouts.values())
     devices = gpus() if kind == "cuda" else workers
     if workers > devices:
         raise UserError(
@@ -92,30 +98,34 @@ def _over_workers(request: VerifyRequest, layouts: Sequence[Layout], kind: str) 
     return report
 
 
-def _inside(request: VerifyRequest, layouts: Sequence[Layout], world: World, folder: Path) -> VerifyReport:
+def _inside(
+    request: VerifyRequest, layouts: Mapping[str, Layout], world: World, folder: Path,
+    publish: Callable[[VerifyReport], object],
+) -> VerifyReport:  # fmt: skip
     """The layouts of this world's size run, the others do not. The scratch folder lies where all ranks see it."""
     import torch.distributed as dist
 
-    fits = [layout.world == world.size for layout in layouts]
-    with join(world):
-        where = [tempfile.mkdtemp(prefix=".verify-", dir=_made(folder)) if world.is_first else ""]
-        dist.broadcast_object_list(where, src=0)
-        mine = replace(
-            request, scratch=where[0], layouts=tuple(compress(request.layouts, fits)),
-            names=tuple(compress(request.names, fits)),
-        )  # fmt: skip
-        if mine.layouts:
-            in_world(mine, world)
-        dist.barrier()
-        others = [
-            Found(name, refused=f"it is for {layout.world} ranks, and this world has {world.size}")
-            for name, layout in zip(request.names, layouts, strict=True)
-            if layout.world != world.size
-        ]
-        report = _report(mine, others, order=request.names)
-        dist.barrier()
-        if world.is_first:
-            shutil.rmtree(where[0])
+    fits = [layout.world == world.size for layout in layouts.values()]
+    where = [tempfile.mkdtemp(prefix=".verify-", dir=_made(folder)) if world.is_first else ""]
+    dist.broadcast_object_list(where, src=0)
+    mine = replace(
+        request, scratch=where[0], layouts=tuple(compress(request.layouts, fits)),
+        names=tuple(compress(request.names, fits)),
+    )  # fmt: skip
+    if mine.layouts:
+        in_world(mine, world)
+    dist.barrier()
+    others = [
+        Found(name, refused=f"it is for {layout.world} ranks, and this world has {world.size}")
+        for name, layout in layouts.items()
+        if layout.world != world.size
+    ]
+    report = _report(mine, others, order=request.names)
+    if world.is_first:
+        publish(report)
+    dist.barrier()  # whoever exits first with a failure has the others ended
+    if world.is_first:
+        shutil.rmtree(where[0])
     return report
 
 

@@ -169,7 +169,7 @@ class Proof:
                     for step, (a, b) in enumerate(zip(found, expected, strict=True))
                 )
             ]
-            self.found.rows.append(next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error)))
+            self.found.add(next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error)))
         self._pieces("last", dict(self.model.named_parameters()))
 
     def replicas(self) -> None:
@@ -211,7 +211,7 @@ class Proof:
             found = first.where.partition(" (")[0].partition(":")[0]
             where = module if found == module else f"planted in {module}, found in {found}"
             row = Row("control: a planted fault", first.error, first.tolerance, found == module, where)
-        self.found.rows.append(row)
+        self.found.add(row)
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint into `folder`, and beside it what every tensor of it is."""
@@ -356,7 +356,8 @@ class Proof:
         self._in_order(kind, distances, names)
 
     def _in_order(self, kind: str, distances: Distances, names: list[str] | None = None) -> None:
-        self.found.rows.extend(self._judged(kind, distances, names))
+        for row in self._judged(kind, distances, names):
+            self.found.add(row)
 
     def _judged(self, kind: str, distances: Distances, names: list[str] | None = None) -> list[Row]:
         """A row for each key of a kind, in the order of the reference's execution, or of `names`."""
@@ -381,7 +382,7 @@ class Proof:
     def _number(self, what: str, error: float, tolerance: float | None, where: str = "") -> None:
         error = max(_everywhere(error), key=lambda each: math.inf if math.isnan(each) else each)
         allowed = self.tolerances.of(what) if tolerance is None else tolerance
-        self.found.rows.append(Row(what, error, allowed, error <= allowed, where))
+        self.found.add(Row(what, error, allowed, error <= allowed, where))
 
     def _count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
         """A row that counts what is wrong on any rank (`say`: also when nothing is)."""
@@ -390,7 +391,7 @@ class Proof:
             everyone.update(each)
         if everyone or say:
             first = next(iter(everyone.values()), "")
-            self.found.rows.append(Row(what, float(len(everyone)), 0.0, not everyone, first))
+            self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
 
 
 def _everywhere(value: Any) -> list[Any]:

@@ -69,7 +69,6 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
             yield own
 
     leave()
-    surfaces.no_progress_bars()
     prove(asked, world, first_ranks)
 
 
@@ -85,6 +84,7 @@ def in_world(asked: VerifyRequest, world: World) -> None:
 
 def prove(asked: VerifyRequest, world: World, open_world: Opener) -> None:
     """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`)."""
+    surfaces.no_progress_bars()
     layouts = [Layout.parse(text) for text in asked.layouts]
     say: Callable[[str], None] = print_line if world.is_first and not asked.quiet else lambda text: None
     if world.is_first:

@@ -1,6 +1,7 @@
 """What a proof found, for people and for programs: a table per layout, JSON, and an offline page (`page.py`)."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,10 @@ from fivefold.verify.rows import Found, Row, worst
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_TOP = re.compile(r" top (\d+|all)$")
+HUGE = 1e308  # an infinite error, in JSON
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,16 @@ class VerifyReport(Report[LayoutRow]):
     losses: Mapping[str, list[float]] = field(default_factory=dict)  # precision -> the reference's, step by step
 
     def to_json(self) -> str:
-        """`{"ok", "layouts": [{"layout", "ok", "not_run", "rows": [{"what", "error", "tolerance", "ok", "where"}]}]}`;
-        `not_run` says why a layout did not run, and is null where it did. An infinite error is null."""
+        """`{"ok", "layouts": [{"layout", "ok", "rows": [{"what", "error", "tolerance", "ok", "where"}]}]}`.
+
+        Beside the rows: `not_run`, why a layout did not run, else null; `not_told`, what its precision is too coarse
+        for."""
         layouts = [
             {
                 "layout": each.layout,
                 "ok": each.ok,
                 "not_run": each.refused or None,
+                "not_told": each.not_told,
                 "seconds": round(each.seconds, 3),
                 "rows": [_plain(asdict(row)) for row in each.rows],
             }
@@ -75,10 +83,10 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Rows by `what`, in the order in which each first comes."""
+    """Rows by `what`, in the order in which each first comes; those of the top k tokens are one kind."""
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
-        by_kind.setdefault(row.what, []).append(row)
+        by_kind.setdefault(_TOP.sub(" top k", row.what), []).append(row)
     return [Group(what, len(own), sum(not row.ok for row in own), worst(own)) for what, own in by_kind.items()]
 
 
@@ -104,12 +112,14 @@ def _show(found: Found, console: "Console") -> None:
         row = group.row
         style = "" if row.ok else "bold red"
         others = f"  (and {group.wrong - 1} more)" if group.wrong > 1 else ""
-        place = row.where if not row.ok or row.error or not row.tolerance else ""
+        place = row.where if not row.ok or row.what.startswith("control") else ""
         table.add_row(
             Text(f"  {group.what}", style), str(group.count), Text(_number(row.error), style), _number(row.tolerance),
             Text(f"{place}{others}", style),
         )  # fmt: skip
     console.print(table)
+    if found.not_told:
+        console.print(f"  too coarse to tell: {', '.join(found.not_told)}", style="dim", highlight=False)
 
 
 def _closing(found: Sequence[Found]) -> str:
@@ -119,12 +129,15 @@ def _closing(found: Sequence[Found]) -> str:
         return f"\n{names}: each computes what one process computes"
     lines = []
     for each in wrong:
-        row = first_wrong(each)
-        lines.append(f"\n{each.layout}: {_sentence(row) if row and not each.refused else f'not run: {each.refused}'}")
+        lines.append(f"\n{each.layout}: {first_sentence(each)}")
     return "".join(lines)
 
 
-def _sentence(row: Row) -> str:
+def first_sentence(found: Found) -> str:
+    """Why a layout is not proved, for people."""
+    row = first_wrong(found)
+    if row is None or found.refused:
+        return f"not run: {found.refused or 'it left no result'}"
     return f"first differs at {row.what} of {row.where}: {_number(row.error)} off, {_number(row.tolerance)} allowed"
 
 
@@ -134,6 +147,4 @@ def _number(value: float) -> str:
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinities."""
-    return {
-        key: None if isinstance(value, float) and abs(value) == float("inf") else value for key, value in row.items()
-    }
+    return row | {"error": min(row["error"], HUGE)}

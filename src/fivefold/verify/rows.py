@@ -42,9 +42,17 @@ class Found:
     layout: str
     rows: list[Row] = field(default_factory=list)
     refused: str = ""
+    not_told: list[str] = field(default_factory=list)  # what a precision is too coarse for
     losses: list[float] = field(default_factory=list)
     holds: dict[str, Any] = field(default_factory=dict)  # parameter -> shape and the regions of each rank
     seconds: float = 0.0
+
+    def add(self, row: Row) -> None:
+        """A row; or, where its tolerance would let everything pass, a word that this was not told."""
+        if row.tolerance >= 1.0 and not row.what.startswith("logits"):
+            self.not_told += [row.what] if row.what not in self.not_told else []
+        else:
+            self.rows.append(row)
 
     @property
     def ok(self) -> bool:
