@@ -18,7 +18,7 @@ from fivefold.parallel.apply import spread_of
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.tensor import local
 from fivefold.verify.evidence import Distance, Evidence
-from fivefold.verify.subject import Documents, row_numbers
+from fivefold.verify.subject import Documents, row_numbers, tokens_of
 
 Distances = dict[str, Distance]
 
@@ -96,13 +96,18 @@ class Observer:
                 self.distances[f"raw/{name}"] = min(distances, key=lambda each: each.squares)
 
     def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
-        """The gradient of a whole parameter, from one rank of those that hold the same values or (`copies`) from all."""
+        """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
         whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
         if name in self._raw and (copies or spec.is_owner(self._tp_rank)):
             for global_region, local_region in local_regions(spec, self._tp_rank, 0, 1):
                 whole[global_region] += self._raw[name][local_region]
         dist.all_reduce(whole)
         return whole
+
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """How many passes were seen, and how many a global batch has."""
+        return self._micro_batch + 1, len(self._rows)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class Observer:
             return False
         distance = self.distances.setdefault(key, Distance())
         for b, row in enumerate(rows):
-            start, stop = tokens[0], min(tokens[1], sum(map(len, self._documents[row])))
+            start, stop = tokens[0], min(tokens[1], tokens_of(self._documents[row]))
             if start < stop:
                 found = values_BTF[b if values_BTF.shape[0] > 1 else 0, : stop - start]
                 expected = self._evidence.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]

@@ -258,5 +258,3 @@ def tied_head_keeps_its_first_values() -> Any:
         return _Entered(plain(model, anatomy), logits)
 
     return patch.object(loss, "head_only", head_only)
-
-

@@ -194,7 +194,7 @@ def derivative_of_the_cap_left_out() -> Any:
 @fault(
     "gradients at the padding of a batch of documents reach their keys and values",
     known="catalogue: uneven shards' padding leaks",
-    layout="shard2",
+    layout="tp2",
     expects=[("gradient of output", r"layers\.2\.self_attn\.[kv]_proj")],
 )
 def padding_of_documents_has_gradients() -> Any:
@@ -291,5 +291,3 @@ def computed_in_another_type() -> Any:
     return patch.object(
         data, "MixedPrecisionPolicy", lambda **options: plain(**options | {"param_dtype": torch.bfloat16})
     )
-
-
