@@ -5,7 +5,8 @@ ranks around everything that a proof does there. Without a fault the same proof 
 """
 
 import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,22 +63,39 @@ def planted(name: str | None) -> Iterator[None]:
         yield
 
 
-def on_rank(place: str, layout: str, name: str | None, saved: str | None) -> dict[str, Any]:
-    """What a proof of `layout` finds with a fault planted, as JSON. `saved`: also load the checkpoints there."""
+def on_rank(place: str, layout: str, name: str | None) -> dict[str, Any]:
+    """What a proof of `layout` finds with a fault planted, as JSON."""
+    return _found(layout, lambda: _proof(place, layout).run(), name)
+
+
+def load_on_rank(place: str, layout: str, name: str | None, folder: str, half: int) -> dict[str, Any]:
+    """The same of loading what `save_on_rank` left after `half` steps, and of the losses from there on."""
+
+    def load() -> Found:
+        proof = _proof(place, layout)
+        proof.forget()
+        proof.reload({OTHER: Path(folder)})
+        proof.found.losses = [proof._step(step).loss for step in range(half, proof.subject.steps)]
+        return proof.found
+
+    return _found(layout, load, name)
+
+
+def save_on_rank(place: str, layout: str, name: str | None, folder: str, half: int) -> None:
+    """Train for `half` of a proof's steps and save."""
+    with planted(name):
+        proof = _proof(place, layout)
+        for step in range(half):
+            proof._step(step)
+        proof.save(Path(folder))
+
+
+def _found(layout: str, look: Callable[[], Found], name: str | None) -> dict[str, Any]:
     try:
         with planted(name):
-            found = _proof(place, layout).run()
+            return look().to_json()
     except Exception as error:  # on every rank alike, or the others would wait for this one
-        found = Found(layout, refused=f"{type(error).__name__}: {error}")
-    return found.to_json()
-
-
-def save_on_rank(place: str, layout: str, folder: str) -> None:
-    """A sound checkpoint after the steps of a proof."""
-    proof = _proof(place, layout)
-    proof.first_step()
-    proof.trajectory()
-    proof.save(Path(folder))
+        return Found(layout, refused=f"{type(error).__name__}: {error}").to_json()
 
 
 def _proof(place: str, layout: str) -> Proof:
@@ -94,41 +112,35 @@ class Outcome:
 
     @property
     def is_killed(self) -> bool:
-        return self.row is not None
-
-    @property
-    def steps(self) -> list[float]:
-        """The losses."""
-        return self.found.losses
+        return self.row is not None or bool(self.found.refused)
 
 
-def prove(
-    folder: Path, model: Model, layout: str, fault: Fault | None = None, *, steps: int, reload: bool = False
-) -> Outcome:
+def prove(folder: Path, model: Model, layout: str, fault: Fault | None = None, *, steps: int) -> Outcome:
     """Run the proof of a layout, with a fault planted or without."""
     place = make_subject(model, folder, steps=steps)
-    saved = _checkpoint(place) if reload else None
-    ranks = run_ranks(Layout.parse(layout).world, on_rank, str(place), layout, fault and fault.name, saved)
-    found = Found.of(json.loads(json.dumps(ranks[0])))
-    return Outcome(found, first_wrong(found))
+    return _outcome(run_ranks(Layout.parse(layout).world, on_rank, str(place), layout, fault and fault.name))
+
+
+def prove_loading(folder: Path, model: Model, layout: str, fault: Fault | None = None, *, steps: int) -> Outcome:
+    """Load, in the middle of the steps, what another layout saved, with a fault planted on both ways or without."""
+    place, name, half = make_subject(model, folder, steps=steps), fault and fault.name, steps // 2
+    with tempfile.TemporaryDirectory() as saved:
+        run_ranks(Layout.parse(OTHER).world, save_on_rank, str(place), OTHER, name, saved, half)
+        return _outcome(run_ranks(Layout.parse(layout).world, load_on_rank, str(place), layout, name, saved, half))
 
 
 def prove_fault(fault: Fault, folder: Path, *, steps: int) -> Outcome:
     """Run the proof of the fault's own layout and model with the fault planted."""
-    return prove(folder, fault.model, fault.layout, fault, steps=steps, reload=fault.reload)
+    return (prove_loading if fault.reload else prove)(folder, fault.model, fault.layout, fault, steps=steps)
 
 
-def _checkpoint(place: Path) -> str:
-    """A sound checkpoint of another layout; made once."""
-    saved = place / "saved"
-    if not (saved / "done").exists():
-        saved.mkdir(exist_ok=True)
-        run_ranks(2, save_on_rank, str(place), OTHER, str(saved))
-    return str(saved)
+def _outcome(per_rank: list[dict[str, Any]]) -> Outcome:
+    found = Found.of(json.loads(json.dumps(per_rank[0])))
+    return Outcome(found, first_wrong(found))
 
 
 def reference_losses(folder: Path, fault: Fault, *, steps: int) -> list[float]:
     """What one process of plain transformers has for a loss, step by step."""
     place = make_subject(fault.model, folder, steps=steps)
     losses: list[float] = Evidence(place / "evidence.safetensors").whole("losses").tolist()
-    return losses
+    return losses[steps // 2 :] if fault.reload else losses

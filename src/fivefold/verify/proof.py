@@ -97,12 +97,12 @@ class Proof:
         self._in_order("raw", observer.distances, names=self._backwards())
         first = {name: local(p.grad).clone() for name, p in self.model.named_parameters()}
         self._pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         again = self._gradients()
-        differing = sum(int((local(p.grad) != first[name]).sum()) for name, p in self.model.named_parameters())
-        differing += int(float(again) != float(loss))
-        self._number("rerun", float(differing), 0.0, "the same pass twice")
-        self.optimizer.zero_grad(set_to_none=True)
+        differing = {n: n for n, p in self.model.named_parameters() if not torch.equal(local(p.grad), first[n])}
+        differing |= {} if float(again) == float(loss) else {"loss": "the loss"}
+        self._count("rerun", differing)
+        self._drop_gradients()
 
     def logits(self) -> None:
         """Logits of every real token."""
@@ -152,6 +152,8 @@ class Proof:
         states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
         for kind in MOMENTS:
             self._pieces(kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False)
+        left = {name: name for name, p in self.model.named_parameters() if p.grad is not None}
+        self._count("gradients left after the step", left)
         self._collectives(ran)
         self.found.losses = [result.loss]
 
@@ -204,7 +206,7 @@ class Proof:
         with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
             self._gradients()
         part.copy_(before)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         first = next((row for row in self._judged("output", observer.distances) if not row.ok), None)
         module = name.rpartition(".")[0]
         if first is None:
@@ -287,6 +289,11 @@ class Proof:
                 self.model, self.optimizer, batch, learning_rate=self.subject.learning_rate,
                 max_grad_norm=self.evidence.about["clip"],
             )  # fmt: skip
+
+    def _drop_gradients(self) -> None:
+        """What was only looked at; a step does this by its optimizer."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def _passes(self, seen: int, there: int) -> None:
         """Every micro batch of the batch went through the model."""
