@@ -270,3 +270,21 @@ def test_layers_on_other_ranks_are_alike_there() -> None:
     drawn = slice_map({f"h.{n}.w": layer(n // 2) for n in range(4)})
     assert drawn is not None and len(drawn.parts) == 1
     assert drawn.parts[0].alike == "layer 1 alike; layers 2,3 alike, on rank 1"
+
+
+def test_parts_have_titles_that_tell_them_apart() -> None:
+    whole = {"shape": [4, 4], "ranks": [[[[0, 4], [0, 4]]]]}
+
+    def titles(*names: str) -> list[str]:
+        drawn = slice_map(dict.fromkeys(names, whole))
+        assert drawn is not None
+        return [part.title for part in drawn.parts]
+
+    assert titles("a.weight") == [""]
+    assert titles("embed.weight", "h.0.w", "h.1.w", "norm.weight") == [
+        "before the layers",
+        "layer 0",
+        "after the layers",
+    ]
+    assert titles("vision.0.w", "text.h.0.w") == ["vision.0", "text.h.0"]
+    assert slice_map({"empty": {"shape": [0], "ranks": [[[[0, 0]]]]}}) is not None

@@ -5,7 +5,7 @@ A region is `[[start, stop], ...]`, a pair for each dimension; a rank may hold s
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -74,30 +74,55 @@ def slice_map(holds: Mapping[str, Mapping[str, Any]]) -> SliceMap | None:
     if not holds:
         return None
     world = max(len(each["ranks"]) for each in holds.values())
-    held = {name: holders(each["ranks"]) for name, each in holds.items()}
-    shapes = {name: tuple(each["shape"]) for name, each in holds.items()}
-    longest = max((size for shape in shapes.values() for size in shape), default=1)
-    parts: list[Part] = []
-    layers: dict[Any, tuple[int, list[tuple[int, tuple[int, ...]]]]] = {}  # what a layer looks like -> part, its likes
-    for where, names in _parts(list(holds)):
-        if where is None:
-            names = [name for name in names if shapes[name]]
-            drawn = [_draw(name.removesuffix(".weight"), shapes[name], held[name], longest, world) for name in names]
-            parts.append(Part("after the layers" if layers else "before the layers", tuple(drawn)))
-            continue
-        inner = {_inner(name).removesuffix(".weight"): name for name in names if shapes[name]}
-        ranks = tuple(sorted({rank for name in inner.values() for own in held[name].values() for rank in own}))
-        looks = (where.stem, *((short, shapes[name], _among(ranks, held[name])) for short, name in inner.items()))
-        if looks in layers:
-            layers[looks][1].append((where.number, ranks))
-            continue
-        layers[looks] = (len(parts), [(where.number, ranks)])
-        drawn = [_draw(short, shapes[name], held[name], longest, world) for short, name in inner.items()]
-        parts.append(Part(f"layer {where.number}", tuple(drawn[:PER_LAYER]), _more(len(drawn))))
-    for number, alike in layers.values():
-        text = "; ".join(filter(None, [parts[number].alike, _alike(alike, world)]))
-        parts[number] = replace(parts[number], alike=text)
-    return SliceMap(tuple(part for part in parts if part.drawings), _shares(holds, world))
+    drawn = {name: each for name, each in holds.items() if each["shape"]}
+    atlas = _Atlas(
+        world=world,
+        shapes={name: tuple(each["shape"]) for name, each in drawn.items()},
+        held={name: holders(each["ranks"]) for name, each in drawn.items()},
+    )
+    return SliceMap(tuple(atlas.parts()), _shares(holds, world))
+
+
+@dataclass(frozen=True)
+class _Atlas:
+    """Parameters with their shapes, and who holds what of them."""
+
+    world: int
+    shapes: Mapping[str, tuple[int, ...]]
+    held: Mapping[str, Holders]
+
+    def parts(self) -> list[Part]:
+        """Every part of the model, of layers that lie alike the first."""
+        parts, layers = _parts(list(self.shapes)), [where for where, _ in _parts(list(self.shapes)) if where]
+        one_stack = len({layer.stem for layer in layers}) == 1
+        alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}  # what a layer looks like -> number and ranks of each
+        for where, names in parts:
+            if where:
+                alike.setdefault(self._looks(where, names), []).append((where.number, self._ranks(names)))
+        found, seen = [], 0
+        for where, names in parts:
+            seen += where is not None
+            if where is None:
+                title = "" if not layers else "after the layers" if seen else "before the layers"
+                found.append(Part(title, self._drawings(names)))
+            elif likes := alike.pop(self._looks(where, names), None):
+                title = f"layer {where.number}" if one_stack else f"{where.stem}.{where.number}"
+                more = [_more(len(names)), _alike(likes, self.world)]
+                found.append(Part(title, self._drawings(names)[:PER_LAYER], "; ".join(filter(None, more))))
+        return found
+
+    def _ranks(self, names: Sequence[str]) -> tuple[int, ...]:
+        """All that hold something of these."""
+        return tuple(sorted({rank for name in names for own in self.held[name].values() for rank in own}))
+
+    def _looks(self, where: InLayer, names: Sequence[str]) -> tuple[Any, ...]:
+        """Equal for layers that lie alike, though on other ranks (of another pipeline stage)."""
+        ranks = self._ranks(names)
+        return (where.stem, *((_inner(name), self.shapes[name], _among(ranks, self.held[name])) for name in names))
+
+    def _drawings(self, names: Sequence[str]) -> tuple[Drawing, ...]:
+        longest = max(1, *(size for shape in self.shapes.values() for size in shape))
+        return tuple(_draw(_inner(n), self.shapes[n], self.held[n], longest, self.world) for n in names)
 
 
 def holders(ranks: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Holders:
@@ -112,7 +137,7 @@ def holders(ranks: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Holders:
 
 
 def _among(ranks: Sequence[int], held: Holders) -> frozenset[tuple[Region, tuple[int, ...]]]:
-    """`held` with the places of its ranks among `ranks`: layers of two pipeline stages may lie alike."""
+    """`held`, with the places of its ranks among `ranks`."""
     return frozenset((region, tuple(ranks.index(rank) for rank in own)) for region, own in held.items())
 
 
@@ -128,7 +153,7 @@ def _parts(names: Sequence[str]) -> list[tuple[InLayer | None, list[str]]]:
 
 def _inner(name: str) -> str:
     layer = in_layer(name)
-    return (layer.inner if layer else "") or name
+    return ((layer.inner if layer else "") or name).removesuffix(".weight")
 
 
 def _more(drawings: int) -> str:
