@@ -1,7 +1,6 @@
 """The page of a proof: one HTML file that needs nothing else. What it shows is chosen here; `page.html.j2` lays it out,
 `plots` and `slices` draw."""
 
-import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -12,12 +11,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
 from fivefold.verify import plots
 from fivefold.verify.plots import Point
-from fivefold.verify.report import VerifyReport
-from fivefold.verify.report import _number as number
+from fivefold.verify.report import VerifyReport, number
 from fivefold.verify.rows import WORDS, Found
 from fivefold.verify.sections import MODULES, in_model_order, name_of, section, verdict
 
@@ -86,7 +82,7 @@ def _plots(report: VerifyReport) -> dict[str, Markup]:
     gradients = {each.layout: _series(each, GRADIENTS) for each in report.found}
     modules = {each.layout: _series(each, MODULES) for each in report.found}
     curves = {each.layout: each.losses for each in report.found}
-    references = {each.layout: _reference(each, report.losses) for each in report.found}
+    references = {each.layout: report.losses.get(each.precision, []) for each in report.found}
     drawn = {
         "accuracy": any(errors.values()) and plots.accuracy(errors, matches),
         "gradients": _some(gradients) and plots.by_name(_some(gradients), "gradients"),
@@ -115,15 +111,3 @@ def _series(found: Found, kinds: Iterable[str]) -> dict[str, dict[str, Point]]:
         points = {name_of(row): Point(row.error, row.tolerance, row.ok) for row in found.rows if row.what == kind}
         series[kind] = {name: points[name] for name in in_model_order(points, found)}
     return _some(series)
-
-
-def _reference(found: Found, losses: Mapping[str, list[float]]) -> list[float]:
-    """The reference's losses in this layout's precision: that which its text says, else the one that was asked for."""
-    try:
-        own = Layout.parse(found.layout).precision
-    except (UserError, ValueError):
-        own = ""
-    if own in losses:
-        return losses[own]
-    finite = [each for each in losses.values() if len(each) >= len(found.losses) and all(map(math.isfinite, each))]
-    return next(iter(finite), [])

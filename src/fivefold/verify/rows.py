@@ -46,6 +46,7 @@ class Found:
     losses: list[float] = field(default_factory=list)
     holds: dict[str, Any] = field(default_factory=dict)  # parameter -> shape and the regions of each rank
     seconds: float = 0.0
+    precision: str = "fp64"
 
     def add(self, row: Row) -> None:
         """A row; or, where its tolerance would let everything pass, a word that this was not told."""

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 from fivefold.errors import UserError
 from fivefold.layout import Layout
-from fivefold.verify.report import Group, first_wrong, groups
-from fivefold.verify.report import _number as number
-from fivefold.verify.report import _sentence as sentence
+from fivefold.verify.report import Group, first_wrong, groups, number, sentence
 from fivefold.verify.rows import WORDS, Found, Row, coordinates
 from fivefold.verify.slices import SliceMap, slice_map
 
@@ -42,7 +40,7 @@ class Section:
     @property
     def not_told(self) -> Sequence[str]:
         """What its precision is too coarse for."""
-        return tuple(getattr(self.found, "not_told", ()))
+        return tuple(self.found.not_told)
 
     @property
     def ran(self) -> bool:
