@@ -136,6 +136,9 @@ class TrainSection(Section):
     collective_timeout: Number = Field(
         default=600, ge=0, description="seconds until a collective that hangs ends the run; 0 = never"
     )
+    check_every: Every = Field(
+        default=100, description="optimizer steps between the standing checks of replicas, movement and rows; 0 = never"
+    )
     max_restarts: Whole = Field(
         default=3, ge=0, description="restarts after a worker died, without a new checkpoint in between"
     )

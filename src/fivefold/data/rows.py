@@ -3,7 +3,7 @@
 The index lies memory-mapped in the cache, so that opening it costs nothing and any row is found at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -141,8 +141,8 @@ class PackedRows:
             step * global_batch_size + (micro * data_ranks + data_rank) * micro_batch_size
             for micro in range(accumulation)
         ]
-        places = [[self._order[first + b] for b in range(micro_batch_size)] for first in firsts]
-        return [self.rows(place, row_multiple=row_multiple) for place in places]
+        mine = [self.in_order(range(first, first + micro_batch_size)) for first in firsts]
+        return [self.rows(rows, row_multiple=row_multiple) for rows in mine]
 
     def sequential(
         self,
@@ -160,6 +160,10 @@ class PackedRows:
         for first in range(0, rows, data_ranks * micro_batch_size):
             mine = range(first + data_rank * micro_batch_size, first + (data_rank + 1) * micro_batch_size)
             yield self.rows([row if row < rows else None for row in mine], row_multiple=row_multiple)
+
+    def in_order(self, places: Iterable[int]) -> list[int]:
+        """The rows at these places (0, 1, ...) of the endless order."""
+        return [self._order[place] for place in places]
 
     def rows_within(self, max_tokens: int | None) -> int:
         """How many rows, in file order, hold `max_tokens` input tokens (all of them for None)."""

@@ -36,6 +36,11 @@ class Mesh:
         return self.device.get_group("tp")
 
     @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks that hold copies of this rank's part, over dp_replicate."""
+        return self.device.get_group("dp_replicate")
+
+    @property
     def tp_rank(self) -> int:
         return self._rank("tp")
 

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from fivefold.generation.text import sample_text
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize, spread_of
-from fivefold.training import flops, header
+from fivefold.training import checks, flops, header
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
 from fivefold.training.keeper import Keeper, Resumed
@@ -81,6 +81,7 @@ class Job:
     skipped: int = 0
     in_a_row: int = 0
     last_eval: float | None = None
+    checked: int | None = None  # the last step of this start whose standing checks passed
     failed_save: UserError | None = None  # that the run is to stop for
     stop: StopRequest = field(default_factory=StopRequest)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -137,10 +138,11 @@ class Job:
             started = time.perf_counter() - waited
             rate = self._learning_rate(self.step)
             options = self.config.optimizer
-            result = train_step(
-                self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                stop=self.stop.by is not None or self.failed_save is not None,
-            )  # fmt: skip
+            with checks.observing(self.model, self.optimizer) if self._is_checked() else nullcontext() as update:
+                result = train_step(
+                    self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
+                    stop=self.stop.by is not None or self.failed_save is not None,
+                )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1
             self.tokens_seen += result.tokens
@@ -154,6 +156,8 @@ class Job:
                     self.display.evaluated(self.step, self.last_eval)
             self._log(row)
             self._stop_if_diverged()
+            if update:
+                self._check(update, batch, result)
             if self._due(self.config.sample.every):
                 self._sample()
             if self._due(self.config.checkpoint.every) or self.step == self.total_steps or result.stop:
@@ -230,6 +234,25 @@ class Job:
                 f"the rows of step {self.step} are the first to look at",
                 more=f"metrics: {self.config.run_dir / 'metrics.jsonl'}",
             )
+
+    # ---- what must hold at any step ----------------------------------------------------------------------------------
+
+    def _is_checked(self) -> bool:
+        """Whether the step to come is: the first of this start, every so many, and the last; 0 means never."""
+        every, step = self.config.train.check_every, self.step + 1
+        return every > 0 and (self.checked is None or step % every == 0 or step == self.total_steps)
+
+    def _check(self, update: checks.Update, batch: list[MicroBatch], result: StepResult) -> None:
+        """The standing checks of the step that was done. Raises `RunFailed`, on every rank, for what they find."""
+        model, optimizer, size = self.model, self.optimizer, self.config.train.global_batch_size
+        findings = checks.replicas(model, optimizer) + checks.finite(model, optimizer)
+        findings += checks.ledger(model, batch, self.data.train, step=self.step - 1, global_batch_size=size)
+        if not result.skipped:
+            rate, updates = self._learning_rate(self.step - 1), self.step - self.skipped
+            findings += checks.moved(model, optimizer, update)
+            findings += checks.rates(model, optimizer, rate, updates=updates)
+        checks.fail_on(findings, step=self.step, passed=self.checked)
+        self.checked = self.step
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""What a check finds, on every rank alike, and the error that ends a run for it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.errors import RunFailed
+from fivefold.training.optimizer import all_reduce_sum
+
+SHOWN = 3  # findings in an error, after the first
+
+Key = TypeVar("Key", bound=tuple[Any, ...])
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. `what`: the check; `where`: the parameter, rank or row; `detail`: how, and on whom."""
+
+    what: str
+    where: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.detail}"
+
+
+def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> None:
+    """Raise `RunFailed` for what was found at `step`; `passed`: the last step of this start that passed, if any."""
+    if not findings:
+        return
+    first, *others = findings
+    more = [*map(str, others[:SHOWN]), *([f"{len(others) - SHOWN} more"] if others[SHOWN:] else [])]
+    suspect = "since this start" if passed is None else f"after step {passed}"
+    raise RunFailed(
+        f"standing check at step {step}: {first}",
+        fix=f"what was trained {suspect} is wrong: remove its checkpoints, then go on in another layout",
+        more=(f"also: {'; '.join(more)}; " if more else "") + "see docs/checkpoints.md, Standing checks",
+    )
+
+
+def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, dict[int, Value]]:
+    """What any rank saw, told to every rank: key -> rank -> value, sorted by key. One sum when nobody saw anything."""
+    if not all_reduce_sum(torch.tensor(len(mine), device=device)):
+        return {}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, dict(mine))
+    keys = sorted({key for each in found for key in each})
+    return {key: {rank: each[key] for rank, each in enumerate(found) if key in each} for key in keys}
+
+
+def gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The tensors of all ranks, equally long: [ranks, elements]."""
+    gathered = mine.new_empty(dist.get_world_size(group), len(mine))
+    dist.all_gather(list(gathered), mine, group=group)
+    return gathered
+
+
+def listed(what: str, numbers: Iterable[int]) -> str:
+    """As "rank 0" or "ranks 0, 2", at most eight; nothing for none."""
+    given = list(numbers)
+    more = f" and {len(given) - 8} more" if len(given) > 8 else ""
+    return f"{what}{'s' if len(given) > 1 else ''} {', '.join(map(str, given[:8]))}{more}" if given else ""
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """As "ranks 0, 2"."""
+    return listed("rank", ranks)

@@ -1,0 +1,75 @@
+"""The rows that the ranks read at a step, held against the order of the run."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from xxhash import xxh3_64
+
+from fivefold.data.batch import MicroBatch
+from fivefold.data.rows import PackedRows
+from fivefold.layout import Layout
+from fivefold.parallel.apply import spread_of
+from fivefold.training.checks.findings import Finding, gather, listed, ranks_text
+from fivefold.training.checks.state import device_of
+
+
+def ledger(
+    model: nn.Module, batch: Sequence[MicroBatch], rows: PackedRows, *, step: int, global_batch_size: int
+) -> list[Finding]:
+    """What the ranks read at `step` (from 0) that was not theirs, by content: `batch` is what this rank trained on.
+
+    The first rank reads the global batch for itself, place by place of the order. Place `(a * R + d) * M + b` of a
+    batch belongs to all ranks of data rank d of R: row b of M of its micro batch a.
+    """
+    layout, device = spread_of(model).layout, device_of(model)
+    places = range(step * global_batch_size, (step + 1) * global_batch_size)
+    wanted = torch.zeros(global_batch_size, dtype=torch.int64, device=device)
+    if dist.get_rank() == 0:
+        own_reading = [rows.rows([row], row_multiple=layout.row_multiple) for row in rows.in_order(places)]
+        wanted.copy_(torch.tensor([row_hash(each, 0) for each in own_reading]))
+    dist.broadcast(wanted, 0)
+    share = global_batch_size // layout.data_ranks
+    read = [row_hash(each, b) for each in batch for b in range(len(each.input_ids))]
+    mine = torch.tensor([len(read), *(read + [0] * share)[:share]], device=device)  # one that reads too much says so
+    return _misread(gather(mine).tolist(), wanted.tolist(), layout, first=places.start)
+
+
+def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: Layout, *, first: int) -> list[Finding]:
+    """`gathered`: of each rank the number of rows that it read, and their hashes; `wanted`: those of the batch."""
+    place_of = {each: first + at for at, each in reversed(list(enumerate(wanted)))}  # of equal rows the first
+    inner = layout.tp * layout.cp  # neighbours that read the same
+    dealt = np.arange(len(wanted)).reshape(-1, layout.data_ranks, layout.micro_batch_size)
+    own = [dealt[:, data_rank].flatten().tolist() for data_rank in range(layout.data_ranks)]
+    found: dict[str, list[int]] = {}
+    for rank, (count, *read) in enumerate(gathered):
+        mine = own[rank // inner % layout.data_ranks]
+        wrong = {at: each for at, each in zip(mine, read, strict=True) if each != wanted[at]}
+        if count != len(mine):
+            found.setdefault(f"read {count} rows, not {len(mine)}", []).append(rank)
+        elif wrong:
+            known = listed("row", [place_of[each] for each in wrong.values() if each in place_of])
+            instead = (
+                f"{known or 'what is no row of this step'} in place of {listed('row', [first + at for at in wrong])}"
+            )
+            found.setdefault(f"read {instead}", []).append(rank)
+    taken = Counter(each for _, *read in gathered[::inner] for each in read)
+    uneven = (("more than once", taken - Counter(wanted)), ("by nobody", Counter(wanted) - taken))
+    by_row = [(listed("row", sorted(place_of[each] for each in few if each in place_of)), how) for how, few in uneven]
+    return [
+        *(Finding("ledger", ranks_text(ranks), text) for text, ranks in found.items()),
+        *(Finding("ledger", where, f"read {how}") for where, how in by_row if where),
+    ]
+
+
+def row_hash(batch: MicroBatch, b: int) -> int:
+    """A hash of row `b`, int64: its tokens, labels and positions, and where its documents end."""
+    length = batch.input_ids.shape[1]
+    inside = (batch.bounds >= b * length) & (batch.bounds <= (b + 1) * length)
+    hasher = xxh3_64((batch.bounds[inside] - b * length).tobytes())
+    for array in (batch.input_ids, batch.labels, batch.position_ids):
+        hasher.update(np.ascontiguousarray(array[b]).data)
+    return hasher.intdigest() - 2**63

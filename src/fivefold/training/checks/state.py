@@ -1,0 +1,105 @@
+"""Weights and optimizer state at rest: copies are equal to the last bit, and everything is a number."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.parallel.apply import Spread, spread_of
+from fivefold.parallel.tensor import local
+from fivefold.training.checks.bits import hashes
+from fivefold.training.checks.findings import Finding, gather, ranks_text, seen_anywhere
+
+STATE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "step")  # what the optimizer may keep of a parameter
+
+
+def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
+    """Weights and optimizer state of which ranks hold copies that differ, if only in a bit.
+
+    Copies are over dp_replicate, and over tp where a parameter is not split or key/value heads are shared.
+    """
+    spread, device = spread_of(model), device_of(model)
+    names = [name for name, spec in spread.shards.items() if spread.layout.dp_replicate > 1 or spec.replicas > 1]
+    if not names:
+        return []
+    tensors = _tensors(model, optimizer, names)
+    own = hashes([tensor for *_, tensor in tensors], device)
+    mine: dict[tuple[int, str], tuple[list[int], int]] = {}
+    for axis, group, alike in _copies(spread, [name for _, name, _ in tensors]):
+        apart = ((gather(own, group) != own) & alike.to(device)).any(0)
+        ranks = torch.tensor(dist.get_process_group_ranks(group))
+        for at in apart.nonzero().flatten().tolist():
+            copies = ranks[alike[:, at]].tolist()
+            mine[at, axis] = copies, int(own[at])
+    return [
+        Finding("replicas", _label(*tensors[at][:2]), f"differs over {axis}: {_against(by_rank)}")
+        for (at, axis), by_rank in seen_anywhere(mine, device).items()
+    ]
+
+
+def _copies(spread: Spread, names: Sequence[str]) -> Iterator[tuple[str, dist.ProcessGroup, Tensor]]:
+    """Axis, this rank's group over it, and bool [ranks of the group, names]: who holds copies of this rank's part.
+
+    Ranks that differ in both axes are compared through a third.
+    """
+    mesh, layout = spread.mesh, spread.layout
+    if layout.tp > 1:
+        blocks = [spread.shards[name].blocks for name in names]
+        alike = [[each[rank] == each[mesh.tp_rank] for each in blocks] for rank in range(layout.tp)]
+        yield "tp", mesh.tp_group, torch.tensor(alike)
+    if layout.dp_replicate > 1:
+        yield "dp_replicate", mesh.replicate_group, torch.ones(layout.dp_replicate, len(names), dtype=torch.bool)
+
+
+def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
+    """For each set of copies, the ranks that agree with each other against the others."""
+    texts = []
+    ordered = sorted((copies, value, rank) for rank, (copies, value) in by_rank.items())
+    for _, of_copies in groupby(ordered, key=lambda each: each[0]):
+        camps = [[rank for *_, rank in camp] for _, camp in groupby(of_copies, key=lambda each: each[1])]
+        texts.append(" against ".join(ranks_text(camp) for camp in sorted(camps)))
+    return ", ".join(texts)
+
+
+def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
+    """Weights and moments that hold an infinity or no number."""
+    tensors, device = _tensors(model, optimizer, list(spread_of(model).shards)), device_of(model)
+    numbers = largest([tensor for *_, tensor in tensors], device).isfinite()
+    mine = {(at,): True for at in (~numbers).nonzero().flatten().tolist()}
+    return [
+        Finding("finite", _label(*tensors[at][:2]), f"is not finite on {ranks_text(by_rank)}")
+        for (at,), by_rank in seen_anywhere(mine, device).items()
+    ]
+
+
+def _tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str]
+) -> list[tuple[str, str, Tensor | None]]:
+    """(kind, name, this rank's part) of the weights, then of each kind of state: the same list on every rank."""
+    parameters = dict(model.named_parameters())
+    weights = [("weight", name, local(parameters[name].detach())) for name in names]
+    states = [(name, optimizer.state.get(parameters[name]) or {}) for name in names]
+    kept = [(kind, name, state.get(kind)) for kind in STATE for name, state in states]
+    return [*weights, *((kind, name, local(x) if isinstance(x, Tensor) else None) for kind, name, x in kept)]
+
+
+def _label(kind: str, name: str) -> str:
+    return name if kind == "weight" else f"{kind} of {name}"
+
+
+def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """The largest magnitude in each tensor, fp64 [tensors]; NaN if it has one; -1 for no tensor, 0 for an empty one."""
+    found = torch.tensor([-1.0 if each is None else 0.0 for each in tensors], dtype=torch.float64, device=device)
+    full = {at: each for at, each in enumerate(tensors) if each is not None and each.numel()}
+    if full:
+        norms = torch._foreach_norm(list(full.values()), inf)
+        found[list(full)] = torch.stack([norm.to(device, torch.float64) for norm in norms])
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model lies."""
+    return next(model.parameters()).device

@@ -1,0 +1,133 @@
+"""What the optimizer's step must do: change the parameters, at the rate of the schedule, once for each step."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.parallel.apply import Spread, spread_of
+from fivefold.parallel.tensor import local
+from fivefold.training.checks.bits import hashes
+from fivefold.training.checks.findings import Finding, ranks_text, seen_anywhere
+from fivefold.training.checks.state import device_of, largest
+
+UNTOUCHED = "did not change at all"  # of a matrix of Muon: wrong only when it holds for all parts of it
+
+
+@dataclass
+class Update:
+    """What this rank held as the optimizer began its step, by parameter; None when it never did."""
+
+    bits: Tensor | None = None  # of the weights, int64
+    gradients: Tensor | None = None  # the largest magnitude after clipping; -1 without a gradient
+
+
+@contextmanager
+def observing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Update]:
+    """Note for `moved` what is there when the optimizer's step begins inside the block. Sends nothing."""
+    update, device = Update(), device_of(model)
+
+    def note(*_: Any) -> None:
+        parameters = list(model.parameters())
+        update.bits = hashes([local(p) for p in parameters], device)
+        update.gradients = largest([None if p.grad is None else local(p.grad) for p in parameters], device)
+
+    hook = optimizer.register_step_pre_hook(note)
+    try:
+        yield update
+    finally:
+        hook.remove()
+
+
+def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) -> list[Finding]:
+    """Parameters that the step inside `observing` left as they were though it had to change them.
+
+    It had to where the parameter has a gradient that the optimizer does not see, or where the optimizer's own moments
+    make an update too large to be lost in rounding. Not for a step that was skipped.
+    """
+    named, spread, mine = dict(model.named_parameters()), spread_of(model), dict[tuple[int, str], bool]()
+    labels = [*named, "the optimizer"]
+    if update.bits is None or update.gradients is None:
+        mine[len(named), "took no step"] = True
+    else:
+        still = hashes([local(p) for p in named.values()], device_of(model)) == update.bits
+        gradients, parameters = update.gradients.tolist(), list(named.values())
+        for at in still.nonzero().flatten().tolist():
+            shape = spread.shards[labels[at]].shape
+            if why := _overdue(optimizer, parameters[at], shape, gradients[at]):
+                mine[at, why] = gradients[at] > 0
+    return [
+        Finding("moved", labels[at], f"{why} on {ranks_text(by_rank)}")
+        for (at, why), by_rank in seen_anywhere(mine, device_of(model)).items()
+        if why != UNTOUCHED or (any(by_rank.values()) and by_rank.keys() >= _holders(spread, labels[at]))
+    ]
+
+
+def _overdue(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, shape: tuple[int, ...], gradient: float
+) -> str | None:
+    """Why this rank's part of a parameter, whose bits a step left as they were, should have changed."""
+    group = next((each for each in optimizer.param_groups if any(p is parameter for p in each["params"])), None)
+    state = optimizer.state.get(parameter) or {}
+    if gradient < 0 or not local(parameter).numel() or (group and float(group["lr"]) == 0):
+        return None
+    if group is None:
+        return "is in no group of the optimizer" if gradient else None
+    if "ns_steps" in group:
+        return UNTOUCHED if _orthogonal_shows(local(parameter.detach()), shape, float(group["lr"])) else None
+    if "betas" in group and "exp_avg" not in state:
+        return "has no optimizer state" if gradient else None
+    if "betas" in group and _adamw_shows(local(parameter.detach()), group, state):
+        return "did not take the update of its moments"
+    return None
+
+
+def _adamw_shows(weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether AdamW's last update is larger somewhere than what two roundings of the weight can swallow."""
+    (beta1, beta2), count = group["betas"], float(state["step"])
+    first, second = (local(state[kind]).double() for kind in ("exp_avg", "exp_avg_sq"))
+    root = (second / (1 - beta2**count)).sqrt() + group["eps"]
+    update, decay = first / (1 - beta1**count) / root, group["weight_decay"] * weight.double()
+    limits = torch.finfo(weight.dtype)
+    swallowed = 4 * limits.eps * (weight.double().abs() + float(group["lr"]) * update.abs()) + limits.tiny
+    return bool(torch.any(float(group["lr"]) * (update + decay).abs() > swallowed))
+
+
+def _orthogonal_shows(weight: Tensor, shape: tuple[int, ...], rate: float) -> bool:
+    """Whether Muon's update of a matrix of `shape` shows in its largest element beside these weights, a part of them.
+
+    The norm of what is orthogonal is at least 1/2 (its largest singular value ends near 1), so its root mean square is
+    at least 1/2 over the root of the number of elements.
+    """
+    at_least = 0.2 * sqrt(max(shape)) * 0.5 / sqrt(prod(shape))
+    return rate * at_least > 16 * torch.finfo(weight.dtype).eps * float(weight.abs().max())
+
+
+def _holders(spread: Spread, name: str) -> set[int]:
+    """The ranks that hold a part of a parameter."""
+    return {rank for rank in range(dist.get_world_size()) if spread.regions(name, rank)}
+
+
+def rates(
+    model: nn.Module, optimizer: torch.optim.Optimizer, expected: float, *, updates: int | None = None
+) -> list[Finding]:
+    """Learning rates other than the first rank's `expected`; and the count of updates, if it is known.
+
+    `updates`: steps of the run that were not skipped, resumed ones included: AdamW keeps a count of its own.
+    """
+    device = device_of(model)
+    first = torch.tensor([expected], dtype=torch.float64, device=device)
+    dist.broadcast(first, 0)
+    wanted = first.item()
+    used = [(f"of group {at}", float(group["lr"])) for at, group in enumerate(optimizer.param_groups)]
+    mine = {("the learning rate", f"{of} is {rate}, not {wanted},"): True for of, rate in used if rate != wanted}
+    counts = [torch.as_tensor(state["step"], device=device) for state in optimizer.state.values() if "step" in state]
+    if updates is not None and counts and (counted := int(torch.stack(counts).max())) != updates:
+        mine["the optimizer", f"counts {counted} updates, not {updates},"] = True
+    seen = seen_anywhere(mine, device)
+    return [Finding("rates", where, f"{detail} on {ranks_text(by_rank)}") for (where, detail), by_rank in seen.items()]
