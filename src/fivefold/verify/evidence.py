@@ -16,6 +16,7 @@ Legend: G rows of a global batch, T tokens of a row, V vocabulary.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,10 @@ class Distance:
         """Count a piece. A value that is not a number differs infinitely."""
         found, expected = found.detach().to("cpu", torch.float64), expected.to("cpu", torch.float64)
         difference = found - expected
-        self.squares += float(difference.square().sum().nan_to_num(nan=float("inf")))
+        squares = float(difference.square().sum())
+        self.squares += squares if math.isfinite(squares) else math.inf
         self.expected += float(expected.square().sum())
-        self.product += float((found * expected).sum().nan_to_num())
+        self.product += float((found * expected).sum())
         self.differing += int((found != expected).sum())
         self.elements += expected.numel()
         return self
@@ -54,7 +56,7 @@ class Distance:
     @property
     def scale(self) -> float | None:
         """How many times the expected values the found ones are, where that is all that is wrong with them."""
-        if not self.expected or self.squares == float("inf"):
+        if not self.expected or self.squares == math.inf:
             return None
         factor = self.product / self.expected
         rest = self.squares - (factor - 1) ** 2 * self.expected

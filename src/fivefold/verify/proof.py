@@ -47,7 +47,7 @@ class Proof:
         self.model = parallelize(model, self.layout, device=device, source=source)
         self.spread = spread_of(self.model)
         self.optimizer = build_optimizer(self.model, subject.optimizer)
-        self.found = Found(str(layout))
+        self.found = Found(str(layout), precision=layout.precision)
 
     def run(self) -> Found:
         """All that is compared, in the order in which a step computes it."""

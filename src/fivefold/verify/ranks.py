@@ -132,8 +132,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
     return Subject(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
-        rows=rows_for(layouts), row_length=asked.seq_length or ROW, steps=asked.steps, seed=asked.seed,
-        optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
+        rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
+        seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def _show(found: Found, console: "Console") -> None:
         others = f"  (and {group.wrong - 1} more)" if group.wrong > 1 else ""
         place = row.where if not row.ok or row.what.startswith("control") else ""
         table.add_row(
-            Text(f"  {group.what}", style), str(group.count), Text(_number(row.error), style), _number(row.tolerance),
+            Text(f"  {group.what}", style), str(group.count), Text(number(row.error), style), number(row.tolerance),
             Text(f"{place}{others}", style),
         )  # fmt: skip
     console.print(table)
@@ -138,10 +138,17 @@ def first_sentence(found: Found) -> str:
     row = first_wrong(found)
     if row is None or found.refused:
         return f"not run: {found.refused or 'it left no result'}"
-    return f"first differs at {row.what} of {row.where}: {_number(row.error)} off, {_number(row.tolerance)} allowed"
+    return sentence(row)
 
 
-def _number(value: float) -> str:
+def sentence(row: Row) -> str:
+    """A comparison that fails, for people."""
+    where = f" of {row.where}" if row.where else ""
+    return f"first differs at {row.what}{where}: {number(row.error)} off, {number(row.tolerance)} allowed"
+
+
+def number(value: float) -> str:
+    """An error or a tolerance, short."""
     return "0" if value == 0 else f"{value:.1e}"
 
 

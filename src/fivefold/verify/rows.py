@@ -46,6 +46,7 @@ class Found:
     losses: list[float] = field(default_factory=list)
     holds: dict[str, Any] = field(default_factory=dict)  # parameter -> shape and the regions of each rank
     seconds: float = 0.0
+    precision: str = "fp64"
 
     def add(self, row: Row) -> None:
         """A row; or, where its tolerance would let everything pass, a word that this was not told."""
@@ -130,7 +131,7 @@ def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
     """` (tp rank 1)`, where the ranks that are wrong have one coordinate in common that the others do not have."""
     if len(bad) == len(seen) or layout.world == 1:
         return ""
-    places = {rank: _coordinates(rank, layout) for rank in seen}
+    places = {rank: coordinates(rank, layout) for rank in seen}
     for axis in places[seen[0]]:
         values = {places[rank][axis] for rank in bad}
         if set(bad) == {rank for rank in seen if places[rank][axis] in values}:
@@ -138,7 +139,7 @@ def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
     return f" (rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})"
 
 
-def _coordinates(rank: int, layout: Layout) -> dict[str, int]:
+def coordinates(rank: int, layout: Layout) -> dict[str, int]:
     """A rank's place on every axis of more than one rank, innermost first."""
     found = {}
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):

@@ -1,0 +1,81 @@
+"""Names of parameters and modules, short enough for a plot, and which layer they belong to."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+# The first number in a dotted name is its layer: model.layers.3.mlp.up_proj, transformer.h.3.attn
+_LAYER = re.compile(r"^(?P<stem>(?:[^.\d][^.]*\.)+)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
+_SHORTER = (
+    ("self_attn", "attn"), ("self_attention", "attn"), ("post_attention", "post_attn"), ("layernorm", "norm"),
+)  # fmt: skip
+LONGEST = 26  # characters of a short name
+
+
+@dataclass(frozen=True)
+class InLayer:
+    """`model.layers.3.mlp.up_proj`: stem `model.layers`, number 3, inner `mlp.up_proj`."""
+
+    stem: str
+    number: int
+    inner: str
+
+
+def in_layer(name: str) -> InLayer | None:
+    """Where in a layer `name` is; None for what is outside of all layers."""
+    match = _LAYER.match(name)
+    if match is None:
+        return None
+    return InLayer(match["stem"].rstrip("."), int(match["number"]), match["inner"] or "")
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """`3 attn.q_proj`, `embed_tokens`: unique among `names`, or else cut from the whole names."""
+    short = [_cut(_short(name)) for name in names]
+    counts = Counter(short)
+    return [each if counts[each] == 1 else _cut(name) for each, name in zip(short, names, strict=True)]
+
+
+def _short(name: str) -> str:
+    layer = in_layer(name)
+    if layer is None:
+        text = name.removesuffix(".weight").partition(".")[2] or name.removesuffix(".weight")
+        text = text if text != "weight" else name
+    else:
+        inner = layer.inner if layer.inner == "weight" else layer.inner.removesuffix(".weight")
+        text = f"{layer.number} {inner}" if inner else f"layer {layer.number}"
+    for long, short in _SHORTER:
+        text = text.replace(long, short)
+    return text.removesuffix(" input") + " in" * text.endswith(" input")
+
+
+def _cut(text: str) -> str:
+    """The two ends of a text that is too long; its end tells most."""
+    return text if len(text) <= LONGEST else f"{text[:7]}…{text[8 - LONGEST :]}"
+
+
+def layers_of(names: Sequence[str]) -> dict[int, tuple[int, int]]:
+    """layer -> the first and the last place of its names in a row."""
+    places = [(layer.number if (layer := in_layer(name)) else None, x) for x, name in enumerate(names)]
+    found: dict[int, tuple[int, int]] = {}
+    for number, own in groupby(places, key=lambda place: place[0]):
+        xs = [x for _, x in own]
+        if number is not None:
+            found.setdefault(number, (xs[0], xs[-1]))
+    return found
+
+
+def ranks_text(ranks: Sequence[int], world: int) -> str:
+    """`0–3,6` of rank numbers; `all 8` for all of several."""
+    if len(ranks) == world > 1:
+        return f"all {world}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return ",".join(texts)
