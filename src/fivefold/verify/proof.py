@@ -4,7 +4,7 @@ Everything runs through the functions that train; this file only looks.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,18 @@ class Proof:
         self.optimizer = build_optimizer(self.model, subject.optimizer)
         self.found = Found(str(layout), precision=layout.precision)
 
-    def run(self) -> Found:
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]:
         """All that is compared, in the order in which a step computes it."""
-        self.shards()
-        self.weights()
-        self.first_pass()
-        self.logits()
-        self.continuations()
-        self.control()
-        self.first_step()
-        self.trajectory()
-        self.replicas()
+        return (
+            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.control,
+            self.first_step, self.trajectory, self.replicas,
+        )  # fmt: skip
+
+    def run(self) -> Found:
+        """Compare everything."""
+        for stage in self.stages:
+            stage()
         return self.found
 
     def forget(self) -> None:

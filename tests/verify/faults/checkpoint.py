@@ -38,7 +38,7 @@ def _loaded(change: Callable[[dict[str, Any]], None]) -> Any:
     "moments are not loaded: the optimizer starts afresh",
     known="catalogue: moments lost on reshard",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"exp_avg"),
 )
 def moments_lost() -> Any:
@@ -49,7 +49,7 @@ def moments_lost() -> Any:
     "moments are loaded as zeros",
     known="catalogue: moments lost on reshard",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"exp_avg"),
 )
 def moments_zeroed() -> Any:
@@ -64,7 +64,7 @@ def moments_zeroed() -> Any:
     "first and second moment change places on load",
     known="catalogue: moments swapped on reshard",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"exp_avg"),
 )
 def moments_swapped() -> Any:
@@ -75,7 +75,7 @@ def moments_swapped() -> Any:
     "moments pass through bf16 on their way in",
     known="catalogue: moments cast on reshard",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"exp_avg"),
 )
 def moments_rounded_on_load() -> Any:
@@ -90,7 +90,7 @@ def moments_rounded_on_load() -> Any:
     "the step count of the optimizer starts again at 0",
     known="catalogue: optimizer state lost; Adam's bias correction starts again",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"step/"),
 )
 def step_count_lost() -> Any:
@@ -101,7 +101,7 @@ def step_count_lost() -> Any:
     "the moments of one projection are another's of the same shape",
     known="optimizer state matched by order in place of name",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"exp_avg/.*[kv]_proj\.weight"),
 )
 def moments_of_another_parameter() -> Any:
@@ -119,7 +119,7 @@ def moments_of_another_parameter() -> Any:
     "weights pass through bf16 on their way in",
     known="checkpoints of mixed precision without the fp32 weights",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"weight/"),
 )
 def weights_rounded_on_load() -> Any:
@@ -138,7 +138,7 @@ def weights_rounded_on_load() -> Any:
     known="catalogue: fused projections under another tensor parallel size",
     layout="tp2",
     model=PHI3,
-    reload=True,
+    kind="load",
     expects=_named(r"(gate_up|qkv)_proj"),
 )
 def dealt_parts_loaded_as_contiguous() -> Any:
@@ -156,7 +156,7 @@ def dealt_parts_loaded_as_contiguous() -> Any:
     known="catalogue: fused projections under another tensor parallel size",
     layout="shard2",
     model=PHI3,
-    reload=True,
+    kind="load",
     expects=_named(r"(gate_up|qkv)_proj"),
 )
 def dealt_parts_saved_as_contiguous() -> Any:
@@ -192,7 +192,7 @@ def _contiguous() -> Any:
     "the halves that two ranks saved change places on load",
     known="shards put together in the order of file names",
     layout="shard2",
-    reload=True,
+    kind="load",
     expects=_named(r"k_proj\.weight"),
 )
 def slices_of_ranks_exchanged() -> Any:

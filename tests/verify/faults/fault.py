@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.verify.rows import Row
 
 Plant = Callable[[], AbstractContextManager[Any]]
+Kind = Literal["step", "load", "run"]
 Expected = tuple[str, str]  # patterns of the first failing row: all of its `what`, and a part of its `where`
 
 
@@ -32,8 +33,8 @@ class Fault:
 
     `bug`: what is wrong, for people. `known`: where it shipped, or the row of the catalogue it is of. `layout`: the
     smallest in which it bites. `plant` gives the context in which the program has the bug, on every rank. `expects`:
-    what the first failing comparison has to be for the bug to count as rightly named. `reload`: it is one of loading,
-    seen by what another layout saved.
+    what the first failing comparison has to be for the bug to count as rightly named. `kind`: where it is looked for,
+    in the proof of a layout, in one that loads what another layout saved, or in a run with its standing checks.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Fault:
     plant: Plant
     expects: tuple[Expected, ...]
     model: Model
-    reload: bool = False
+    kind: Kind = "step"
 
     def names(self, row: Row) -> bool:
         """Whether an engineer who reads this row first looks in the right place."""
@@ -54,14 +55,14 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    bug: str, *, known: str, layout: str, expects: Iterable[Expected], model: Model | None = None, reload: bool = False
+    bug: str, *, known: str, layout: str, expects: Iterable[Expected], model: Model | None = None, kind: Kind = "step"
 ) -> Callable[[Plant], Plant]:
     """Put a plant into the catalogue under its function's name."""
 
     def add(plant: Plant) -> Plant:
         name = plant.__name__
         assert name not in FAULTS, name
-        FAULTS[name] = Fault(name, bug, known, layout, plant, tuple(expects), model or Model(), reload)
+        FAULTS[name] = Fault(name, bug, known, layout, plant, tuple(expects), model or Model(), kind)
         return plant
 
     return add

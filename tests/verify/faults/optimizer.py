@@ -174,6 +174,28 @@ def decay_through_the_moments() -> Any:
 
 
 @fault(
+    "the learning rate of a step is set after its update, which still has the one before",
+    known="catalogue: learning rate off by one",
+    layout="shard2",
+    expects=[("update", r" times the reference's")],
+)
+def rate_set_after_the_update() -> Any:
+    plain = torch.optim.AdamW.step
+
+    def step(self: Any, *args: Any) -> Any:
+        rate = self.param_groups[0]["lr"]
+        for group in self.param_groups:
+            group["lr"] = self.__dict__.get("rate_before", self.defaults["lr"])
+        result = plain(self, *args)
+        for group in self.param_groups:
+            group["lr"] = self.rate_before = rate
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]
+    return patch.object(torch.optim.AdamW, "step", step)
+
+
+@fault(
     "the step count stays at 1: every step is corrected like the first",
     known="catalogue: optimizer state lost; step counts kept as a tensor that is not saved",
     layout="shard2",

@@ -249,7 +249,7 @@ def parameters_left_out_of_the_norm() -> Any:
 @fault(
     "every rank clips by the norm of its own shard",
     known="catalogue: clip by a local norm",
-    layout="shard2.tp2",
+    layout="shard2",
     expects=[("gradient, clipped", r"")],
 )
 def clipping_by_a_local_norm() -> Any:

@@ -74,7 +74,8 @@ def head_norm_gradients_not_summed() -> Any:
 @fault(
     "gradients of key/value heads that several ranks hold not summed",
     known="catalogue: GQA, replicated key/value heads",
-    layout="tp4",
+    layout="tp2",
+    model=Model(kv_heads=1),
     expects=[("gradient, reduced", r"[kv]_proj")],
 )
 def key_value_copies_not_summed() -> Any:
