@@ -89,6 +89,23 @@ def test_training_speed_refuses_unknown_names() -> None:
     assert done.returncode == 2 and "7B: choose from 15M, 110M" in done.stderr
 
 
+def test_faults() -> None:
+    done = run("faults", "--only", "weights_rounded_on_import", "moments_swapped", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed 2/2, named rightly 2/2" in done.stdout
+
+
+def test_the_page_of_faults_is_what_was_measured_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    faults = importlib.import_module("faults")
+    result = json.loads((faults.RESULTS / "faults.json").read_text())
+    rows = [faults.Row(**row) for row in result["rows"]]
+    text = faults.DOCS.read_text(encoding="utf-8")
+    assert faults.table(rows) in text and faults.totals(rows).capitalize() in text
+    assert {row.name for row in rows} == set(faults.FAULTS)
+    assert all(row.killed for row in rows) and all(result["controls"].values())
+
+
 def test_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     done = run("reliability/damage", "--quick")

@@ -18,7 +18,7 @@ from fivefold.parallel.apply import spread_of
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.tensor import local
 from fivefold.verify.evidence import Distance, Evidence
-from fivefold.verify.subject import Documents, row_numbers
+from fivefold.verify.subject import Documents, row_numbers, tokens_of
 
 Distances = dict[str, Distance]
 
@@ -80,18 +80,34 @@ class Observer:
             handle.remove()
 
     def raw_gradients(self) -> None:
-        """Compare the sum over ranks of what each computed before anything was reduced. Every rank calls this."""
-        sums = self._spread.tensor.sums if self._spread.tensor else {}
+        """Compare the sum over ranks of what each computed before anything was reduced. Every rank calls this.
+
+        Copies of a parameter may hold parts of its gradient, or each the whole: either is right here, whatever the
+        program believes. What it makes of them is the reduced gradient's row.
+        """
         for name, spec in self._spread.shards.items():
-            whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
-            counts = name in sums or spec.is_owner(self._tp_rank)
-            if counts and name in self._raw:
-                for global_region, local_region in local_regions(spec, self._tp_rank, 0, 1):
-                    whole[global_region] += self._raw[name][local_region]
-            dist.all_reduce(whole)
+            sums = [self._summed(name, spec, copies=False)]
+            if spec.replicas > 1:
+                sums.append(self._summed(name, spec, copies=True))
             key = f"gradient/{name}"
             if dist.get_rank() == 0 and key in self._evidence:
-                self.distances[f"raw/{name}"] = Distance().add(whole, self._evidence.whole(key))
+                expected = self._evidence.whole(key)
+                distances = [Distance().add(found, expected) for found in sums]
+                self.distances[f"raw/{name}"] = min(distances, key=lambda each: each.squares)
+
+    def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
+        """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
+        whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
+        if name in self._raw and (copies or spec.is_owner(self._tp_rank)):
+            for global_region, local_region in local_regions(spec, self._tp_rank, 0, 1):
+                whole[global_region] += self._raw[name][local_region]
+        dist.all_reduce(whole)
+        return whole
+
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """How many passes were seen, and how many a global batch has."""
+        return self._micro_batch + 1, len(self._rows)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +180,7 @@ class Observer:
             return False
         distance = self.distances.setdefault(key, Distance())
         for b, row in enumerate(rows):
-            start, stop = tokens[0], min(tokens[1], sum(map(len, self._documents[row])))
+            start, stop = tokens[0], min(tokens[1], tokens_of(self._documents[row]))
             if start < stop:
                 found = values_BTF[b if values_BTF.shape[0] > 1 else 0, : stop - start]
                 expected = self._evidence.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]

@@ -14,7 +14,7 @@ from fivefold.models.trace import Untraceable, trace
 from fivefold.verify.evidence import Distance, logit_distances, save_evidence
 from fivefold.verify.reference import Reference, reassociated
 from fivefold.verify.rows import SMALL, kind_of, relative
-from fivefold.verify.subject import Subject
+from fivefold.verify.subject import Subject, tokens_of
 
 
 def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
@@ -66,7 +66,7 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], subje
         largest = torch.cummax(steps, 0).values  # an error that has been made stays possible
         errors |= {f"{what}/{step}": float(error) for step, error in enumerate(largest)}
     errors["loss"], errors["gradient norm"] = errors["losses/0"], errors["norms/0"]
-    real = torch.tensor([[t < sum(map(len, row)) for t in range(subject.row_length)] for row in subject.documents(0)])
+    real = torch.tensor([[t < tokens_of(row) for t in range(subject.row_length)] for row in subject.documents(0)])
     errors |= logit_distances(found["logits"][real], expected["logits"][real])
     different = (found["greedy"] != expected["greedy"]).double().mean()
     return errors | {"tokens, continuations": float(different)}

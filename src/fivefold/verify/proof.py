@@ -4,7 +4,7 @@ Everything runs through the functions that train; this file only looks.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from fivefold.verify.evidence import Distance, Evidence, logit_distances
 from fivefold.verify.exact import exactly
 from fivefold.verify.observer import Distances, Observer
 from fivefold.verify.rows import SMALL, Found, Row, Tolerances, judge, kind_of
-from fivefold.verify.subject import Subject, micro_batches, row_numbers
+from fivefold.verify.subject import Subject, micro_batches, row_numbers, tokens_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 PLANTED = 0.25  # added to a norm weight: the fault that must be found
@@ -49,17 +49,18 @@ class Proof:
         self.optimizer = build_optimizer(self.model, subject.optimizer)
         self.found = Found(str(layout), precision=layout.precision)
 
-    def run(self) -> Found:
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]:
         """All that is compared, in the order in which a step computes it."""
-        self.shards()
-        self.weights()
-        self.first_pass()
-        self.logits()
-        self.continuations()
-        self.control()
-        self.first_step()
-        self.trajectory()
-        self.replicas()
+        return (
+            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.control,
+            self.first_step, self.trajectory, self.replicas,
+        )  # fmt: skip
+
+    def run(self) -> Found:
+        """Compare everything."""
+        for stage in self.stages:
+            stage()
         return self.found
 
     def forget(self) -> None:
@@ -88,6 +89,7 @@ class Proof:
         """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
         with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
             loss = self._gradients()
+        self._passes(*observer.micro_batches)
         self._in_order("output", observer.distances)
         self._count("types", observer.types)
         self._losses(loss)
@@ -96,12 +98,12 @@ class Proof:
         self._in_order("raw", observer.distances, names=self._backwards())
         first = {name: local(p.grad).clone() for name, p in self.model.named_parameters()}
         self._pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         again = self._gradients()
-        differing = sum(int((local(p.grad) != first[name]).sum()) for name, p in self.model.named_parameters())
-        differing += int(float(again) != float(loss))
-        self._number("rerun", float(differing), 0.0, "the same pass twice")
-        self.optimizer.zero_grad(set_to_none=True)
+        differing = {n: n for n, p in self.model.named_parameters() if not torch.equal(local(p.grad), first[n])}
+        differing |= {} if float(again) == float(loss) else {"loss": "the loss"}
+        self._count("rerun", differing)
+        self._drop_gradients()
 
     def logits(self) -> None:
         """Logits of every real token."""
@@ -116,7 +118,7 @@ class Proof:
                     input_ids=inputs.input_ids, position_ids=inputs.position_ids, bounds=inputs.bounds, use_cache=False
                 ).logits
             for b, row in enumerate(numbers):
-                stop = sum(map(len, documents[row]))
+                stop = tokens_of(documents[row])
                 found.append(logits[b, :stop].cpu())
                 expected.append(self.evidence.read("logits", (slice(row, row + 1), slice(0, stop)))[0])
         self._numbers(logit_distances(torch.cat(found), torch.cat(expected)))
@@ -143,6 +145,7 @@ class Proof:
         with record(self.spread.mesh) as ran:
             result = self._step(0)
         handle.remove()
+        self._counts(result)
         self._number("gradient norm", _relative(result.grad_norm, float(self.evidence.whole("norms")[0])), None)
         self._pieces("clipped", clipped, self._backwards())
         updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
@@ -150,6 +153,8 @@ class Proof:
         states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
         for kind in MOMENTS:
             self._pieces(kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False)
+        left = {name: name for name, p in self.model.named_parameters() if p.grad is not None}
+        self._count("gradients left after the step", left)
         self._collectives(ran)
         self.found.losses = [result.loss]
 
@@ -202,11 +207,11 @@ class Proof:
         with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
             self._gradients()
         part.copy_(before)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         first = next((row for row in self._judged("output", observer.distances) if not row.ok), None)
         module = name.rpartition(".")[0]
         if first is None:
-            row = Row("control: a planted fault", 0.0, 0.0, False, f"{module}: not found")
+            row = Row("control: a planted fault", 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
         else:
             found = first.where.partition(" (")[0].partition(":")[0]
             where = module if found == module else f"planted in {module}, found in {found}"
@@ -221,7 +226,7 @@ class Proof:
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
 
-            save_file(whole, folder / "expected.safetensors")
+            save_file(whole | self._scalars(), folder / "expected.safetensors")
             (folder / "done").touch()
 
     def holds(self) -> dict[str, Any]:
@@ -245,14 +250,21 @@ class Proof:
         for layout, folder in folders.items():
             restore(self.model, self.optimizer, Checkpoint.open(folder / "step-000001"))
             with safe_open(folder / "expected.safetensors", framework="pt") as expected:
-                for key, tensor in self._state().items():
-                    name = key.partition("/")[2]
-                    for region, place in self.spread.regions(name):
-                        if not torch.equal(local(tensor)[place].cpu(), expected.get_slice(key)[region]):
-                            wrong.append(f"{key} saved under {layout}")
+                wrong += [f"{key} saved under {layout}" for key in self._differing(expected)]
         wrong = sorted({each for rank in _everywhere(wrong) for each in rank})
         what = f"saved under {len(folders)} layout{'s' * (len(folders) > 1)}, loaded"
         self._number(what, float(len(wrong)), 0.0, wrong[0] if wrong else "")
+
+    def _differing(self, expected: Any) -> list[str]:
+        """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
+        state, scalars = self._state(), self._scalars()
+        wrong = set(expected.keys()) ^ (state.keys() | scalars.keys())
+        for key, tensor in state.items():
+            for region, place in self.spread.regions(key.partition("/")[2]) if key not in wrong else ():
+                if not torch.equal(local(tensor)[place].cpu(), expected.get_slice(key)[region]):
+                    wrong.add(key)
+        wrong |= {key for key in scalars.keys() - wrong if not torch.equal(scalars[key], expected.get_tensor(key))}
+        return sorted(wrong)
 
     # ---- how ---------------------------------------------------------------------------------------------------------
 
@@ -278,6 +290,23 @@ class Proof:
                 self.model, self.optimizer, batch, learning_rate=self.subject.learning_rate,
                 max_grad_norm=self.evidence.about["clip"],
             )  # fmt: skip
+
+    def _drop_gradients(self) -> None:
+        """What was only looked at; a step does this by its optimizer."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _passes(self, seen: int, there: int) -> None:
+        """Every micro batch of the batch went through the model."""
+        wrong = f"{seen} of {there} on rank {dist.get_rank()}"
+        self._count("micro batches", {} if seen == there else {wrong: wrong})
+
+    def _counts(self, result: training.StepResult) -> None:
+        """What a step divides its loss by is what its documents have."""
+        tokens = sum(map(tokens_of, self.subject.documents(0)))
+        counts = {"targets": (result.targets, self.subject.targets(0)), "tokens": (result.tokens, tokens)}
+        wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
+        self._count("counts of a step", wrong)
 
     def _losses(self, loss: Tensor) -> None:
         expected = float(self.evidence.whole("losses")[0])
@@ -306,6 +335,15 @@ class Proof:
                 if kind in self.optimizer.state.get(parameter, {}):
                     found[f"{kind}/{name}"] = self.optimizer.state[parameter][kind]
         return found
+
+    def _scalars(self) -> dict[str, Tensor]:
+        """What the optimizer keeps once per parameter: how many steps it took."""
+        return {
+            f"{kind}/{name}": value.detach().cpu().reshape(1)
+            for name, parameter in self.model.named_parameters()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.ndim == 0
+        }
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         """All of a tensor that lies as parameter `name`, on rank 0."""

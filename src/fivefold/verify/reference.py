@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,27 +95,31 @@ class Reference:
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
         """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
         self._sync()
-        targets, summed = self.subject.targets(step), 0.0
+        count, summed = self.subject.targets(step), 0.0
         watch = None if inputs is None else Watch(self, inputs)
         for row, documents in enumerate(self.subject.documents(step)):
             start = 0
             for document in documents:
-                ids = torch.from_numpy(document).to(self.device)[None]
-                with watch.document(row, start, len(document)) if watch else _nothing():
-                    logits = self.model(input_ids=ids).logits[0]
+                ids, targets = (self._tensor(each) for each in (document.tokens, document.targets))
+                with watch.document(row, start, len(ids)) if watch else _nothing():
+                    logits = self.model(input_ids=ids[None]).logits[0]
                 if watch:
                     watch.put("logits", row, start, logits)
-                start += len(document)
-                if len(document) > 1:
-                    loss = F.cross_entropy(logits[:-1].to(master_dtype(self.precision)), ids[0, 1:], reduction="sum")
-                    (loss / targets).backward()  # type: ignore[no-untyped-call]
+                start += len(ids)
+                if len(targets):
+                    rows = logits[: len(targets)].to(master_dtype(self.precision))
+                    loss = F.cross_entropy(rows, targets, reduction="sum")
+                    (loss / count).backward()  # type: ignore[no-untyped-call]
                     summed += loss.item()
                     self._collect()
         if watch:
             watch.finish()
             self.token_dims = watch.token_dims
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
-        return summed / targets
+        return summed / count
+
+    def _tensor(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
 
     def _collect(self) -> None:
         """Add the gradients of a bf16 model to those of its fp32 weights."""

@@ -1,7 +1,8 @@
 """What a proof is about: a model folder, documents, an optimizer. The reference and every layout read the same.
 
-Inputs hide nothing: documents of unequal, mostly prime lengths, packed several to a row, one row nearly empty; biases
-and norm weights are random; clipping bites; weights decay. Zero biases, uniform lengths, power-of-two sizes or a clip
+Inputs hide nothing: documents of unequal, mostly prime lengths, packed several to a row, one row nearly empty, and some
+that go on after their row's end, whose last token has a target; biases and norm weights are random; clipping bites;
+weights decay. Zero biases, uniform lengths, power-of-two sizes or a clip
 that never bites would each hide a whole class of bugs.
 """
 
@@ -19,12 +20,12 @@ from fivefold.layout import Layout
 
 ROW = 61  # tokens of a row, unless asked otherwise
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
-# Documents of each row, as parts of the row's length; 0 is a document of 2 tokens, -1 of 1.
+# Documents of each row, as parts of the row's length; 0 is a document of 2 tokens, -1 of 1. A whole row's goes on.
 _ROWS: tuple[tuple[float, ...], ...] = (
     (1.0,), (0.55, 0.3, 0.1), (0.48, 0.48), (0.22, 0.7), (0.1, -1, 0.85), (0,), (0.31, 0.6), (0.97,),
 )  # fmt: skip
 
-Documents = list[list[np.ndarray]]  # of each row of a global batch
+Documents = list[list[Piece]]  # of each row of a global batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +65,18 @@ class Subject:
         """The documents of each row of the global batch of `step`."""
         rng = np.random.default_rng([self.seed, step])
         return [
-            [rng.integers(0, self.vocabulary, length) for length in lengths(_ROWS[row % len(_ROWS)], self.row_length)]
+            [self._piece(rng, length) for length in lengths(_ROWS[row % len(_ROWS)], self.row_length)]
             for row in range(self.rows)
         ]
 
+    def _piece(self, rng: np.random.Generator, length: int) -> Piece:
+        """A document of `length` tokens; the first ones of a longer document where it fills a row."""
+        drawn = rng.integers(0, self.vocabulary, length + (length == self.row_length), dtype=np.uint32)
+        return Piece(drawn[:length], drawn[1:])
+
     def targets(self, step: int) -> int:
         """Target tokens of the global batch."""
-        return sum(len(document) - 1 for row in self.documents(step) for document in row)
+        return sum(len(document.targets) for row in self.documents(step) for document in row)
 
     def prompt_tokens(self) -> list[np.ndarray]:
         """Prompts to continue."""
@@ -128,11 +134,11 @@ def micro_batches(documents: Documents, layout: Layout, data_rank: int, row_leng
     """This data rank's micro batches, packed and padded as in training."""
     length = -(-row_length // layout.row_multiple) * layout.row_multiple
     return [
-        assemble([[_piece(d) for d in documents[row]] for row in rows], row_length=length, pad_id=0)
+        assemble([documents[row] for row in rows], row_length=length, pad_id=0)
         for rows in row_numbers(layout, len(documents), data_rank)
     ]
 
 
-def _piece(document: np.ndarray) -> Piece:
-    tokens = document.astype(np.uint32)
-    return Piece(tokens, tokens[1:])
+def tokens_of(row: Sequence[Piece]) -> int:
+    """Real tokens of a row."""
+    return sum(len(document.tokens) for document in row)
