@@ -3,8 +3,8 @@
     python benchmarks/clean_proofs.py                  all: writes benchmarks/results/clean_proofs.json
     python benchmarks/clean_proofs.py --only llama     a family, or some, on the screen alone
 
-Each is the whole proof of `fivefold verify`, five steps long, of a small model of the family that hides nothing (biases,
-prime sizes, key/value heads fewer than query heads), saved and loaded again. Every model, every precision has weights
+Each is the whole proof of `fivefold verify` over five steps, of a small model of the family that hides nothing (biases,
+prime sizes, key/value heads fewer than query heads), saved and loaded again. Every model in every precision has weights
 and documents of its own. A proof that fails is a false alarm.
 """
 
@@ -34,13 +34,13 @@ from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
 from fivefold.models.trace import trace
 from fivefold.parallel.tensor import shard_specs
-from fivefold.verify.evidence import Evidence
-from fivefold.verify.prepare import prepare
-from fivefold.verify.proof import Proof
-from fivefold.verify.report import first_sentence
-from fivefold.verify.rows import Found
-from fivefold.verify.subject import LEARNING_RATE, WEIGHT_DECAY, Subject, rows_for
-from fivefold.verify.thin import fill
+from fivefold.verification.evidence import Evidence
+from fivefold.verification.prepare import prepare
+from fivefold.verification.proof import Proof
+from fivefold.verification.report import first_sentence
+from fivefold.verification.rows import Found
+from fivefold.verification.subject import LEARNING_RATE, WEIGHT_DECAY, Subject, rows_for
+from fivefold.verification.thin import fill
 
 LAYOUTS = ("shard2+zero1", "dp2+full", "tp2", "tp2+nosp", "shard2.tp2+zero2", "tp4")
 PRECISIONS = ("fp64", "fp32", "bf16")
@@ -49,7 +49,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Clean:
-    """A proof of a sound layout. `alarm`: what it called wrong, empty if nothing; `closest`: the largest error as a part of
+    """A proof of a sound layout. `alarm`: what it called wrong, if anything; `closest`: the largest error as a part of
     what is allowed, and of what."""
 
     family: str
