@@ -22,6 +22,7 @@ from fivefold.parallel.collectives import by_group, record, total
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.sharding import fsdp_rows
 from fivefold.parallel.tensor import local
+from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.evidence import Distance, Evidence, logit_distances
@@ -178,24 +179,9 @@ class Proof:
         self._pieces("last", dict(self.model.named_parameters()))
 
     def replicas(self) -> None:
-        """What several ranks hold is the same on all of them, bit for bit, after all steps."""
-        tensors = {name: local(p) for name, p in self.model.named_parameters()}
-        held = {
-            (name, str(region)): tensors[name][place].detach().cpu()
-            for name in tensors
-            for region, place in self.spread.regions(name)
-        }
-        sums = {
-            key: (float(values.double().sum()), float(values.double().square().sum())) for key, values in held.items()
-        }
-        everyone = _everywhere(sums)
-        first: dict[Any, Any] = {}
-        wrong: dict[str, str] = {}
-        for rank, each in enumerate(everyone):
-            for key, value in each.items():
-                if first.setdefault(key, (rank, value))[1] != value:
-                    wrong.setdefault(key[0], f"{key[0]} on ranks {first[key][0]} and {rank}")
-        self._number("replicas", float(len(wrong)), 0.0, next(iter(wrong.values()), ""))
+        """What several ranks hold, weights and optimizer state, is the same on all of them after all steps."""
+        found = checks.replicas(self.model, self.optimizer)  # on every rank alike
+        self._count("replicas", {each.where: str(each) for each in found})
 
     def control(self) -> None:
         """A fault is planted on rank 0: it must be found, and where it is. It is taken out again."""
