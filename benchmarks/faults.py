@@ -4,7 +4,7 @@
     python benchmarks/faults.py --only NAME ...    some faults, on the screen alone
     python benchmarks/faults.py --steps 3          shorter; 20 are what docs/faults.md is made with
 
-Each fault is a patch of the running program (`tests/verify/faults/`). It is planted on CPU ranks around the proof of
+Each fault is a patch of the running program (`tests/verification/faults/`), planted on CPU ranks around the proof of
 the smallest layout in which it bites, in fp64, on a model of two layers; the proof ends with `steps` optimizer steps,
 whose losses say whether a comparison of loss curves would have found the fault as well. Without a fault the same proof
 has to pass: the controls.
@@ -22,11 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tests.verify.faults import FAULTS, Fault
-from tests.verify.mutation import prove, prove_fault, sound_losses
+from tests.verification.faults import FAULTS, Fault
+from tests.verification.mutation import prove, prove_fault, sound_losses
 
 from common import RESULTS, machine
-from fivefold.verify.rows import Row as Comparison
+from fivefold.verification.rows import Row as Comparison
 
 DOCS = Path(__file__).parents[1] / "docs" / "faults.md"
 BEGIN, END = "<!-- table: python benchmarks/faults.py -->", "<!-- end of table -->"

@@ -5,8 +5,8 @@ sequence), a plain loss, torch's own clipping and AdamW. Documents have unequal,
 and the row length are prime; biases and norm weights are random; clipping bites; weight decay is on.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import local
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
+from fivefold.verification.exact import exact, exactly
 
 VOCABULARY, ROW, PAD = 101, 23, 3
 OPTIONS = OptimizerSection(learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
@@ -76,28 +77,9 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-@contextmanager
-def exact() -> Iterator[None]:
-    """Inside, what models compute in fp32 on purpose (norms, softmax) is computed in fp64: no floor for a proof."""
-
-    def instead(plain: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            return plain(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
-
-        return call
-
-    with (
-        patch.object(torch.Tensor, "to", instead(torch.Tensor.to)),
-        patch.object(torch.Tensor, "float", torch.Tensor.double),
-        patch.object(nn.functional, "softmax", instead(nn.functional.softmax)),
-    ):
-        yield
-
-
 def proof(case: Case) -> AbstractContextManager[None]:
-    """`exact` in fp64."""
-    return exact() if case.parsed.precision == "fp64" else nullcontext()
+    """fp64 all the way, where that is what the case computes in."""
+    return exactly(case.parsed.precision)
 
 
 # ---- the same model and the same batches everywhere ----------------------------------------------------------------

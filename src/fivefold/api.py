@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.verify.report import VerifyReport
+    from fivefold.verification.report import VerifyReport
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def verify(
 ) -> "VerifyReport":
     """Prove that layouts compute what one process computes, as `fivefold verify` does.
 
-    The report's `.ok` says whether all do; `.rows` has every comparison. See `fivefold.verify.main` for the options.
-    Raises `UserError`.
+    The report's `.ok` says whether all do; `.rows` has every comparison. The options are those of
+    `fivefold.verification.main`. Raises `UserError`.
     """
-    from fivefold.verify import main
+    from fivefold.verification import main
 
     return main(
         None if path is None else Path(path), _written(overrides), layouts=layouts, thin=thin, quick=quick, steps=steps,

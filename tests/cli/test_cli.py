@@ -48,7 +48,7 @@ def best_seconds(*command: str, repeats: int = 5) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["train", "--keys"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["train", "--keys"], ["verify", "--help"]])
 def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
     assert best_seconds(sys.executable, "-m", "fivefold", *arguments) < 0.5
     code = (
@@ -159,9 +159,9 @@ def test_train_calls_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(local, "run", lambda *given, **named: calls.append((given, named)))
     assert run("train", "my.yaml", "train.seed=3", "layout=tp2", "--nproc", "2") == 0
-    assert run("train", "data.train=./notes.jsonl") == 0
-    assert calls[0] == ((Path("my.yaml"), ["train.seed=3", "layout=tp2"]), {"nproc": 2})
-    assert calls[1] == ((None, ["data.train=./notes.jsonl"]), {"nproc": None})
+    assert run("train", "data.train=./notes.jsonl", "--verify") == 0
+    assert calls[0] == ((Path("my.yaml"), ["train.seed=3", "layout=tp2"]), {"nproc": 2, "verify": False})
+    assert calls[1] == ((None, ["data.train=./notes.jsonl"]), {"nproc": None, "verify": True})
 
 
 def test_overrides_from_python_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

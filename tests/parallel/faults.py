@@ -1,9 +1,9 @@
-"""Silent bugs of `tests/verify/faults`, planted around the measures of `tests/parity.py`, which must see them too."""
+"""Bugs of `tests/verification/faults`, planted around the measures of `tests/parity.py`, which must see them too."""
 
 from typing import Any
 
 from tests.parity import Case, on_rank
-from tests.verify.mutation import planted
+from tests.verification.mutation import planted
 
 
 def on_faulty_rank(case: Case, fault: str | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Silent bugs, planted one at a time: each must be seen, and by the measure that is known to see it.
 
 The measures are those of `tests/parity.py`, which the tests of every layout and family rest on; the whole catalogue is
-held against `fivefold verify` in `tests/verify/test_faults.py`. Every row also names what does *not* see the bug, so
-that the measures are known to be all needed.
+held against `fivefold verify` in tests/verification/test_faults.py. Every row also names what does *not* see the bug,
+so that the measures are known to be all needed.
 """
 
 from dataclasses import dataclass, field

@@ -298,7 +298,7 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
         checks.fail_on(several, step=300, passed=200)
     assert str(caught.value).splitlines() == [
         "standing check at step 300: w0 is not finite on rank 0",
-        "what was trained after step 200 is wrong: remove its checkpoints, then go on in another layout",
+        "what was trained after step 200 is wrong: remove its checkpoints, and prove the layout with fivefold verify",
         "also: w1 is not finite on rank 0; w2 is not finite on rank 0; w3 is not finite on rank 0; 2 more; "
         "see docs/checkpoints.md, Standing checks",
     ]
@@ -337,13 +337,13 @@ def test_checks_change_no_number(tmp_path: Path, optimizer: str) -> None:
     assert same(state(never, 6), state(always, 6))
 
 
-def test_the_first_step_of_a_start_every_few_and_the_last_are_checked(tmp_path: Path) -> None:
+def test_the_first_step_of_a_start_every_few_those_saved_and_the_last_are_checked(tmp_path: Path) -> None:
     """Resumed at step 3 of a run that skipped step 2: the optimizer's count of updates goes on."""
     tree = run_file(tmp_path, train__max_steps=7, train__check_every=4, checkpoint__every=3)
     assert isinstance(train(tree, stop_at=6, inf_gradient=(2,)).error, Stopped)
     assert column(tree, "train/skipped_steps")[-1] == 1
     for ran, at in run_ranks(2, checked.train_and_note, tree):
-        assert ran.error is None and at == [4, 7]
+        assert ran.error is None and at == [4, 6, 7]  # 6 is saved
     other = run_file(tmp_path, run__name="other", train__check_every=4)
     assert [at for _, at in run_ranks(2, checked.train_and_note, other)] == [[1, 4, 6]] * 2
     never = run_file(tmp_path, run__name="never", train__check_every=0)

@@ -9,7 +9,7 @@ from fivefold.cli.options import Debug
 from fivefold.cli.train import split_arguments
 
 if TYPE_CHECKING:
-    from fivefold.verify.report import VerifyReport
+    from fivefold.verification.report import VerifyReport
 
 
 class Precision(StrEnum):
@@ -41,18 +41,18 @@ def verify(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Prove that layouts compute what one process computes, or name where they differ.
+    """Prove that layouts compute what one process computes, or name what differs.
 
     Example: fivefold verify --quick --layouts tp2,shard2,shard2.tp2
     """
     path, overrides = split_arguments(arguments or [])
     from fivefold.report import write
-    from fivefold.verify import main
+    from fivefold.verification import main
 
     def publish(report: "VerifyReport") -> None:
         write(report, json=json)
         if html:
-            from fivefold.verify.page import write_page
+            from fivefold.verification.page import write_page
 
             write_page(report, html)
 

@@ -33,7 +33,7 @@ from fivefold.launch.world import (
     worker_environment,
 )
 from fivefold.layout import MESH_AXES, Layout
-from fivefold.verify import before_training
+from fivefold.verification import before_training
 from fivefold.worker import INTERRUPTED, TERMINATED, execute
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training

@@ -238,9 +238,10 @@ class Job:
     # ---- what must hold at any step ----------------------------------------------------------------------------------
 
     def _is_checked(self) -> bool:
-        """Whether the step to come is: the first of this start, every so many, and the last; 0 means never."""
-        every, step = self.config.train.check_every, self.step + 1
-        return every > 0 and (self.checked is None or step % every == 0 or step == self.total_steps)
+        """Whether the step to come is: the first of this start, every so many, those saved on time, and the last."""
+        every, saved, step = self.config.train.check_every, self.config.checkpoint.every, self.step + 1
+        is_saved = saved > 0 and step % saved == 0
+        return every > 0 and (self.checked is None or step % every == 0 or is_saved or step == self.total_steps)
 
     def _check(self, update: checks.Update, batch: list[MicroBatch], result: StepResult) -> None:
         """The standing checks of the step that was done. Raises `RunFailed`, on every rank, for what they find."""

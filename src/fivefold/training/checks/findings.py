@@ -38,7 +38,7 @@ def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> No
     suspect = "since this start" if passed is None else f"after step {passed}"
     raise RunFailed(
         f"standing check at step {step}: {first}",
-        fix=f"what was trained {suspect} is wrong: remove its checkpoints, then go on in another layout",
+        fix=f"what was trained {suspect} is wrong: remove its checkpoints, and prove the layout with fivefold verify",
         more=(f"also: {'; '.join(more)}; " if more else "") + "see docs/checkpoints.md, Standing checks",
     )
 

@@ -1,0 +1,239 @@
+"""Watches one pass of a parallelized model: what every module computes, and every gradient before it is reduced.
+
+A rank sees its rows, its part of the tokens and its part of the features; each is compared at once with that region of
+the reference, so that no rank holds more than its own.
+
+Legend: B rows of a micro batch, T tokens of a row, F features (trailing dimensions flattened).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.models import surfaces
+from fivefold.parallel.apply import spread_of
+from fivefold.parallel.sharding import Block, ShardSpec, local_regions
+from fivefold.parallel.tensor import local
+from fivefold.verification.evidence import Distance, Evidence
+from fivefold.verification.subject import Documents, row_numbers, tokens_of
+
+Distances = dict[str, Distance]
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """A module's output, or the first tensor of a tuple of them."""
+    if isinstance(values, tuple | list):
+        values = values[0] if values else None
+    return values if isinstance(values, Tensor) else None
+
+
+def _accumulation(parameter: Tensor) -> Any:
+    """The node that adds a gradient to `parameter`. (A hook on the tensor would also see what the chunked loss computes
+    on its way.)"""
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+class Observer:
+    """Inside (`with`), every forward and backward pass of `model` is compared with `evidence`, micro batch by micro
+    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type, and
+    `unseen` those whose output could not be placed."""
+
+    def __init__(self, model: Any, evidence: Evidence, documents: Documents) -> None:
+        self._model, self._evidence, self._documents = model, evidence, documents
+        self._spread = spread_of(model)
+        layout = self._spread.layout
+        self._rows = row_numbers(layout, len(documents), self._spread.mesh.data_rank)
+        self._tp_rank = self._spread.mesh.tp_rank if layout.tp > 1 else 0
+        self._token_dims: Mapping[str, int] = evidence.about["token_dims"]
+        self._handles: list[Any] = []
+        self._micro_batch, self._inside = -1, False
+        self._seen: set[str] = set()
+        self._splits: dict[tuple[str, int, int], ShardSpec] = {}
+        self._raw: dict[str, Tensor] = {}
+        self._hooked: set[int] = set()
+        self._nodes: list[Any] = []  # of the graph; alive, or their hooks would go with them
+        self.distances: Distances = {}
+        self.types: dict[str, str] = {}
+        self.unseen: set[str] = set()
+
+    def __enter__(self) -> "Observer":
+        anatomy = self._spread.anatomy
+        base = self._model.get_submodule(anatomy.base)
+        self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
+        canonical = {id(p): name for name, p in self._model.named_parameters()}
+        for name, module in self._model.named_modules():
+            own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
+            if own:
+                self._handles.append(module.register_forward_pre_hook(self._parameters(own)))
+            if name in self._token_dims and name != anatomy.head:
+                self._handles.append(module.register_forward_hook(self._after(name)))
+            if f"{name} input" in self._token_dims:
+                self._handles.append(module.register_forward_pre_hook(self._given(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def raw_gradients(self) -> None:
+        """Compare the sum over ranks of what each computed before anything was reduced. Every rank calls this.
+
+        Copies of a parameter may hold parts of its gradient, or each the whole: either is right here, whatever the
+        program believes. What it makes of them is the reduced gradient's row.
+        """
+        for name, spec in self._spread.shards.items():
+            sums = [self._summed(name, spec, copies=False)]
+            if spec.replicas > 1:
+                sums.append(self._summed(name, spec, copies=True))
+            key = f"gradient/{name}"
+            if dist.get_rank() == 0 and key in self._evidence:
+                expected = self._evidence.whole(key)
+                distances = [Distance().add(found, expected) for found in sums]
+                self.distances[f"raw/{name}"] = min(distances, key=lambda each: each.squares)
+
+    def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
+        """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
+        whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
+        if name in self._raw and (copies or spec.is_owner(self._tp_rank)):
+            for global_region, local_region in local_regions(spec, self._tp_rank, 0, 1):
+                whole[global_region] += self._raw[name][local_region]
+        dist.all_reduce(whole)
+        return whole
+
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """How many passes were seen, and how many a global batch has."""
+        return self._micro_batch + 1, len(self._rows)
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, *_: Any) -> None:
+        if not self._inside:
+            self._micro_batch, self._inside, self._seen = self._micro_batch + 1, True, set()
+
+    def _end(self, *_: Any) -> None:
+        self._inside = False
+
+    def _parameters(self, own: Sequence[tuple[str, str]]) -> Callable[..., None]:
+        """Watch the gradients of a module's parameters as they are when it runs: gathered."""
+
+        def hook(module: nn.Module, _: Any) -> None:
+            for leaf, name in own:
+                parameter = module._parameters[leaf]
+                if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
+                    self._hooked.add(id(parameter))
+                    self._nodes.append(_accumulation(parameter))
+                    self._handles.append(self._nodes[-1].register_prehook(self._accumulate(name)))
+
+        return hook
+
+    def _accumulate(self, name: str) -> Callable[[tuple[Tensor, ...]], None]:
+        def hook(gradients: tuple[Tensor, ...]) -> None:
+            gradient = local(gradients[0]).detach().double()
+            self._raw[name] = self._raw[name] + gradient if name in self._raw else gradient.clone()
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        return lambda _module, _args, out: self._note(name, first_tensor(out))
+
+    def _given(self, name: str) -> Callable[..., None]:
+        return lambda _module, args: self._note(f"{name} input", first_tensor(args))
+
+    def _note(self, name: str, values: Tensor | None) -> None:
+        """Compare an output, and its gradient when that comes. What recompute computes again is not looked at."""
+        if values is None or not self._inside or name in self._seen:
+            return
+        self._seen.add(name)
+        micro_batch = self._micro_batch
+        expected_type = self._evidence.about["dtypes"].get(name)
+        if expected_type and str(values.dtype) != expected_type:
+            self.types[name] = f"{values.dtype} instead of {expected_type}"
+        if not self._compare(f"output/{name}", values, micro_batch):
+            self.unseen.add(name)
+        elif values.requires_grad and f"backward/{name}" in self._evidence and not self._is_shared(name):
+            values.register_hook(self._on_gradient(f"backward/{name}", micro_batch))  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, key: str, micro_batch: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            self._compare(key, gradient, micro_batch)
+
+        return hook
+
+    # ---- where a rank's values belong ------------------------------------------------------------------------------
+
+    def _compare(self, key: str, values: Tensor, micro_batch: int) -> bool:
+        """Count how far `values` are from the reference's; False where it is not known what they are a part of."""
+        name = key.partition("/")[2]
+        rows = self._rows[micro_batch]
+        values_BTF = self._by_row(values.detach(), self._token_dims[name], len(rows))
+        features = self._evidence.about["features"][key]
+        blocks = self._blocks(name, features, values_BTF.shape[-1])
+        if blocks is None or values_BTF.shape[0] not in (1, len(rows)):
+            return False
+        tokens = self._tokens(values_BTF.shape[1])
+        if tokens is None:
+            return False
+        distance = self.distances.setdefault(key, Distance())
+        for b, row in enumerate(rows):
+            start, stop = tokens[0], min(tokens[1], tokens_of(self._documents[row]))
+            if start < stop:
+                found = values_BTF[b if values_BTF.shape[0] > 1 else 0, : stop - start]
+                expected = self._evidence.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]
+                distance.add(found, torch.cat([expected[:, slice(*block)] for block in blocks], dim=-1))
+        return True
+
+    def _by_row(self, values: Tensor, token_dim: int, rows: int) -> Tensor:
+        if token_dim == 0:
+            return values.reshape(rows, values.shape[0] // rows, -1)
+        return values.movedim(token_dim, 1).flatten(2) if values.ndim > 2 else values.unsqueeze(-1)
+
+    def _tokens(self, length: int) -> tuple[int, int] | None:
+        """Which tokens of a row this rank has: all, or its part under sequence parallelism."""
+        layout = self._spread.layout
+        multiple = layout.row_multiple
+        whole = -(-self._evidence.about["row_length"] // multiple) * multiple
+        if length == whole:
+            return 0, whole
+        if length * layout.tp == whole:
+            return length * self._tp_rank, length * (self._tp_rank + 1)
+        return None
+
+    def _blocks(self, name: str, features: int, width: int) -> Sequence[Block] | None:
+        """Which features this rank has: all, those that the linear makes or takes, or those of one before it."""
+        if width == features:
+            return [(0, features)]
+        spec = self._split_of(name, features)
+        return None if spec is None else spec.blocks[self._tp_rank]
+
+    def _is_shared(self, name: str) -> bool:
+        """Several ranks compute it (key/value heads fewer than tp): each has a part of its gradient."""
+        features = self._evidence.about["features"][f"output/{name}"]
+        spec = self._split_of(name, features)
+        return spec is not None and spec.replicas > 1
+
+    def _split_of(self, name: str, features: int) -> ShardSpec | None:
+        module = name.removesuffix(" input")
+        own = self._own_split(module, 1 if name.endswith(" input") else 0)
+        if own is not None and own.shape[own.dim or 0] == features:
+            return own
+        layer = next((each for each in self._spread.anatomy.layers if module.startswith(f"{each}.")), None)
+        near = module.rpartition(".")[0]
+        linears = [each for each, _ in self._model.named_modules() if layer and each.startswith(f"{layer}.")]
+        linears.sort(key=lambda each: not each.startswith(near))  # of the same module first
+        for linear in linears:
+            for end in (0, 1):
+                spec = self._own_split(linear, end)
+                if spec is not None and spec.shape[spec.dim or 0] == features:
+                    return spec
+        return None
+
+    def _own_split(self, name: str, end: int) -> ShardSpec | None:
+        """The shard of a linear's weight, if its outputs (`end` 0) or inputs (1) are what is split."""
+        dims = surfaces.linear_dims(self._model.get_submodule(name))
+        spec = self._spread.shards.get(f"{name}.weight")
+        return spec if dims and spec and spec.dim == dims[end] else None

@@ -1,0 +1,113 @@
+"""The page of a proof: one HTML file that needs nothing else. What it shows is chosen here; `page.html.j2` lays it out,
+`plots` and `slices` draw."""
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fivefold.verification import plots
+from fivefold.verification.plots import Point
+from fivefold.verification.report import VerifyReport, number
+from fivefold.verification.rows import WORDS, Found
+from fivefold.verification.sections import MODULES, in_model_order, name_of, section, verdict
+
+PACKAGES = ("fivefold", "torch", "transformers")
+GRADIENTS = (WORDS["raw"], WORDS["gradient"], WORDS["clipped"])
+MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "
+
+
+def write_page(report: VerifyReport, path: str) -> None:
+    """Write `report` as one HTML file to `path`, whose folder is made where it is missing."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page(report), encoding="utf-8")
+
+
+def page(report: VerifyReport) -> str:
+    """The HTML of `report`."""
+    environment = Environment(
+        loader=PackageLoader("fivefold.verification", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {"number": number, "pixels": lambda value: f"{value:.1f}".removesuffix(".0")}
+    sections = [section(each, index) for index, each in enumerate(report.found)]
+    maps = [each.slices for each in sections if each.slices]
+    return environment.get_template("page.html.j2").render(
+        report=report, sections=sections, headline=headline(report.found), facts=_facts(report),
+        versions=[(name, _version(name)) for name in PACKAGES] + [("Python", platform.python_version())],
+        when=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"), plots=_plots(report),
+        stripes=sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")}),
+    )  # fmt: skip
+
+
+def headline(found: Sequence[Found]) -> str:
+    """The verdict over all layouts."""
+    proved, wrong = sum(each.ok for each in found), sum(verdict(each) == "WRONG" for each in found)
+    if not found:
+        return "Nothing was proved"
+    if proved == len(found):
+        who = "The layout computes" if proved == 1 else f"All {proved} layouts compute"
+        return f"{who} what one process computes"
+    if wrong:
+        return f"{wrong} of {len(found)} layout{'s' * (len(found) > 1)} computed something else than one process"
+    return f"{len(found) - proved} of {len(found)} layout{'s' * (len(found) > 1)} did not run"
+
+
+def _facts(report: VerifyReport) -> dict[str, str]:
+    comparisons = sum(len(each.rows) for each in report.found)
+    steps = max((len(each) for each in report.losses.values()), default=0)
+    facts = {"model": report.subject, "precision": ", ".join(report.losses), "comparisons": f"{comparisons:,}"}
+    facts |= {"steps trained": str(steps) if steps else ""}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _plots(report: VerifyReport) -> dict[str, Markup]:
+    """The plots for which there is anything to draw."""
+    errors = {each.layout: _by_k(each, MEAN_ERROR) for each in report.found}
+    others = {each.layout: _by_k(each, OTHER_TOKENS) for each in report.found}
+    matches = {name: {k: 100 * (1 - point.error) for k, point in own.items()} for name, own in others.items()}
+    gradients = {each.layout: _series(each, GRADIENTS) for each in report.found}
+    modules = {each.layout: _series(each, MODULES) for each in report.found}
+    curves = {each.layout: each.losses for each in report.found}
+    references = {each.layout: report.losses.get(each.precision, []) for each in report.found}
+    drawn = {
+        "accuracy": any(errors.values()) and plots.accuracy(errors, matches),
+        "gradients": _some(gradients) and plots.by_name(_some(gradients), "gradients"),
+        "modules": _some(modules) and plots.by_name(_some(modules), "modules"),
+        "losses": any(curves.values()) and plots.losses(curves, references),
+    }
+    return {name: Markup(svg) for name, svg in drawn.items() if isinstance(svg, str)}
+
+
+def _some(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _by_k(found: Found, prefix: str) -> dict[str, Point]:
+    return {
+        row.what.removeprefix(prefix): Point(row.error, row.tolerance, row.ok)
+        for row in found.rows
+        if row.what.startswith(prefix)
+    }
+
+
+def _series(found: Found, kinds: Iterable[str]) -> dict[str, dict[str, Point]]:
+    """kind -> name -> its point, without kinds that were not compared."""
+    series = {}
+    for kind in kinds:
+        points = {name_of(row): Point(row.error, row.tolerance, row.ok) for row in found.rows if row.what == kind}
+        series[kind] = {name: points[name] for name in in_model_order(points, found)}
+    return _some(series)

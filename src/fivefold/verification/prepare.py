@@ -1,0 +1,72 @@
+"""The evidence of a subject: the reference, and how far it is from itself."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.errors import UserError
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.partition import derive
+from fivefold.models.trace import Untraceable, trace
+from fivefold.verification.evidence import Distance, logit_distances, save_evidence
+from fivefold.verification.reference import Reference, reassociated
+from fivefold.verification.rows import SMALL, kind_of, relative
+from fivefold.verification.subject import Subject, tokens_of
+
+
+def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
+    """Write the evidence of `subject` in `precision` to `path`: the reference, and the floors of its tolerances."""
+    inputs = row_linears(subject)
+    reference = _run(subject, precision, device, inputs)
+    with reassociated():
+        other = _run(subject, precision, device, inputs)
+    noisy = _run(subject, precision, device, inputs, noise=True)
+    floors: dict[str, float] = {}
+    for each in (other, noisy):
+        for key, floor in distances(each.tensors, reference.tensors, subject).items():
+            floors[key] = max(floors.get(key, 0.0), floor)
+    features = {
+        key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
+    }
+    save_evidence(
+        reference.tensors, path, floors=floors, clip=reference.clip, token_dims=reference.token_dims,
+        dtypes=reference.dtypes, features=features, row_length=subject.row_length,
+    )  # fmt: skip
+
+
+def _run(subject: Subject, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
+    return Reference(subject, precision, device, noise=noise).before().run(inputs)
+
+
+def row_linears(subject: Subject) -> list[str]:
+    """The linears that give back to the residual stream: what they are given is what attention and the MLP made."""
+    model = build_meta(load_model_config(subject.folder))
+    anatomy = Anatomy.of(model)
+    try:
+        return [region.row for region in derive(model, anatomy, trace(model, anatomy)).regions]
+    except (Untraceable, UserError):
+        return []
+
+
+def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: Subject) -> dict[str, float]:
+    """How far one run of the reference is from another, by key, as the rows of a proof measure it."""
+    totals: dict[str, float] = {}
+    for key, tensor in expected.items():
+        totals[kind_of(key)] = totals.get(kind_of(key), 0.0) + float(tensor.double().square().sum())
+    errors = {}
+    for key, tensor in expected.items():
+        if "/" in key and key in found:
+            floor = SMALL * totals[kind_of(key)] ** 0.5
+            errors[key] = relative(Distance().add(found[key], tensor), float(tensor.double().norm()), floor)
+    for what in ("losses", "norms"):
+        steps = (found[what] - expected[what]).abs() / expected[what].abs().clamp(min=1e-300)
+        largest = torch.cummax(steps, 0).values  # an error that has been made stays possible
+        errors |= {f"{what}/{step}": float(error) for step, error in enumerate(largest)}
+    errors["loss"], errors["gradient norm"] = errors["losses/0"], errors["norms/0"]
+    real = torch.tensor([[t < tokens_of(row) for t in range(subject.row_length)] for row in subject.documents(0)])
+    errors |= logit_distances(found["logits"][real], expected["logits"][real])
+    different = (found["greedy"] != expected["greedy"]).double().mean()
+    return errors | {"tokens, continuations": float(different)}

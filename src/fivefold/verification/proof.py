@@ -1,0 +1,431 @@
+"""One layout, proved, read downwards: the model is spread, watched for one step, trained for some, saved and loaded.
+
+Everything runs through the functions that train; this file only looks.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.generation.decode import decode, ready
+from fivefold.layout import Layout
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.sources import SafetensorsFolder
+from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.collectives import by_group, record, total
+from fivefold.parallel.data import master_dtype
+from fivefold.parallel.sharding import fsdp_rows
+from fivefold.parallel.tensor import local
+from fivefold.training import checks
+from fivefold.training import step as training
+from fivefold.training.optimizer import build_optimizer
+from fivefold.verification.evidence import Distance, Evidence, logit_distances
+from fivefold.verification.exact import exactly
+from fivefold.verification.observer import Distances, Observer
+from fivefold.verification.rows import SMALL, Found, Row, Tolerances, judge, kind_of
+from fivefold.verification.subject import Subject, micro_batches, row_numbers, tokens_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
+
+
+class Proof:
+    """A layout under proof on this rank. Every rank makes one and calls the same methods; rank 0 has the rows."""
+
+    def __init__(self, subject: Subject, layout: Layout, evidence: Evidence, device: str) -> None:
+        """Spread the model of `subject`. Raises `UserError` where it cannot be spread so."""
+        self.subject, self.evidence = subject, evidence
+        self.layout = layout.resolve(dist.get_world_size())
+        self.tolerances = Tolerances(layout.precision, evidence.about["floors"])
+        model = build_meta(load_model_config(subject.folder))
+        source = SafetensorsFolder(subject.folder, model)
+        self.model = parallelize(model, self.layout, device=device, source=source)
+        self.spread = spread_of(self.model)
+        self.optimizer = build_optimizer(self.model, subject.optimizer)
+        self.found = Found(str(layout), precision=layout.precision)
+
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """All that is compared, in the order in which a step computes it."""
+        return (
+            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.control,
+            self.first_step, self.trajectory, self.replicas,
+        )  # fmt: skip
+
+    def run(self) -> Found:
+        """Compare everything."""
+        for stage in self.stages:
+            stage()
+        return self.found
+
+    def forget(self) -> None:
+        """Every weight becomes zero: what is loaded next is all that there is."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                local(parameter).zero_()
+
+    # ---- what is compared --------------------------------------------------------------------------------------------
+
+    def shards(self) -> None:
+        """Each rank's shard has the shape and the type that the layout says."""
+        wrong = {}
+        for name, parameter in self.model.named_parameters():
+            expected, found = self._local_shape(name), tuple(local(parameter).shape)
+            type_ = master_dtype(self.layout.precision)
+            if found != expected or parameter.dtype != type_:
+                wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
+        self._count("shards", wrong)
+
+    def weights(self) -> None:
+        """Every parameter is the reference's, bit for bit."""
+        self._pieces("weight", dict(self.model.named_parameters()))
+
+    def first_pass(self) -> None:
+        """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
+        with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
+            loss = self._gradients()
+        self._passes(*observer.micro_batches)
+        self._in_order("output", observer.distances)
+        self._count("types", observer.types)
+        self._losses(loss)
+        self._in_order("backward", observer.distances)
+        observer.raw_gradients()
+        self._in_order("raw", observer.distances, names=self._backwards())
+        first = {name: local(p.grad).clone() for name, p in self.model.named_parameters()}
+        self._pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
+        self._drop_gradients()
+        again = self._gradients()
+        differing = {n: n for n, p in self.model.named_parameters() if not torch.equal(local(p.grad), first[n])}
+        differing |= {} if float(again) == float(loss) else {"loss": "the loss"}
+        self._count("rerun", differing)
+        self._drop_gradients()
+
+    def logits(self) -> None:
+        """Logits of every real token."""
+        found, expected = [], []
+        layout, documents = self.layout, self.subject.documents(0)
+        batches = micro_batches(documents, layout, self.spread.mesh.data_rank, self.subject.row_length)
+        rows = row_numbers(layout, self.subject.rows, self.spread.mesh.data_rank)
+        for batch, numbers in zip(batches, rows, strict=True):
+            inputs = training.to_device(batch, next(self.model.parameters()).device)
+            with exactly(layout.precision), torch.no_grad():
+                logits = self.model(
+                    input_ids=inputs.input_ids, position_ids=inputs.position_ids, bounds=inputs.bounds, use_cache=False
+                ).logits
+            for b, row in enumerate(numbers):
+                stop = tokens_of(documents[row])
+                found.append(logits[b, :stop].cpu())
+                expected.append(self.evidence.read("logits", (slice(row, row + 1), slice(0, stop)))[0])
+        self._numbers(logit_distances(torch.cat(found), torch.cat(expected)))
+
+    def continuations(self) -> None:
+        """The likeliest continuation of every prompt, token by token through the cache."""
+        expected, different = self.evidence.whole("greedy"), 0.0
+        with ready(self.model), exactly(self.layout.precision):
+            for prompt, tokens in zip(self.subject.prompt_tokens(), expected, strict=True):
+                ids = torch.from_numpy(prompt)[None]
+                found = list(decode(self.model, ids, max_new_tokens=len(tokens)))
+                different += sum(a != b for a, b in zip(found, tokens.tolist(), strict=True))
+        self._numbers({"tokens, continuations": different / expected.numel()})
+
+    def first_step(self) -> None:
+        """One optimizer step: gradients after clipping, the update, the moments, the collectives."""
+        before = {name: local(p).clone() for name, p in self.model.named_parameters()}
+        clipped: dict[str, Tensor] = {}
+
+        def keep(*_: Any) -> None:
+            clipped.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
+
+        handle = self.optimizer.register_step_pre_hook(keep)
+        with record(self.spread.mesh) as ran:
+            result = self._step(0)
+        handle.remove()
+        self._counts(result)
+        self._number("gradient norm", _relative(result.grad_norm, float(self.evidence.whole("norms")[0])), None)
+        self._pieces("clipped", clipped, self._backwards())
+        updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
+        self._pieces("update", updates)
+        states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
+        for kind in MOMENTS:
+            self._pieces(kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False)
+        left = {name: name for name, p in self.model.named_parameters() if p.grad is not None}
+        self._count("gradients left after the step", left)
+        self._collectives(ran)
+        self.found.losses = [result.loss]
+
+    def trajectory(self) -> None:
+        """The losses and norms of the other steps, and the weights after the last."""
+        norms = [float(self.evidence.whole("norms")[0])]
+        for step in range(1, self.subject.steps):
+            result = self._step(step)
+            self.found.losses.append(result.loss)
+            norms.append(result.grad_norm)
+        for what, found in (("losses", self.found.losses), ("norms", norms)):
+            expected = self.evidence.whole(what).tolist()
+            rows = [
+                Row(f"{what} of {len(found)} steps", error, tolerance, error <= tolerance, f"step {step + 1}")
+                for step, (error, tolerance) in enumerate(
+                    (_relative(a, b), self.tolerances.of(f"{what}/{step}"))
+                    for step, (a, b) in enumerate(zip(found, expected, strict=True))
+                )
+            ]
+            self.found.add(next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error)))
+        self._pieces("last", dict(self.model.named_parameters()))
+
+    def replicas(self) -> None:
+        """What several ranks hold, weights and optimizer state, is the same on all of them after all steps."""
+        found = checks.replicas(self.model, self.optimizer)  # on every rank alike
+        self._count("replicas", {each.where: str(each) for each in found})
+
+    def control(self) -> None:
+        """A fault is planted on rank 0: it must be found, and where it is. It is taken out again."""
+        name = self._norm()
+        module = name.rpartition(".")[0]
+        part = local(dict(self.model.named_parameters())[name]).detach()
+        before = part.clone()
+        if dist.get_rank() == 0:
+            part.add_(0.25 + PLANTED * self.tolerances.of(f"output/{module}"))
+        with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
+            self._gradients()
+        part.copy_(before)
+        self._drop_gradients()
+        first = next((row for row in self._judged("output", observer.distances) if not row.ok), None)
+        if first is None:
+            row = Row("control: a planted fault", 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
+        else:
+            found = first.where.partition(" (")[0].partition(":")[0]
+            where = module if found == module else f"planted in {module}, found in {found}"
+            row = Row("control: a planted fault", first.error, first.tolerance, found == module, where)
+        self.found.add(row)
+
+    def save(self, folder: Path) -> None:
+        """Save a checkpoint into `folder`, and beside it what every tensor of it is."""
+        state = self._state()
+        whole = {key: self._gathered(key.partition("/")[2], tensor) for key, tensor in state.items()}
+        save(self.model, self.optimizer, folder, step=1, state={}, keep=1)
+        if dist.get_rank() == 0:
+            from safetensors.torch import save_file
+
+            save_file(whole | self._scalars(), folder / "expected.safetensors")
+            (folder / "done").touch()
+
+    def holds(self) -> dict[str, Any]:
+        """Which region of every parameter each rank holds."""
+        return {
+            name: {
+                "shape": list(spec.shape),
+                "ranks": [
+                    [[[s.start, s.stop] for s in region] for region, _ in self.spread.regions(name, rank)]
+                    for rank in range(self.layout.world)
+                ],
+            }
+            for name, spec in self.spread.shards.items()
+        }
+
+    def reload(self, folders: Mapping[str, Path]) -> None:
+        """Load what other layouts saved: every parameter and moment is what they held, bit for bit."""
+        from safetensors import safe_open
+
+        wrong: list[str] = []
+        for layout, folder in folders.items():
+            restore(self.model, self.optimizer, Checkpoint.open(folder / "step-000001"))
+            with safe_open(folder / "expected.safetensors", framework="pt") as expected:
+                wrong += [f"{key} saved under {layout}" for key in self._differing(expected)]
+        wrong = sorted({each for rank in _everywhere(wrong) for each in rank})
+        what = f"saved under {len(folders)} layout{'s' * (len(folders) > 1)}, loaded"
+        self._number(what, float(len(wrong)), 0.0, wrong[0] if wrong else "")
+
+    def _differing(self, expected: Any) -> list[str]:
+        """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
+        state, scalars = self._state(), self._scalars()
+        wrong = set(expected.keys()) ^ (state.keys() | scalars.keys())
+        for key, tensor in state.items():
+            for region, place in self.spread.regions(key.partition("/")[2]) if key not in wrong else ():
+                if not torch.equal(local(tensor)[place].cpu(), expected.get_slice(key)[region]):
+                    wrong.add(key)
+        wrong |= {key for key in scalars.keys() - wrong if not torch.equal(scalars[key], expected.get_tensor(key))}
+        return sorted(wrong)
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+
+    def _gradients(self) -> Tensor:
+        """One pass over the first batch, with gradients reduced; the summed loss of all ranks."""
+        batch = micro_batches(
+            self.subject.documents(0), self.layout, self.spread.mesh.data_rank, self.subject.row_length
+        )
+        scale = torch.tensor(1.0 / self.subject.targets(0), dtype=torch.float64, device=self._device)
+        with exactly(self.layout.precision):
+            loss = training.gradients(self.model, batch, scale)
+        if self.spread.mesh.tp_rank:
+            loss.zero_()
+        dist.all_reduce(loss)
+        return loss
+
+    def _step(self, step: int) -> training.StepResult:
+        batch = micro_batches(
+            self.subject.documents(step), self.layout, self.spread.mesh.data_rank, self.subject.row_length
+        )
+        with exactly(self.layout.precision):
+            return training.train_step(
+                self.model, self.optimizer, batch, learning_rate=self.subject.learning_rate,
+                max_grad_norm=self.evidence.about["clip"],
+            )  # fmt: skip
+
+    def _drop_gradients(self) -> None:
+        """What was only looked at; a step does this by its optimizer."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _passes(self, seen: int, there: int) -> None:
+        """Every micro batch of the batch went through the model."""
+        wrong = f"{seen} of {there} on rank {dist.get_rank()}"
+        self._count("micro batches", {} if seen == there else {wrong: wrong})
+
+    def _counts(self, result: training.StepResult) -> None:
+        """What a step divides its loss by is what its documents have."""
+        tokens = sum(map(tokens_of, self.subject.documents(0)))
+        counts = {"targets": (result.targets, self.subject.targets(0)), "tokens": (result.tokens, tokens)}
+        wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
+        self._count("counts of a step", wrong)
+
+    def _losses(self, loss: Tensor) -> None:
+        expected = float(self.evidence.whole("losses")[0])
+        self._number("loss", _relative(float(loss), expected), None)
+
+    def _collectives(self, ran: Any) -> None:
+        """The collectives of a step are those that the layout declares."""
+        batch = micro_batches(
+            self.subject.documents(0), self.layout, self.spread.mesh.data_rank, self.subject.row_length
+        )
+        rows, tokens = batch[0].input_ids.shape
+        shape = training.step_shape(self.model, rows, tokens, len(batch))
+        declared = by_group(
+            training.declare(self.model, shape, optimizer=self.subject.optimizer.name), self.spread.mesh
+        )
+        different = set(declared) ^ set(total(ran))
+        names = sorted({f"{each.kind} over {each.axis}" for each in different})
+        self._count("collectives", {name: name for name in names})
+
+    def _state(self) -> dict[str, Tensor]:
+        """Every parameter and moment, as this rank holds it."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"weight/{name}"] = parameter.detach()
+            for kind in MOMENTS:
+                if kind in self.optimizer.state.get(parameter, {}):
+                    found[f"{kind}/{name}"] = self.optimizer.state[parameter][kind]
+        return found
+
+    def _scalars(self) -> dict[str, Tensor]:
+        """What the optimizer keeps once per parameter: how many steps it took."""
+        return {
+            f"{kind}/{name}": value.detach().cpu().reshape(1)
+            for name, parameter in self.model.named_parameters()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.ndim == 0
+        }
+
+    def _gathered(self, name: str, tensor: Tensor) -> Tensor:
+        """All of a tensor that lies as parameter `name`, on rank 0."""
+        whole = torch.zeros(self.spread.shards[name].shape, dtype=tensor.dtype, device=self._device)
+        if self.spread.is_owner(name):
+            for region, place in self.spread.regions(name):
+                whole[region] = local(tensor)[place]
+        dist.all_reduce(whole)
+        return whole.cpu()
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        mesh = self.spread.mesh
+        shape = self.spread.shards[name].local_shape(mesh.tp_rank)
+        first, last = fsdp_rows(shape[0], mesh.fsdp_rank, mesh.fsdp_size)
+        return (last - first, *shape[1:])
+
+    def _norm(self) -> str:
+        """The last parameter that is a norm's: where a fault is planted."""
+        vectors = [name for name, spec in self.spread.shards.items() if len(spec.shape) == 1 and spec.dim is None]
+        outside = [name for name in vectors if name.endswith("weight")]
+        return (outside or vectors)[-1]
+
+    def _backwards(self) -> list[str]:
+        """Parameters as backward comes to them: the first that is wrong is the nearest to the fault."""
+        return [name for name, _ in self.model.named_parameters()][::-1]
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def _pieces(
+        self, kind: str, tensors: Mapping[str, Tensor | None], names: list[str] | None = None, *, must: bool = True
+    ) -> None:
+        """Compare this rank's part of each tensor with that region of the reference. `must`: none may lack."""
+        distances: Distances = {}
+        for name, tensor in tensors.items():
+            key = f"{kind}/{name}"
+            if tensor is None or key not in self.evidence:
+                continue
+            distance = distances.setdefault(key, Distance())
+            for region, place in self.spread.regions(name):
+                distance.add(local(tensor)[place], self.evidence.read(key, region))
+        lacking = {name: name for name in self.evidence.names(kind) if must and f"{kind}/{name}" not in distances}
+        self._count(f"{kind} without values", lacking, say=False)
+        self._in_order(kind, distances, names)
+
+    def _in_order(self, kind: str, distances: Distances, names: list[str] | None = None) -> None:
+        for row in self._judged(kind, distances, names):
+            self.found.add(row)
+
+    def _judged(self, kind: str, distances: Distances, names: list[str] | None = None) -> list[Row]:
+        """A row for each key of a kind, in the order of the reference's execution, or of `names`."""
+        everyone = _everywhere({key: each for key, each in distances.items() if kind_of(key) == kind})
+        source = "gradient" if kind == "raw" else kind
+        norms = {name: self.evidence.norm(f"{source}/{name}") for name in self.evidence.names(source)}
+        floor = SMALL * math.hypot(*norms.values())
+        rows = []
+        for name in names or norms:
+            key = f"{kind}/{name}"
+            per_rank = [each.get(key) for each in everyone]
+            if any(each is not None for each in per_rank):
+                rows.append(judge(key, per_rank, norms[name], floor, self.tolerances.of(key), self.layout))
+        return rows
+
+    def _numbers(self, mine: Mapping[str, float]) -> None:
+        """A row for each number: the largest of all ranks."""
+        everyone = _everywhere(dict(mine))
+        for what in mine:
+            self._number(what, max(each[what] for each in everyone), None)
+
+    def _number(self, what: str, error: float, tolerance: float | None, where: str = "") -> None:
+        error = max(_everywhere(error), key=lambda each: math.inf if math.isnan(each) else each)
+        allowed = self.tolerances.of(what) if tolerance is None else tolerance
+        self.found.add(Row(what, error, allowed, error <= allowed, where))
+
+    def _count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
+        """A row that counts what is wrong on any rank (`say`: also when nothing is)."""
+        everyone: dict[str, str] = {}
+        for each in _everywhere(dict(wrong)):
+            everyone.update(each)
+        if everyone or say:
+            first = next(iter(everyone.values()), "")
+            self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
+
+
+def _everywhere(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _relative(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; infinite for what is not a number."""
+    error = abs(found - expected) / max(abs(expected), 1e-300)
+    return error if math.isfinite(error) else math.inf

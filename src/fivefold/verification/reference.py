@@ -1,0 +1,277 @@
+"""One process, nothing of ours: the unmodified `transformers` model, each document its own sequence.
+
+Its own attention, its own loss head, torch's cross entropy, clipping and AdamW. With bf16, weights are kept in fp32 and
+each document's gradient is added in fp32, which is what mixed precision means everywhere.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.models import surfaces
+from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
+from fivefold.verification.exact import exactly
+from fivefold.verification.observer import first_tensor
+from fivefold.verification.subject import Subject
+
+CLIP = 0.5  # of the first step's gradient norm: clipping bites
+
+
+class Reference:
+    """The model of a subject in one process, and everything that it computes."""
+
+    def __init__(self, subject: Subject, precision: str, device: str, *, noise: bool = False) -> None:
+        """`noise`: the embedding is off by one unit in the last place of `precision`."""
+        self.subject, self.precision, self.device = subject, precision, device
+        self.compute_dtype = COMPUTE_DTYPES[precision]
+        self.master = surfaces.load_unmodified(subject.folder, torch.float32).to(device, master_dtype(precision))
+        self.master.config.use_cache = False
+        self.model = self.master
+        if precision == "bf16":
+            self.model = surfaces.load_unmodified(subject.folder, torch.bfloat16).to(device)
+        if noise:
+            embedding = self.model.get_input_embeddings()
+            embedding.register_forward_hook(lambda _, args, out: one_ulp(out))
+        self.tensors: dict[str, Tensor] = {}
+        self.dtypes: dict[str, str] = {}
+        self.token_dims: dict[str, int] = {}
+        self.clip = 0.0
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def run(self, inputs: list[str]) -> "Reference":
+        """Everything, in order. `inputs`: modules whose input is kept as well."""
+        self._keep("weight", dict(self.master.named_parameters()))
+        optimizers = make_optimizers(self.master, self.subject)
+        for step in range(self.subject.steps):
+            with exactly(self.precision):
+                loss = self._gradients(step, inputs if step == 0 else None)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.master.parameters() if p.grad is not None])
+            if step == 0:
+                self.clip = CLIP * float(norm)
+            self._update(optimizers, norm, is_first=step == 0)
+            self.losses.append(loss)
+            self.norms.append(float(norm))
+        self._keep("last", dict(self.master.named_parameters()))
+        self.tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
+        self.tensors["norms"] = torch.tensor(self.norms, dtype=torch.float64)
+        return self
+
+    def before(self) -> "Reference":
+        """What is computed with the first weights only: the continuations of the prompts."""
+        self._sync()
+        with exactly(self.precision), torch.no_grad():
+            self.tensors["greedy"] = torch.stack([self._continue(prompt) for prompt in self._prompts()])
+        return self
+
+    def _prompts(self) -> list[Tensor]:
+        return [torch.from_numpy(tokens).to(self.device) for tokens in self.subject.prompt_tokens()]
+
+    def _continue(self, ids: Tensor) -> Tensor:
+        prompt = len(ids)
+        for _ in range(self.subject.new_tokens):
+            logits = self.model(input_ids=ids[None]).logits[0, -1]
+            ids = torch.cat([ids, logits.argmax().reshape(1)])
+        return ids[prompt:].cpu()
+
+    def _keep(self, kind: str, named: dict[str, Tensor | None]) -> None:
+        for name, tensor in named.items():
+            if tensor is not None:
+                self.tensors[f"{kind}/{name}"] = tensor.detach().cpu().clone()
+
+    def _sync(self) -> None:
+        """Compute with the weights as they are now."""
+        if self.model is not self.master:
+            with torch.no_grad():
+                for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
+                    mine.copy_(kept)
+
+    def _gradients(self, step: int, inputs: list[str] | None) -> float:
+        """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
+        self._sync()
+        count, summed = self.subject.targets(step), 0.0
+        watch = None if inputs is None else Watch(self, inputs)
+        for row, documents in enumerate(self.subject.documents(step)):
+            start = 0
+            for document in documents:
+                ids, targets = (self._tensor(each) for each in (document.tokens, document.targets))
+                with watch.document(row, start, len(ids)) if watch else _nothing():
+                    logits = self.model(input_ids=ids[None]).logits[0]
+                if watch:
+                    watch.put("logits", row, start, logits)
+                start += len(ids)
+                if len(targets):
+                    rows = logits[: len(targets)].to(master_dtype(self.precision))
+                    loss = F.cross_entropy(rows, targets, reduction="sum")
+                    (loss / count).backward()  # type: ignore[no-untyped-call]
+                    summed += loss.item()
+                    self._collect()
+        if watch:
+            watch.finish()
+            self.token_dims = watch.token_dims
+            self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
+        return summed / count
+
+    def _tensor(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+
+    def _collect(self) -> None:
+        """Add the gradients of a bf16 model to those of its fp32 weights."""
+        if self.model is self.master:
+            return
+        for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
+            if mine.grad is not None:
+                kept.grad = mine.grad.float() if kept.grad is None else kept.grad + mine.grad.float()
+                mine.grad = None
+
+    def _update(self, optimizers: list[torch.optim.Optimizer], norm: Tensor, *, is_first: bool) -> None:
+        parameters = dict(self.master.named_parameters())
+        torch.nn.utils.clip_grads_with_norm_(self.master.parameters(), self.clip, norm)
+        before = {name: p.detach().clone() for name, p in parameters.items()} if is_first else {}
+        if is_first:
+            self._keep("clipped", {name: p.grad for name, p in parameters.items()})
+        # torch's Muon iterates in bf16; ours in the type that the model computes in
+        keep_type = patch.object(Tensor, "bfloat16", Tensor.clone)
+        with keep_type if self.precision != "bf16" else _nothing():
+            for optimizer in optimizers:
+                optimizer.step()
+        if is_first:
+            self._keep("update", {name: p.detach() - before[name] for name, p in parameters.items()})
+            for optimizer in optimizers:
+                for name, parameter in parameters.items():
+                    for kind, value in optimizer.state.get(parameter, {}).items():
+                        if value.ndim:
+                            self._keep(kind, {name: value})
+        self.master.zero_grad()
+
+
+def make_optimizers(model: nn.Module, subject: Subject) -> list[torch.optim.Optimizer]:
+    """torch's own: AdamW without decay of vectors, or Muon for the matrices of the blocks and AdamW for the rest."""
+    options, parameters = subject.optimizer, dict(model.named_parameters())
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    in_blocks = [
+        p for name, p in parameters.items()
+        if p.ndim == 2 and any(name.startswith(f"{each}.") for each in layers)
+    ]  # fmt: skip
+    own = {id(p) for p in in_blocks} if options.name == "muon" else set()
+    matrices = [p for p in parameters.values() if p.ndim > 1 and id(p) not in own]
+    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=subject.learning_rate, betas=options.betas, eps=options.eps,
+    )  # fmt: skip
+    if not own:
+        return [adamw]
+    muon = torch.optim.Muon(
+        in_blocks, lr=subject.learning_rate, weight_decay=options.weight_decay, momentum=options.momentum or 0.95,
+        nesterov=True, ns_steps=options.ns_steps or 5, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    return [muon, adamw]
+
+
+class Watch:
+    """Puts what modules compute, document by document, where the packed rows have it."""
+
+    def __init__(self, reference: Reference, inputs: list[str]) -> None:
+        self._reference, self._handles = reference, []
+        self._grids: dict[str, Tensor] = {}
+        self._token_dims: dict[str, set[int]] = {}
+        self._place = (0, 0, 0)  # row, start, length of the document under way
+        self._seen: set[str] = set()
+        for name, module in reference.model.named_modules():
+            if name:
+                self._handles.append(module.register_forward_hook(self._after(name)))
+            if name in inputs:
+                self._handles.append(module.register_forward_pre_hook(self._given(name)))
+
+    @contextmanager
+    def document(self, row: int, start: int, length: int) -> Iterator[None]:
+        """The forward pass of a document runs inside."""
+        self._place, self._seen = (row, start, length), set()
+        yield
+
+    def finish(self) -> None:
+        """Leave the model as it was, and the evidence with the reference, without what has no dimension of tokens."""
+        for handle in self._handles:
+            handle.remove()
+        found = self._reference.tensors
+        for key, grid in self._grids.items():
+            if key == "logits" or self._token_dims.get(key.partition("/")[2]):
+                found[key] = grid
+
+    def put(self, key: str, row: int, start: int, values: Tensor) -> None:
+        """`values` [n, ...] of a document."""
+        subject = self._reference.subject
+        if key not in self._grids:
+            shape = (subject.rows, subject.row_length, *values.shape[1:])
+            self._grids[key] = torch.zeros(shape, dtype=values.dtype)
+        grid = self._grids[key]
+        if grid.shape[2:] == values.shape[1:]:
+            grid[row, start : start + len(values)] = values.detach().cpu()
+
+    def _after(self, name: str) -> Callable[..., None]:
+        return lambda _module, _args, out: self._note(name, first_tensor(out))
+
+    def _given(self, name: str) -> Callable[..., None]:
+        return lambda _module, args: self._note(f"{name} input", first_tensor(args))
+
+    def _note(self, name: str, values: Tensor | None) -> None:
+        if values is None or not values.is_floating_point() or name in self._seen:
+            return
+        self._seen.add(name)
+        row, start, length = self._place
+        dims = {dim for dim in (1, 2) if values.ndim > dim and values.shape[0] == 1 and values.shape[dim] == length}
+        if values.ndim and values.shape[0] == length and values.ndim > 1:
+            dims.add(0)
+        self._token_dims[name] = self._token_dims.get(name, {0, 1, 2}) & dims
+        self._reference.dtypes[name] = str(values.dtype)
+        dim = min(self._token_dims[name] - {0}, default=0 if 0 in self._token_dims[name] else None)
+        if dim is None:
+            return
+        self.put(f"output/{name}", row, start, _by_token(values, dim))
+        if values.requires_grad:
+            put = partial(self.put, f"backward/{name}", row, start)
+            values.register_hook(lambda grad: put(_by_token(grad, dim)))  # type: ignore[no-untyped-call]
+
+    @property
+    def token_dims(self) -> dict[str, int]:
+        """Which dimension of a module's output counts tokens (0: rows and tokens in one)."""
+        return {name: min(dims - {0}, default=0) for name, dims in self._token_dims.items() if dims}
+
+
+def _by_token(values: Tensor, dim: int) -> Tensor:
+    """[1, n, ...], [1, H, n, ...] or [n, ...] as [n, ...]."""
+    return values if dim == 0 else values.movedim(dim, 1)[0]
+
+
+def one_ulp(values: Tensor) -> Tensor:
+    """`values`, each a unit in the last place larger or smaller."""
+    signs = torch.randint(0, 2, values.shape, generator=torch.Generator().manual_seed(0)).to(values.device) * 2 - 1
+    return values * (1 + signs.to(values.dtype) * torch.finfo(values.dtype).eps)
+
+
+@contextmanager
+def reassociated() -> Iterator[None]:
+    """Inside, every linear adds up its products in two halves: the same numbers in another order."""
+    plain = F.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        half = weight.shape[1] // 2
+        if half == 0:
+            return plain(x, weight, bias)
+        out = plain(x[..., half:], weight[:, half:]) + plain(x[..., :half], weight[:, :half])
+        return out if bias is None else out + bias
+
+    with patch.object(F, "linear", linear):
+        yield
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,18 @@
+"""Silent bugs of trainers, each as a small patch of the running program: one catalogue."""
+
+from tests.verification.faults import checkpoint, loss, model, optimizer, reduction, run, tensor
+from tests.verification.faults.fault import FAULTS, Expected, Fault, Model
+
+__all__ = [
+    "FAULTS",
+    "Expected",
+    "Fault",
+    "Model",
+    "checkpoint",
+    "loss",
+    "model",
+    "optimizer",
+    "reduction",
+    "run",
+    "tensor",
+]

@@ -1,0 +1,260 @@
+"""Bugs of the loss: over a split vocabulary, over chunks, over labels."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.data.batch import IGNORE
+from fivefold.parallel import loss
+from fivefold.training import step
+from fivefold.verification import subject
+from tests.verification.faults.fault import Model, fault
+
+LOSS = [("loss", r"")]
+
+
+def _cross_entropy(instead: Callable[..., Any]) -> Any:
+    """The cross entropy is `instead(plain, logits, labels, fold, ...)`."""
+    plain = loss._cross_entropy
+    return patch.object(loss, "_cross_entropy", lambda *args, **options: instead(plain, *args, **options))
+
+
+def _all_reduce(instead: Callable[..., None]) -> Any:
+    """The collectives of the loss are `instead(tensor, op, group)`."""
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        instead(tensor, op, group)
+
+    return patch.object(loss, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp))
+
+
+@fault(
+    "labels looked up as if every rank's vocabulary started at 0",
+    known="Megatron's vocabulary-parallel cross entropy without its offset",
+    layout="tp2",
+    expects=LOSS,
+)
+def offset_of_the_vocabulary_ignored() -> Any:
+    def cross_entropy(plain: Any, logits: Tensor, labels_N: Tensor, fold: Any, *rest: Any, **options: Any) -> Any:
+        shifted = replace(fold, vocabulary=tuple((0, stop - start) for start, stop in fold.vocabulary))
+        return plain(logits, labels_N, shifted, *rest, **options)
+
+    return _cross_entropy(cross_entropy)
+
+
+@fault(
+    "each rank subtracts its own largest logit",
+    known="Megatron's vocabulary-parallel cross entropy without its first all-reduce",
+    layout="tp2",
+    expects=LOSS,
+)
+def largest_logit_not_shared() -> Any:
+    def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
+        if op != dist.ReduceOp.MAX:
+            dist.all_reduce(tensor, op, group)
+
+    return _all_reduce(all_reduce)
+
+
+@fault(
+    "each rank divides by the sum of its own exponentials",
+    known="Megatron's vocabulary-parallel cross entropy without its second all-reduce",
+    layout="tp2",
+    expects=LOSS,
+)
+def sum_of_exponentials_not_shared() -> Any:
+    def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
+        own = tensor[0].clone()
+        dist.all_reduce(tensor, op, group)
+        if op != dist.ReduceOp.MAX:
+            tensor[0].copy_(own)
+
+    return _all_reduce(all_reduce)
+
+
+@fault(
+    "columns that pad an uneven vocabulary join the softmax",
+    known="vocabularies padded to a multiple",
+    layout="tp2",
+    expects=LOSS,
+)
+def padded_columns_join_the_softmax() -> Any:
+    def cross_entropy(plain: Any, logits: Tensor, labels_N: Tensor, fold: Any, *rest: Any, **options: Any) -> Any:
+        longest = max(stop - start for start, stop in fold.vocabulary)
+        found, grad = plain(F.pad(logits, (0, longest - logits.shape[-1])), labels_N, fold, *rest, **options)
+        return found, grad[..., : logits.shape[-1]].contiguous()
+
+    return _cross_entropy(cross_entropy)
+
+
+@fault(
+    "logits rounded to bf16 before the loss",
+    known="logits in the model's type",
+    layout="shard2",
+    expects=LOSS,
+)
+def logits_rounded() -> Any:
+    return _cross_entropy(lambda plain, logits, *rest, **options: plain(_rounded(logits), *rest, **options))
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return values.bfloat16().type(values.dtype)
+
+
+@fault(
+    "the head is called in place of the model's own forward: the soft cap of the logits (Gemma 2) is lost",
+    known="fused losses that call lm_head alone",
+    layout="shard2",
+    model=Model("gemma2"),
+    expects=LOSS,
+)
+def soft_cap_of_logits_lost() -> Any:
+    plain = loss.head_only
+
+    def head_only(model: Any, anatomy: Any) -> Any:
+        manager = plain(model, anatomy)
+        head = model.get_submodule(anatomy.head)
+        return _Entered(manager, lambda hidden: head(hidden))
+
+    return patch.object(loss, "head_only", head_only)
+
+
+class _Entered:
+    """A context manager that gives another value."""
+
+    def __init__(self, manager: Any, value: Any) -> None:
+        self._manager, self._value = manager, value
+
+    def __enter__(self) -> Any:
+        self._manager.__enter__()
+        return self._value
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._manager.__exit__(*error)
+
+
+@fault(
+    "the last chunk of the loss is left out",
+    known="chunked losses whose last chunk is shorter",
+    layout="shard2",
+    expects=LOSS,
+)
+def last_chunk_dropped() -> Any:
+    plain = loss.chunked_loss
+
+    def chunked(logits_of: Any, hidden: Tensor, labels_BT: Tensor, *rest: Any) -> Tensor:
+        kept = labels_BT.clone()
+        kept.view(-1)[-labels_BT.numel() // 3 :] = IGNORE
+        return plain(logits_of, hidden, kept, *rest)
+
+    return patch.object(loss, "chunked_loss", chunked)
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+def _labels(change: Callable[[Tensor], Tensor]) -> Any:
+    plain = step.to_device
+
+    def to_device(*args: Any) -> Any:
+        inputs = plain(*args)
+        inputs.labels = change(inputs.labels)
+        return inputs
+
+    return patch.object(step, "to_device", to_device)
+
+
+@fault(
+    "labels that are shifted already are shifted again",
+    known="transformers #47394, #37830",
+    layout="shard2",
+    expects=LOSS,
+)
+def labels_shifted_twice() -> Any:
+    return _labels(lambda labels: F.pad(labels[:, 1:], (0, 1), value=IGNORE))
+
+
+@fault(
+    "labels not shifted: a token is its own target",
+    known="Qwen #834",
+    layout="shard2",
+    expects=LOSS,
+)
+def labels_not_shifted() -> Any:
+    return _labels(lambda labels: F.pad(labels[:, :-1], (1, 0), value=IGNORE))
+
+
+@fault(
+    "padding at a row's end has targets",
+    known="padding without the label that is ignored",
+    layout="shard2",
+    expects=LOSS,
+)
+def padding_carries_loss() -> Any:
+    plain = subject.assemble
+
+    def assemble(rows: Any, **options: Any) -> Any:
+        batch = plain(rows, **options)
+        for labels, row in zip(batch.labels, rows, strict=True):
+            labels[sum(len(piece.tokens) for piece in row) :] = 0
+        return batch
+
+    return patch.object(subject, "assemble", assemble)
+
+
+# ---- tied weights ---------------------------------------------------------------------------------------------------
+
+
+@fault(
+    "a tied embedding loses the gradient of the head",
+    known="Megatron-LM #844",
+    layout="shard2",
+    model=Model(tied=True),
+    expects=[("gradient, raw", r"embed_tokens")],
+)
+def head_gradient_of_a_tied_embedding_lost() -> Any:
+    return patch.object(loss, "parameters_after_base", lambda *_: [])
+
+
+@fault(
+    "a tied embedding gets the gradient of the head twice",
+    known="a tied weight listed twice",
+    layout="shard2",
+    model=Model(tied=True),
+    expects=[("gradient, raw", r"embed_tokens")],
+)
+def head_gradient_of_a_tied_embedding_doubled() -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        hidden_grad, *sums = ctx.saved_tensors
+        return (None, hidden_grad * grads[0], None, None, None, None, *(2 * s * grads[0] for s in sums))
+
+    return patch.object(loss._ChunkedLoss, "backward", staticmethod(backward))
+
+
+@fault(
+    "a tied head is given values of its own after loading and never sees an update",
+    known="Megatron-LM #656",
+    layout="shard2",
+    model=Model(tied=True),
+    expects=[("losses of .* steps", r"step 2"), ("gradient, raw", r"embed_tokens")],
+)
+def tied_head_keeps_its_first_values() -> Any:
+    plain = loss.head_only
+    kept: dict[int, Tensor] = {}
+
+    def head_only(model: Any, anatomy: Any) -> Any:
+        head = model.get_submodule(anatomy.head)
+        first = kept.setdefault(id(model), head.weight.detach().clone())
+
+        def logits(hidden: Tensor) -> Tensor:
+            return F.linear(hidden, head.weight + (first - head.weight).detach())
+
+        return _Entered(plain(model, anatomy), logits)
+
+    return patch.object(loss, "head_only", head_only)

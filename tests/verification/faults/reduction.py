@@ -1,0 +1,292 @@
+"""Bugs of what happens to gradients between backward and the optimizer: micro batches, data ranks, norms, clipping."""
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from fivefold.data.batch import MicroBatch
+from fivefold.parallel import apply, data
+from fivefold.parallel.apply import Spread
+from fivefold.training import step
+from fivefold.training.optimizer import local_gradients, squared_norm
+from tests.verification.faults.fault import fault
+
+# 8 rows of which every data rank of two has four micro batches.
+REDUCED = [("gradient, reduced", r"")]
+
+
+def _gradients(after: Callable[[Any, Sequence[MicroBatch]], None]) -> Any:
+    """`after(model, batch)` happens when gradients are there."""
+    plain = step.gradients
+
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        found = plain(model, batch, scale)
+        after(model, batch)
+        return found
+
+    return patch.object(step, "gradients", gradients)
+
+
+def _before_each(prepare: Callable[[Any, int], None]) -> Any:
+    """`prepare(model, index)` happens before each micro batch."""
+    plain, count = data.prepare_micro_batch, [0]
+
+    def prepare_micro_batch(model: Any, layout: Any, *, last: bool) -> None:
+        plain(model, layout, last=last)
+        prepare(model, count[0])
+        count[0] = 0 if last else count[0] + 1
+
+    return patch.object(data, "prepare_micro_batch", prepare_micro_batch)
+
+
+# ---- the loss's share ------------------------------------------------------------------------------------------------
+
+
+@fault(
+    "the loss is a mean of data ranks' means",
+    known="transformers #34191, over data ranks",
+    layout="shard2",
+    expects=[("counts of a step", r"targets")],
+)
+def loss_is_a_mean_of_means() -> Any:
+    def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
+        mine = sum(b.targets for b in batch) * spread.layout.data_ranks
+        return torch.tensor([mine, sum(b.tokens for b in batch), 0, int(stop)], device=device)
+
+    return patch.object(step, "_count", count)
+
+
+@fault(
+    "target tokens counted on every tensor parallel rank: the loss is divided by too many",
+    known="a scale that Adam and clipping hide",
+    layout="tp2",
+    expects=[("counts of a step", r"targets")],
+)
+def targets_counted_on_every_tensor_rank() -> Any:
+    plain = step._count
+
+    def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
+        return plain(batch, spread, device, stop) * torch.tensor([spread.layout.tp, 1, 1, 1], device=device)
+
+    return patch.object(step, "_count", count)
+
+
+@fault(
+    "each micro batch's own mean counts alike, whatever its number of tokens",
+    known="transformers #34191",
+    layout="shard2",
+    expects=[("loss", r"")],
+)
+def mean_of_micro_batches() -> Any:
+    plain = step.gradients
+
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        ranks = step.spread_of(model).layout.data_ranks
+        shares = iter([1 / (each.targets * len(batch) * ranks) for each in batch])
+        device = step.to_device
+
+        def to_device(*args: Any) -> Any:
+            inputs = device(*args)
+            inputs.scale = torch.tensor(next(shares), dtype=torch.float64)
+            return inputs
+
+        with patch.object(step, "to_device", to_device):
+            return plain(model, batch, scale)
+
+    return patch.object(step, "gradients", gradients)
+
+
+@fault(
+    "the backward pass divides by the number of micro batches once more",
+    known="divided by the model and by the trainer",
+    layout="shard2",
+    expects=[("gradient of output", r"0\.25 times")],
+)
+def micro_batches_scaled_twice() -> Any:
+    plain = apply._loss_sum
+
+    def loss_sum(model: Any, inputs: Any, **options: Any) -> Tensor:
+        exact = plain(model, inputs, **options)
+        return exact.detach() * 0.75 + exact * 0.25  # the same loss, of a quarter's gradient
+
+    return patch.object(apply, "_loss_sum", loss_sum)
+
+
+@fault(
+    "the last micro batch of a step is left out",
+    known="loops that end before a last, shorter micro batch",
+    layout="shard2",
+    expects=[("micro batches", r"3 of 4")],
+)
+def last_micro_batch_dropped() -> Any:
+    plain = step.gradients
+    return patch.object(step, "gradients", lambda model, batch, scale: plain(model, batch[:-1], scale))
+
+
+# ---- what is added up ------------------------------------------------------------------------------------------------
+
+
+@fault(
+    "gradients are zeroed before every micro batch: the last one alone counts",
+    known="zero_grad inside the loop",
+    layout="shard2",
+    expects=REDUCED,
+)
+def only_the_last_micro_batch_counts() -> Any:
+    def zero(model: Any, _: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return _before_each(zero)
+
+
+@fault(
+    "the first micro batch's gradients are never reduced under ZeRO 2",
+    known="no_sync around the wrong micro batch",
+    layout="shard2+zero2",
+    expects=REDUCED,
+)
+def first_micro_batch_not_reduced() -> Any:
+    def forget(model: Any, index: int) -> None:
+        model.set_requires_gradient_sync(index != 0)
+        for module in model.modules() if index == 1 else ():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for each in group.fsdp_params if group else ():
+                each._unsharded_param.grad = each.unsharded_accumulated_grad = None
+
+    return _before_each(forget)
+
+
+@fault(
+    "copies of the model do not add up their gradients",
+    known="HSDP without its all-reduce",
+    layout="dp2",
+    expects=REDUCED,
+)
+def replicas_not_reduced() -> Any:
+    plain = data.fully_shard
+    return patch.object(
+        data, "fully_shard", lambda module, *, mesh, **options: plain(module, mesh=mesh["dp_shard"], **options)
+    )
+
+
+@fault(
+    "gradients averaged over data ranks, though the loss is divided by all tokens",
+    known="FSDP's default",
+    layout="shard2",
+    expects=[("gradient, reduced", r"0\.5 times")],
+)
+def gradients_averaged() -> Any:
+    def average(model: Any, _: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad /= step.spread_of(model).layout.data_ranks
+
+    return _gradients(average)
+
+
+@fault(
+    "gradients reduced in bf16",
+    known="reduction in the type of the computation",
+    layout="shard2",
+    expects=REDUCED,
+)
+def reduced_in_bf16() -> Any:
+    plain = data.MixedPrecisionPolicy
+    return patch.object(
+        data, "MixedPrecisionPolicy", lambda **options: plain(**options | {"reduce_dtype": torch.bfloat16})
+    )
+
+
+@fault(
+    "gradients stay from one step to the next",
+    known="a zero_grad that misses parameters",
+    layout="shard2",
+    expects=[("gradients left after the step", r"")],
+)
+def gradients_not_zeroed() -> Any:
+    return patch.object(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None)
+
+
+# ---- the norm, and clipping by it ------------------------------------------------------------------------------------
+
+
+def _norm_of(counted: Callable[[Spread, str], bool]) -> Any:
+    """The gradient norm is made of `counted` parameters."""
+
+    def norm(model: Any) -> Tensor:
+        spread = step.spread_of(model)
+        own = [each.double().square().sum() for name, each in local_gradients(model) if counted(spread, name)]
+        return torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()
+
+    return patch.object(step, "squared_norm", norm)
+
+
+@fault(
+    "parameters that every tensor parallel rank holds count once per rank in the norm",
+    known="NeMo RL #3788, ROCm TransformerEngine #715",
+    layout="tp2",
+    expects=[("gradient norm", r"")],
+)
+def copies_counted_in_the_norm() -> Any:
+    return _norm_of(lambda *_: True)
+
+
+@fault(
+    "embeddings are left out of the gradient norm",
+    known="a norm over some of the groups",
+    layout="shard2",
+    expects=[("gradient norm", r"")],
+)
+def parameters_left_out_of_the_norm() -> Any:
+    return _norm_of(lambda spread, name: spread.is_owner(name) and "embed" not in name)
+
+
+@fault(
+    "every rank clips by the norm of its own shard",
+    known="fairscale #167 (review)",
+    layout="shard2",
+    expects=[("gradient, clipped", r"")],
+)
+def clipping_by_a_local_norm() -> Any:
+    clip = step.clip_
+    return patch.object(step, "clip_", lambda model, _, limit: clip(model, sqrt(float(squared_norm(model))), limit))
+
+
+@fault(
+    "gradients clipped on the first tensor parallel rank alone",
+    known="a call guarded by a rank",
+    layout="tp2",
+    expects=[("gradient, clipped", r"tp rank 1")],
+)
+def clipped_on_one_tensor_rank() -> Any:
+    clip = step.clip_
+
+    def clip_(model: Any, *args: Any) -> None:
+        if step.spread_of(model).mesh.tp_rank == 0:
+            clip(model, *args)
+
+    return patch.object(step, "clip_", clip_)
+
+
+@fault(
+    "ranks round the gradients of a norm weight differently: the copies drift apart",
+    known="bigscience Megatron-DeepSpeed #270, #271",
+    layout="tp2",
+    expects=[("replicas", r"norm")],
+)
+def copies_drift() -> Any:
+    clip, steps = step.clip_, [0]
+
+    def clip_(model: Any, *args: Any) -> None:
+        clip(model, *args)
+        steps[0] += 1
+        for name, gradient in local_gradients(model):
+            if name.endswith("norm.weight") and step.spread_of(model).mesh.tp_rank:
+                gradient.mul_(1 + 2e-11 * (steps[0] % 2))  # Adam would not see a factor that stays
+
+    return patch.object(step, "clip_", clip_)

@@ -1,0 +1,304 @@
+"""Bugs of tensor and sequence parallelism."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.parallel import ops, pairs, tensor
+from fivefold.parallel.sharding import split_even
+from fivefold.parallel.tensor import TensorParallel
+from tests.verification.faults.fault import Model, fault
+
+# Intermediate sizes that can be cut in the wrong places and still be run.
+PHI3 = Model("phi3", changes=(("intermediate_size", 56),))
+
+
+def _without_sums(lost: Callable[[str, str], bool]) -> Any:
+    """Gradient sums are lost where `lost(name, axis)`."""
+    plain = tensor.gradient_sums
+
+    def sums(*args: Any, **options: Any) -> Mapping[str, str]:
+        return {name: axis for name, axis in plain(*args, **options).items() if not lost(name, axis)}
+
+    return patch.object(tensor, "gradient_sums", sums)
+
+
+# ---- gradients that ranks hold in part ------------------------------------------------------------------------------
+
+
+@fault(
+    "no partial gradient is summed over tp: norms and row biases see their rank's tokens only",
+    known="bigscience Megatron-DeepSpeed #274, TransformerEngine #441",
+    layout="tp2",
+    expects=[("gradient, reduced", r"norm|bias")],
+)
+def partial_gradients_not_summed() -> Any:
+    return patch.object(tensor, "sum_partial_gradients", lambda *_: None)
+
+
+@fault(
+    "gradients of norm weights not summed over tp under sequence parallelism",
+    known="TransformerEngine #441",
+    layout="tp2",
+    expects=[("gradient, reduced", r"norm")],
+)
+def norm_gradients_not_summed() -> Any:
+    return _without_sums(lambda name, _: "norm" in name)
+
+
+@fault(
+    "gradients of row-parallel biases not summed over tp under sequence parallelism",
+    known="bigscience Megatron-DeepSpeed #307, torchtitan #4332",
+    layout="tp2",
+    expects=[("gradient, reduced", r"(o_proj|down_proj)\.bias")],
+)
+def row_bias_gradients_not_summed() -> Any:
+    return _without_sums(lambda name, _: name.endswith("bias"))
+
+
+@fault(
+    "gradients of the norms over each head (Qwen3) not summed over tp",
+    known="TransformerEngine #441, for norms that see a rank's heads",
+    layout="tp2",
+    model=Model("qwen3"),
+    expects=[("gradient, reduced", r"[qk]_norm")],
+)
+def head_norm_gradients_not_summed() -> Any:
+    return _without_sums(lambda name, _: "q_norm" in name or "k_norm" in name)
+
+
+@fault(
+    "gradients of key/value heads that several ranks hold not summed",
+    known="bigcode Megatron-LM #37",
+    layout="tp2",
+    model=Model(kv_heads=1),
+    expects=[("gradient, reduced", r"[kv]_proj")],
+)
+def key_value_copies_not_summed() -> Any:
+    return _without_sums(lambda _, axis: axis == "tp_kv")
+
+
+# ---- collectives with gradients -------------------------------------------------------------------------------------
+
+
+@fault(
+    "input gradient of a column-parallel layer scattered without the sum",
+    known="Megatron's f without its all-reduce, arXiv:1909.08053",
+    layout="tp2",
+    expects=[("gradient of output", r"^model\.norm")],  # backward comes first to what the head reads
+)
+def input_gradient_of_a_column_not_reduced() -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
+
+    return patch.object(pairs.GatherSequence, "backward", staticmethod(backward))
+
+
+@fault(
+    "input gradient of a column-parallel layer not reduced, without sequence parallelism",
+    known="Megatron's f without its all-reduce, arXiv:1909.08053",
+    layout="tp2+nosp",
+    expects=[("gradient of output", r"^model\.norm")],
+)
+def copied_input_gradient_not_reduced() -> Any:
+    return patch.object(pairs.CopyIn, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
+
+
+@fault(
+    "gradient of an all-reduce all-reduced again: twice too large below every row-parallel layer",
+    known="torch.distributed.nn.functional.all_reduce, whose backward is an all-reduce, in place of Megatron's g",
+    layout="tp2+nosp",
+    expects=[("gradient of output", r"down_proj input.* 2 times")],
+)
+def gradient_of_a_sum_summed_again() -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ops.sum_all(grads[0], ctx.group), None
+
+    def forward(ctx: Any, x_BTD: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return ops.sum_all(x_BTD, group)
+
+    class Sum(torch.autograd.Function):
+        pass
+
+    Sum.forward, Sum.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign,assignment]
+    return patch.object(tensor, "SumOut", Sum)
+
+
+@fault(
+    "the gathered input of a norm across all features keeps only its own rank's gradient",
+    known="a gather whose backward only cuts",
+    layout="tp2",
+    model=Model("olmo2"),
+    expects=[("gradient of output", r"[qk]_proj")],
+)
+def gathered_features_keep_their_own_gradient() -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0][..., ctx.mine], None, None
+
+    return patch.object(pairs.GatherFeatures, "backward", staticmethod(backward))
+
+
+# ---- what ranks compute ---------------------------------------------------------------------------------------------
+
+
+@fault(
+    "row-parallel bias added on every rank",
+    known="text-generation-inference #1036, Paddle #35186",
+    layout="tp2",
+    expects=[("output", r"o_proj")],
+)
+def bias_of_a_row_added_on_every_rank() -> Any:
+    def row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        return lambda x_BTF: fold.leave(F.linear(x_BTF, linear.weight, linear.bias))
+
+    return patch.object(tensor, "_row_linear", row_linear)
+
+
+@fault(
+    "partial sums of a row-parallel layer averaged over tp",
+    known="an average in place of a sum",
+    layout="tp2",
+    expects=[("output", r"o_proj")],
+)
+def row_outputs_averaged() -> Any:
+    def row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        def forward(x_BTF: Tensor) -> Tensor:
+            out = fold.leave(F.linear(x_BTF, linear.weight)) / fold.size
+            return out if linear.bias is None else out + linear.bias
+
+        return forward
+
+    return patch.object(tensor, "_row_linear", row_linear)
+
+
+@fault(
+    "ids of other ranks' vocabulary rows looked up as row 0 and not masked",
+    known="Megatron's vocabulary-parallel embedding without its mask",
+    layout="tp2",
+    expects=[("output", r"embed_tokens")],
+)
+def embedding_of_other_ranks_not_masked() -> Any:
+    def lookup(embedding: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        start, stop = fold.vocabulary[fold.rank]
+        plain = embedding.forward
+        return lambda ids_BT: fold.leave(plain(torch.where((ids_BT >= start) & (ids_BT < stop), ids_BT - start, 0)))
+
+    return patch.object(tensor, "_vocabulary_lookup", lookup)
+
+
+@fault(
+    "the embedding's own scale (Gemma) is lost in the split lookup",
+    known="a lookup of one's own in place of the model's",
+    layout="tp2",
+    model=Model("gemma2"),
+    expects=[("output", r"embed_tokens")],
+)
+def embedding_scale_lost() -> Any:
+    def lookup(embedding: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        start, stop = fold.vocabulary[fold.rank]
+
+        def forward(ids_BT: Tensor) -> Tensor:
+            mine = (ids_BT >= start) & (ids_BT < stop)
+            rows = F.embedding(torch.where(mine, ids_BT - start, 0), embedding.weight)
+            return fold.leave(rows.masked_fill(~mine.unsqueeze(-1), 0.0))
+
+        return forward
+
+    return patch.object(tensor, "_vocabulary_lookup", lookup)
+
+
+@fault(
+    "positions start at 0 in every rank's part of the sequence",
+    known="positions counted off a rank's own tokens",
+    layout="tp2",
+    expects=[("output", r"rotary")],
+)
+def positions_restart_per_sequence_shard() -> Any:
+    def with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
+        def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            if fold.sequence_parallel:
+                own = kwargs["position_ids"].shape[1] // fold.size
+                kwargs["position_ids"] = torch.arange(own).repeat(fold.size).expand_as(kwargs["position_ids"])
+            return args, kwargs
+
+        return hook
+
+    return patch.object(tensor, "_with_positions", with_positions)
+
+
+# ---- who holds what -------------------------------------------------------------------------------------------------
+
+
+@fault(
+    "ranks hold the key/value heads of their neighbour: query heads attend to the wrong ones",
+    known="a head map that is not the loader's",
+    layout="tp2",
+    expects=[("output", r"self_attn(\.o_proj input)?( |:|$)")],
+)
+def wrong_key_value_heads() -> Any:
+    plain = tensor._blocks
+
+    def blocks(deal: Any, partition: Any, rank: int, tp: int) -> Iterator[Any]:
+        only_kv = {part.owner for part in deal} == {"kv"}
+        return plain(deal, partition, (rank + 1) % tp if only_kv else rank, tp)
+
+    return patch.object(tensor, "_blocks", blocks)
+
+
+def _in_halves(owners: set[str]) -> Any:
+    """Projections of several parts, of these owners, are cut once in the middle."""
+    plain = tensor.dealt
+
+    def dealt(deal: Any, partition: Any, tp: int) -> Any:
+        if {part.owner for part in deal} == owners and len(deal) > 1:
+            return tuple((block,) for block in split_even(max(part.stop for part in deal), tp))
+        return plain(deal, partition, tp)
+
+    return patch.object(tensor, "dealt", dealt)
+
+
+@fault(
+    "gate and up in one projection (Phi-3) cut once in the middle: a rank has the gate, another the up",
+    known="tt-metal #52818 (review)",
+    layout="tp2",
+    model=PHI3,
+    expects=[("output", r"layers\.0\.mlp\.")],
+)
+def gate_and_up_cut_in_the_middle() -> Any:
+    return _in_halves({"even"})
+
+
+@fault(
+    "query, key and value in one projection (Phi-3) cut once in the middle",
+    known="ColossalAI #817",
+    layout="tp2",
+    model=PHI3,
+    expects=[("output", r"layers\.0\.self_attn")],
+)
+def query_key_value_cut_in_the_middle() -> Any:
+    return _in_halves({"query", "kv"})
+
+
+@fault(
+    "a norm across all query features (OLMo 2) computed over a rank's own",
+    known="norms over all heads, under tensor parallelism",
+    layout="tp2",
+    model=Model("olmo2"),
+    expects=[("output", r"[qk]_norm")],
+)
+def norm_over_own_features() -> Any:
+    def over_own(plain: Any, blocks: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        norm, mine = plain.__self__, tensor.places(blocks[fold.rank])
+
+        def forward(x_BTF: Tensor) -> Tensor:
+            scale = torch.rsqrt(x_BTF.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+            return x_BTF * scale * norm.weight[mine]
+
+        return forward
+
+    return patch.object(tensor, "_over_all_features", over_own)

@@ -1,0 +1,209 @@
+"""The mutation proof: `fivefold verify` over a program with one planted bug at a time.
+
+A subject (model, documents, reference) is made once for every model that the catalogue needs; a fault is planted on the
+ranks around everything that a proof does there. Without a fault the same proof has to pass: the control.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.config import OptimizerSection
+from fivefold.errors import RunFailed
+from fivefold.layout import DEGREES, Layout
+from fivefold.models import surfaces
+from fivefold.verification.evidence import Evidence
+from fivefold.verification.prepare import prepare
+from fivefold.verification.proof import Proof
+from fivefold.verification.report import first_wrong
+from fivefold.verification.rows import Found, Row
+from fivefold.verification.subject import LEARNING_RATE, WEIGHT_DECAY, Subject
+from fivefold.verification.thin import fill
+from tests import pool
+from tests.parity import Case, hf_config
+from tests.training import bodies
+from tests.verification.faults import FAULTS, Fault, Model
+
+ROW, SEED = 31, 1234
+EVIDENCE = "evidence.safetensors"
+OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
+TIMEOUT = 900.0  # seconds of one proof: machines are shared
+
+
+def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
+    """The subject of `model` and its evidence in fp64, in `folder`; made once."""
+    place = folder / f"{model}-{model.kv_heads}-{len(model.changes)}"
+    if (place / "subject.json").exists():
+        return place
+    (place / "model").mkdir(parents=True)
+    changes = (("num_hidden_layers", 2), *model.changes)
+    case = Case("single", model.family, tied=model.tied, kv_heads=model.kv_heads, overrides=changes)
+    plain = surfaces.unmodified_model(hf_config(case), torch.float32)
+    fill(plain, SEED)
+    plain.save_pretrained(place / "model")
+    subject = Subject(
+        folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
+        row_length=ROW, steps=steps, seed=SEED, prompts=1, new_tokens=2, optimizer=OptimizerSection(
+            name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
+        ),
+    )  # fmt: skip
+    prepare(subject, "fp64", place / EVIDENCE, "cpu")
+    subject.save(place / "subject.json")
+    return place
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Inside, the program has the bug."""
+    with FAULTS[name].plant() if name else nullcontext():
+        yield
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of a fault, and the first comparison that failed (None: it survived, or the program refused)."""
+
+    found: Found
+    row: Row | None
+
+    @property
+    def is_killed(self) -> bool:
+        return self.row is not None or bool(self.found.refused)
+
+
+def prove_fault(fault: Fault, folder: Path, *, steps: int, whole: bool = True) -> Outcome:
+    """Look for a fault in its own layout and model; not `whole`: until it is found."""
+    return prove(fault.kind, fault.model, fault.layout, folder, fault.name, steps=steps, whole=whole)
+
+
+def prove(
+    kind: str, model: Model, layout: str, folder: Path, name: str | None = None, *, steps: int, whole: bool = True
+) -> Outcome:
+    """Prove a layout with a fault planted, or (`name` None) without."""
+    if kind == "run":
+        return _outcome(_run(layout, folder, name, steps=steps, whole=whole))
+    place, world = str(make_subject(model, folder, steps=steps)), Layout.parse(layout).world
+    if kind == "step":
+        return _outcome(_ranks(world, step_on_rank, place, layout, name, whole))
+    with tempfile.TemporaryDirectory() as saved:
+        _ranks(Layout.parse(OTHER).world, save_on_rank, place, OTHER, name, saved)
+        return _outcome(_ranks(world, load_on_rank, place, layout, name, saved))
+
+
+def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
+    """The losses of the same steps without the fault."""
+    if fault.kind == "run":
+        return prove("run", fault.model, fault.layout, folder, steps=steps).found.losses
+    losses: list[float] = Evidence(make_subject(fault.model, folder, steps=steps) / EVIDENCE).whole("losses").tolist()
+    return losses[steps // 2 :] if fault.kind == "load" else losses
+
+
+def _outcome(per_rank: list[dict[str, Any]]) -> Outcome:
+    found = Found.of(json.loads(json.dumps(per_rank[0])))
+    return Outcome(found, first_wrong(found))
+
+
+def _ranks(world: int, *call: Any) -> list[Any]:
+    return pool.run_ranks(world, *call, timeout=TIMEOUT)
+
+
+# ---- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def step_on_rank(place: str, layout: str, name: str | None, whole: bool) -> dict[str, Any]:
+    """The proof of a layout; not `whole`: until something is wrong."""
+
+    def look() -> Found:
+        proof = _proof(place, layout)
+        for stage in proof.stages:
+            stage()
+            if not whole and not all(row.ok for row in proof.found.rows):
+                break
+        return proof.found
+
+    return _found(layout, look, name)
+
+
+def load_on_rank(place: str, layout: str, name: str | None, folder: str) -> dict[str, Any]:
+    """Load what `save_on_rank` left, and train on."""
+
+    def look() -> Found:
+        proof = _proof(place, layout)
+        proof.forget()
+        proof.reload({OTHER: Path(folder)})
+        rest = range(proof.subject.steps // 2, proof.subject.steps)
+        proof.found.losses = [proof._step(step).loss for step in rest]
+        return proof.found
+
+    return _found(layout, look, name)
+
+
+def save_on_rank(place: str, layout: str, name: str | None, folder: str) -> None:
+    """Train for half of the steps and save."""
+    with planted(name):
+        proof = _proof(place, layout)
+        for step in range(proof.subject.steps // 2):
+            proof._step(step)
+        proof.save(Path(folder))
+
+
+def run_on_rank(tree: dict[str, Any], name: str | None, stop_at: int) -> bodies.Ran:
+    """A run, or the rest of one."""
+    with planted(name):
+        return bodies.on_rank(tree, stop_at=stop_at)
+
+
+def _proof(place: str, layout: str) -> Proof:
+    subject = Subject.load(Path(place) / "subject.json")
+    return Proof(subject, Layout.parse(f"{layout}+fp64"), Evidence(Path(place) / EVIDENCE), "cpu")
+
+
+def _found(layout: str, look: Callable[[], Found], name: str | None) -> dict[str, Any]:
+    try:
+        with planted(name):
+            return look().to_json()
+    except Exception as error:  # on every rank alike, or the others would wait for this one
+        return Found(layout, refused=f"{type(error).__name__}: {error}").to_json()
+
+
+# ---- a run that goes on with a fault --------------------------------------------------------------------------------
+
+
+def _run(layout: str, folder: Path, name: str | None, *, steps: int, whole: bool) -> list[dict[str, Any]]:
+    """Half of a run, sound; then the rest with the fault: what its standing checks say. `whole`: then the rest once
+    more without checks, for its losses."""
+    place, half = folder / f"run-{layout}", max(2, steps // 2)
+    degrees = {name: getattr(Layout.parse(layout), name) for name in DEGREES.values()}
+    place.mkdir(parents=True, exist_ok=True)
+    tree = bodies.run_file(
+        place, train__max_steps=2 * half, train__check_every=1, checkpoint__every=half, train__micro_batch_size=2,
+    ) | {"layout": degrees}  # fmt: skip
+    world, first = Layout.parse(layout).world, place / "sound"
+    if not first.exists():
+        _ranks(world, run_on_rank, tree, None, half + 1)
+        shutil.copytree(place / "run", first)
+    found = Found(layout)
+    for checked in (True, False) if whole else (True,):
+        shutil.rmtree(place / "run")
+        shutil.copytree(first, place / "run")
+        tree["train"]["check_every"] = int(checked)
+        ran: bodies.Ran = _ranks(world, run_on_rank, tree, name, 0)[0]
+        if checked:
+            found.rows.append(_standing(ran.error))
+    found.losses = bodies.column(tree, "train/loss")[half:]
+    return [found.to_json()]
+
+
+def _standing(error: Exception | None) -> Row:
+    """What a run's standing checks say as a row."""
+    if error is not None and not isinstance(error, RunFailed):
+        raise error
+    where = error.what.partition(": ")[2] if error else ""
+    return Row("standing check", float(bool(error)), 0.0, error is None, where)

@@ -1,0 +1,115 @@
+"""The command, as a user has it: what it prints, what it writes, how it ends; and `train --verify`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.cli import main
+from fivefold.config import load_config
+from fivefold.errors import UserError
+from fivefold.verification.launch import resolve
+
+# Read by every Python process that is started with it on the path: the gradients of norms are no longer summed over tp.
+LOST_SUM = """
+from fivefold.parallel import tensor
+tensor.sum_partial_gradients = lambda *_: None
+"""
+
+
+def fivefold(*arguments: str, cwd: Path, path: Path | None = None, launcher: tuple[str, ...] = ()) -> Any:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if path:
+        environment["PYTHONPATH"] = f"{path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "fivefold", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_three_layouts_are_proved(tmp_path: Path) -> None:
+    ended = fivefold(
+        "verify", "--quick", "--layouts", "tp2,shard2,shard2.tp2", "--json", "v.json", "--html", "v.html", cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    found = json.loads((tmp_path / "v.json").read_text())
+    assert found["ok"] and [each["layout"] for each in found["layouts"]] == ["tp2", "shard2", "shard2.tp2"]
+    for each in found["layouts"]:
+        assert each["ok"] and all(row["ok"] and row["error"] <= 1e-10 for row in told(each["rows"]))
+        assert {"what", "error", "tolerance", "ok", "where"} == set(each["rows"][0])
+        kinds = {row["what"] for row in each["rows"]}
+        assert {"weight", "output", "gradient, raw", "gradient, reduced", "gradient, clipped", "update"} < kinds
+        assert {"losses of 5 steps", "replicas", "collectives", "rerun", "saved under 3 layouts, loaded"} < kinds
+        outputs = [row["where"] for row in each["rows"] if row["what"] == "output"]
+        assert outputs[0] == "model.embed_tokens" and outputs[-1] == "model.norm"
+        assert {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj input"} < set(outputs)
+    assert "PROVED" in ended.stdout and "each computes what one process computes" in ended.stdout
+    assert (tmp_path / "v.html").stat().st_size < 500_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v.html", "v.json"]
+
+
+def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the control, whose error is large on purpose."""
+    return [row for row in rows if not row["what"].startswith("control")]
+
+
+def test_a_layout_that_is_wrong_fails_and_keeps_a_run_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LOST_SUM)
+    here = tmp_path / "here"
+    here.mkdir()
+    ended = fivefold("verify", "--quick", "--layouts", "tp2", "--json", "-", cwd=here, path=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    rows = json.loads(ended.stdout)["layouts"][0]["rows"]
+    first = next(row for row in rows if not row["ok"])
+    assert (first["what"], first["where"]) == ("gradient, reduced", "model.norm.weight")
+    ended = fivefold("train", "--verify", "layout=tp2", "train.max_steps=1", cwd=here, path=tmp_path)
+    assert ended.returncode == 1
+    assert "does not compute what one process computes: first differs at gradient, reduced" in ended.stderr
+    assert not (here / "runs").exists()
+
+
+def test_inside_a_world_only_its_own_size_runs(tmp_path: Path) -> None:
+    launcher = ("torch.distributed.run", "--nproc-per-node", "2")
+    ended = fivefold(
+        "verify", "--quick", "--layouts", "tp2,shard4", "--json", "v.json", cwd=tmp_path, launcher=launcher
+    )
+    assert ended.returncode == 1
+    first, second = json.loads((tmp_path / "v.json").read_text())["layouts"]
+    assert first["ok"] and first["rows"] and first["not_run"] is None
+    assert (second["ok"], second["rows"], second["not_run"]) == (
+        False, [], "it is for 4 ranks, and this world has 2",
+    )  # fmt: skip
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layouts", "expected"),
+    [
+        ([], "no layouts"),
+        (["tp3"], "tp=3 does not fit"),
+        (["tp2", "tp2"], "named twice"),
+        (["shard-1"], "how many ranks"),
+        (["pp2"], "not built yet"),
+        (["qq2"], "not a degree"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_starts(layouts: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        resolve(None, [], layouts, "fp64")
+
+
+def test_what_a_layout_does_not_state_is_the_runs() -> None:
+    found = resolve(None, ["train.micro_batch_size=4"], ["tp2", "shard2+zero2+fp32"], "fp64")
+    assert {name: str(layout) for name, layout in found.items()} == {
+        "tp2": "tp2+mb4+fp64", "shard2+zero2+fp32": "shard2+zero2+mb4+fp32",
+    }  # fmt: skip
+    assert resolve(None, [], ["tp2"], "run")["tp2"].precision == load_config(None, []).precision.compute
+
+
+def test_the_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--layouts", "--quick", "--thin", "--json", "--html", "--precision"))

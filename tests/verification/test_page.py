@@ -1,0 +1,290 @@
+"""The page of a proof: whole in itself, true to the report, and calm about anything that a report may hold."""
+
+import math
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fivefold.verification.log_scale import LogScale
+from fivefold.verification.names import LONGEST, ranks_text, short_names
+from fivefold.verification.page import headline, page, write_page
+from fivefold.verification.report import VerifyReport, report_of
+from fivefold.verification.rows import WORDS, Found, Row
+from fivefold.verification.sections import name_of, verdict
+from fivefold.verification.slices import slice_map
+
+KS = ("1", "5", "10", "50", "100", "all")
+INNER = {
+    "self_attn.q_proj.weight": (32, 32), "self_attn.k_proj.weight": (16, 32), "self_attn.v_proj.weight": (16, 32),
+    "self_attn.o_proj.weight": (32, 32), "mlp.gate_proj.weight": (53, 32), "mlp.up_proj.weight": (53, 32),
+    "mlp.down_proj.weight": (32, 53), "input_layernorm.weight": (32,), "post_attention_layernorm.weight": (32,),
+}  # fmt: skip
+HOSTILE = "<script>alert('x')</script> \"&\" $\\frac{_"
+
+
+def shapes(layers: int = 2) -> dict[str, tuple[int, ...]]:
+    inner = {f"model.layers.{n}.{name}": shape for n in range(layers) for name, shape in INNER.items()}
+    return {"model.embed_tokens.weight": (101, 32), **inner, "model.norm.weight": (32,)}
+
+
+def holds(world: int = 2, layers: int = 2) -> dict[str, object]:
+    """Matrices cut by rows, vectors held by all."""
+    found = {}
+    for name, shape in shapes(layers).items():
+        cuts = [shape[0] * rank // world for rank in range(world + 1)]
+        rest = [[0, size] for size in shape[1:]]
+        ranks = [[[[cuts[r], cuts[r + 1]], *rest]] if rest else [[[0, shape[0]]]] for r in range(world)]
+        found[name] = {"shape": list(shape), "ranks": ranks}
+    return found
+
+
+def rows(error: float = 1e-16, allowed: float = 1e-10, layers: int = 2) -> list[Row]:
+    """What a right layout leaves."""
+    modules = [name.removesuffix(".weight") for name in shapes(layers)]
+    parameters = list(shapes(layers))
+    found = [Row("shards", 0.0, 0.0, True), *(Row("weight", 0.0, 0.0, True, name) for name in parameters)]
+    found += [Row("output", error, allowed, True, name) for name in modules]
+    found += [Row("gradient of output", error, allowed, True, name) for name in modules[::-1]]
+    for kind in ("gradient, raw", "gradient, reduced"):
+        found += [Row(kind, error, allowed, True, name) for name in parameters[::-1]]
+    for k in KS:
+        found.append(Row(f"logits, mean error of top {k}", error, allowed, True))
+        found += [Row(f"tokens, other top {k}", 0.0, allowed, True)] if k != "all" else []
+    found.append(Row("control: a planted fault", 0.2, allowed, True, "model.norm"))
+    found += [Row("gradient, clipped", error, allowed, True, name) for name in parameters[::-1]]
+    for kind in ("update", "first moment", "second moment", "weight, last step"):
+        found += [Row(kind, error, allowed, True, name) for name in parameters]
+    return found
+
+
+LOSSES = [4.75, 4.72, 4.75, 4.69, 4.70]
+
+
+def right(layout: str = "tp2", world: int = 2, layers: int = 2) -> Found:
+    losses = [loss + 1e-16 for loss in LOSSES]
+    return Found(layout, rows(layers=layers), losses=losses, holds=holds(world, layers), seconds=4.2)
+
+
+def wrong(layout: str = "shard2", error: float = 0.31) -> Found:
+    """Everything from one norm on is off on one rank."""
+    found = right(layout)
+    place = "model.layers.1.post_attention_layernorm"
+    start = next(i for i, row in enumerate(found.rows) if row.what == "output" and row.where == place)
+    for i, row in enumerate(found.rows[start:], start):
+        if row.what in WORDS.values() and row.what != "weight":
+            where = f"{row.where}: 0.5 times the reference's (tp rank 1)"
+            found.rows[i] = Row(row.what, error, row.tolerance, False, where)
+        elif row.what.startswith("logits"):
+            found.rows[i] = Row(row.what, error, row.tolerance, False)
+        elif row.what.startswith("tokens"):
+            found.rows[i] = Row(row.what, 0.4, row.tolerance, False)
+    found.losses = [loss * 1.01**step for step, loss in enumerate(LOSSES)]
+    return found
+
+
+def report(*found: Found) -> VerifyReport:
+    return report_of(found, "LlamaForCausalLM layers 2 of 32", {"fp64": LOSSES})
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and that they close in order."""
+
+    VOID = ("meta", "br", "link", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:  # type: ignore[override]
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:  # type: ignore[override]
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "page.html"
+    write_page(report(right(), wrong()), str(file))
+    text = file.read_text(encoding="utf-8")
+    assert not re.search(r"https?://|@import|//cdn", text)
+    tags = Reader(text).tags
+    assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "img"}
+    named = [value for _, each in tags for key, value in each.items() if key in ("href", "src") and value]
+    assert named and all(value.startswith("#") for value in named)
+    ids = [each["id"] for _, each in tags if "id" in each]
+    assert len(ids) == len(set(ids)), "two plots share an id"
+    used = set(re.findall(r"url\(#([^)]+)\)", text)) | {value[1:] for value in named}
+    assert used <= set(ids)
+
+
+def test_verdicts_and_the_first_difference() -> None:
+    refused = Found("tp3", refused="tp=3 does not divide num_key_value_heads=8; try 1, 2, 4 or 8")
+    text = page(report(right(), wrong(), refused))
+    assert text.count("✓ PROVED") == text.count("✕ WRONG") == text.count("– NOT RUN") == 2
+    assert "1 of 3 layouts computed something else than one process" in text
+    assert "first differs at output of model.layers.1.post_attention_layernorm" in text
+    assert "3.1e-01 off, 1.0e-10 allowed" in text
+    assert "tp=3 does not divide" in text
+    assert "LlamaForCausalLM layers 2 of 32" in text and "fp64" in text and "torch" in text
+
+
+def test_wrong_layouts_are_open_and_their_rows_marked() -> None:
+    text = page(report(right(), wrong()))
+    opened = re.findall(r'<details id="(layout-\d)"( open)?>', text)
+    assert opened == [("layout-0", ""), ("layout-1", " open")]
+    marked = re.findall(r"<tr class=wrong><td>✕ ([^<]+)</td>", text)
+    assert "output" in marked and "gradient, raw" in marked and "shards" not in marked
+    assert "model.layers.1.post_attention_layernorm: 0.5 times the reference&#39;s (tp rank 1) (and " in text
+    assert re.search(r'<td class="n wrong" title="[^"]*tp rank 1\); 1.0e-10 allowed">3.1e-01</td>', text)
+
+
+def test_what_hostile_names_say_is_only_text() -> None:
+    found = Found(HOSTILE, [Row(HOSTILE, 1.0, 0.0, False, HOSTILE), *rows()], losses=LOSSES, holds=holds())
+    found.rows += [Row("output", 1.0, 1e-10, False, HOSTILE), Row("update", 0.0, 1e-10, True, HOSTILE)]
+    found.holds[HOSTILE] = {"shape": [4, 4], "ranks": [[[[0, 4], [0, 4]]], []]}
+    text = page(report(found, Found("a", refused=HOSTILE)))
+    Reader(text)
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;alert") > 5
+
+
+def test_eight_layouts_are_less_than_half_a_megabyte() -> None:
+    text = page(report(*(right(f"tp{n + 1}", world=8) for n in range(7)), wrong()))
+    assert len(text.encode()) < 500_000
+
+
+def test_a_model_of_many_layers_names_layers_instead_of_parameters() -> None:
+    text = page(report(right(layers=12)))
+    plot = text[text.index('aria-label="Gradients') :]
+    assert ">layer</text>" in plot
+    assert "layers 1–11 alike" in text
+
+
+@pytest.mark.parametrize("error", [0.0, math.inf, math.nan])
+def test_errors_of_any_size_are_drawn(error: float) -> None:
+    found = wrong(error=error)
+    found.losses = [math.nan, math.inf, 4.7]
+    text = page(report(found))
+    Reader(text)
+    assert 'aria-label="Loss' in text and 'aria-label="Modules' in text
+    assert 'nan"' not in text and 'inf"' not in text
+    if not math.isfinite(error):
+        assert ">∞</text>" in text
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        (),
+        (Found("tp2", refused="it is for 2 ranks, and this world has 4"),),
+        (Found("tp2"),),
+        (Found("tp2", [Row("shards", 1.0, 0.0, False, "model.norm.weight")], refused="rank 1: RuntimeError: "),),
+        (Found("single", [Row("momentum", 1e-16, 1e-10, True, "model.norm.weight")], losses=[1.0]),),
+        (Found("tp2", rows()[:3]),),
+        (Found("tp2", [Row("tokens, other top 1", 0.0, 1e-10, True)]),),
+        (Found("tp2", [Row("logits, mean error of top 1", 0.0, 0.0, True)], holds={"w": {"shape": [], "ranks": []}}),),
+    ],
+)
+def test_little_is_enough(found: tuple[Found, ...]) -> None:
+    Reader(page(report_of(found, "", {})))
+
+
+def test_a_logarithmic_axis_has_a_place_for_everything() -> None:
+    scale = LogScale([0.0, 1e-16, 1e-10, math.nan, 5e-324, 1e300])
+    places = [scale.place(value) for value in (0.0, 1e-300, 1e-16, 1e-10, 1e300, math.inf, math.nan)]
+    assert places == [1e-17, 1e-17, 1e-16, 1e-10, 1e-9, 1e-9, 1e-9]
+    assert LogScale([]).place(0.0) == 1e-19
+
+
+def test_verdict_and_headline() -> None:
+    lost, refused = Found("tp2"), Found("tp2", rows(), refused="broke")
+    assert [verdict(each) for each in (right(), wrong(), lost, refused)] == ["PROVED", "WRONG", "NOT RUN", "NOT RUN"]
+    assert headline([right()]) == "The layout computes what one process computes"
+    assert headline([right(), right()]) == "All 2 layouts compute what one process computes"
+    assert headline([right(), lost]) == "1 of 2 layouts did not run"
+    assert headline([]) == "Nothing was proved"
+
+
+def test_names_of_rows() -> None:
+    assert name_of(Row("update", 1.0, 0.0, False, "a.b: 0.5 times the reference's (tp rank 1)")) == "a.b"
+    assert name_of(Row("output", 1.0, 0.0, False, "a.b input (ranks 0, 3)")) == "a.b input"
+
+
+def test_short_names_are_short_and_unique() -> None:
+    names = [
+        "model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight", "model.layers.3.self_attn.q_proj.bias",
+        "model.layers.3", "model.layers.3.input_layernorm", "model.layers.3.mlp.down_proj input", "lm_head.weight",
+        "transformer.h.11.attn.c_attn.weight", "model.layers.3.mlp.a_very_long_name_of_a_projection.weight",
+    ]  # fmt: skip
+    short = short_names(names)
+    assert short[:8] == ["embed_tokens", "3 attn.q_proj", "3 attn.q_proj.bias", "layer 3", "3 input_norm",
+                         "3 mlp.down_proj in", "lm_head", "11 attn.c_attn"]  # fmt: skip
+    assert len(set(short)) == len(names) and all(len(each) <= LONGEST for each in short)
+    assert len(set(short_names(["vision.layers.0.mlp", "text.layers.0.mlp"]))) == 2
+
+
+def test_ranks_in_words() -> None:
+    assert [ranks_text(each, 8) for each in ([3], [0, 1], [0, 1, 2, 5], range(8))] == ["3", "0,1", "0–2,5", "all 8"]
+    assert ranks_text([0], 1) == "0"
+
+
+def test_slices_of_replicas_blocks_and_experts() -> None:
+    held = {
+        "model.layers.0.qkv.weight": {
+            "shape": [8, 4],
+            "ranks": [[[[0, 2], [0, 4]], [[4, 6], [0, 4]]], [[[2, 4], [0, 4]], [[6, 8], [0, 4]]]],
+        },
+        "model.layers.0.experts.up": {
+            "shape": [4, 6, 8],
+            "ranks": [[[[0, 2], [0, 6], [0, 8]]], [[[2, 4], [0, 6], [0, 8]]]],
+        },
+        "model.layers.0.norm.weight": {"shape": [4], "ranks": [[[[0, 4]]], [[[0, 4]]]]},
+        "model.layers.1.norm.weight": {"shape": [4], "ranks": [[[[0, 4]]], []]},
+    }
+    drawn = slice_map(held)
+    assert drawn is not None
+    qkv, experts, norm = drawn.parts[0].drawings
+    assert [cell.fill for cell in qkv.cells] == ["rank-0", "rank-0", "rank-1", "rank-1"]
+    assert qkv.cells[1].title == "rank 0: [4:6, 0:4]"
+    assert experts.cells[1].height == experts.height / 2 and experts.shape == "4 × 6 × 8"
+    assert [cell.fill for cell in norm.cells] == ["ranks-0-1"] and norm.cells[0].label == "all 2"
+    assert [part.title for part in drawn.parts] == ["layer 0", "layer 1"]
+    assert drawn.shares == (100 * (16 + 96 + 4 + 4) / 232, 100 * (16 + 96 + 4) / 232)
+
+
+def test_layers_on_other_ranks_are_alike_there() -> None:
+    def layer(rank: int) -> dict[str, object]:
+        return {"shape": [4, 4], "ranks": [[[[0, 4], [0, 4]]] if each == rank else [] for each in range(2)]}
+
+    drawn = slice_map({f"h.{n}.w": layer(n // 2) for n in range(4)})
+    assert drawn is not None and len(drawn.parts) == 1
+    assert drawn.parts[0].alike == "layer 1 alike; layers 2,3 alike, on rank 1"
+
+
+def test_parts_have_titles_that_tell_them_apart() -> None:
+    whole = {"shape": [4, 4], "ranks": [[[[0, 4], [0, 4]]]]}
+
+    def titles(*names: str) -> list[str]:
+        drawn = slice_map(dict.fromkeys(names, whole))
+        assert drawn is not None
+        return [part.title for part in drawn.parts]
+
+    assert titles("a.weight") == [""]
+    assert titles("embed.weight", "h.0.w", "h.1.w", "norm.weight") == [
+        "before the layers",
+        "layer 0",
+        "after the layers",
+    ]
+    assert titles("vision.0.w", "text.h.0.w") == ["vision.0", "text.h.0"]
+    assert slice_map({"empty": {"shape": [0], "ranks": [[[[0, 0]]]]}}) is not None
