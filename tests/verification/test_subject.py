@@ -16,12 +16,16 @@ def subject(tmp_path, rows: int = 8) -> Subject:  # type: ignore[no-untyped-def]
 
 def test_documents_are_unequal_packed_and_fit(tmp_path) -> None:  # type: ignore[no-untyped-def]
     rows = subject(tmp_path).documents(0)
-    sizes = [[len(document) for document in row] for row in rows]
+    sizes = [[len(document.tokens) for document in row] for row in rows]
     assert all(sum(row) <= 61 for row in sizes)
     assert len({sum(row) for row in sizes}) > 4  # unequal numbers of targets
     assert max(map(len, sizes)) >= 3 and min(map(sum, sizes)) == 2 and any(1 in row for row in sizes)
     other = subject(tmp_path).documents(1)
-    assert any((a[: len(b)] != b[: len(a)]).any() for a, b in zip(rows[0], other[0], strict=True))
+    assert any((a.tokens != b.tokens).any() for a, b in zip(rows[0], other[0], strict=True))
+    goes_on = {
+        len(document.tokens) for row in rows for document in row if len(document.targets) == len(document.tokens)
+    }
+    assert goes_on == {61}  # a document that fills a row has a target for its last token
 
 
 @pytest.mark.parametrize("row", [8, 23, 61, 128, 1000])
