@@ -28,6 +28,8 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
     for each in (other, noisy):
         for key, floor in distances(each.tensors, reference.tensors, subject).items():
             floors[key] = max(floors.get(key, 0.0), floor)
+    for key, floor in rounding(reference.tensors).items():
+        floors[key] = max(floors[key], floor)
     features = {
         key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
     }
@@ -39,6 +41,16 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
 
 def _run(subject: Subject, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
     return Reference(subject, precision, device, noise=noise).before().run(inputs)
+
+
+def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far an update may be off because the weights that it lies between are rounded."""
+    found = {}
+    for key, update in tensors.items():
+        if kind_of(key) == "update":
+            weight = tensors[f"weight/{key.partition('/')[2]}"]
+            found[key] = 0.5 * torch.finfo(weight.dtype).eps * float(weight.norm() / update.norm().clamp(min=1e-300))
+    return found
 
 
 def row_linears(subject: Subject) -> list[str]:
