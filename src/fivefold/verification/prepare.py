@@ -1,5 +1,6 @@
 """The evidence of a subject: the reference, and how far it is from itself."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -45,12 +46,13 @@ def _run(subject: Subject, precision: str, device: str, inputs: list[str], *, no
 
 def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """How far an update may be off because the weights that it lies between are rounded."""
-    found = {}
-    for key, update in tensors.items():
-        if kind_of(key) == "update":
-            weight = tensors[f"weight/{key.partition('/')[2]}"]
-            found[key] = 0.5 * torch.finfo(weight.dtype).eps * float(weight.norm() / update.norm().clamp(min=1e-300))
-    return found
+    norms = {key: float(tensor.norm()) for key, tensor in tensors.items() if kind_of(key) in ("weight", "update")}
+    updates = {key: norm for key, norm in norms.items() if kind_of(key) == "update"}
+    smallest = SMALL * math.hypot(*updates.values()) or 1.0
+    ulp = next(torch.finfo(tensor.dtype).eps for key, tensor in tensors.items() if kind_of(key) == "weight")
+    return {
+        key: 0.5 * ulp * norms[f"weight/{key.partition('/')[2]}"] / max(norm, smallest) for key, norm in updates.items()
+    }
 
 
 def row_linears(subject: Subject) -> list[str]:
