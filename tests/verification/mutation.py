@@ -26,14 +26,15 @@ from fivefold.verification.report import first_wrong
 from fivefold.verification.rows import Found, Row
 from fivefold.verification.subject import LEARNING_RATE, WEIGHT_DECAY, Subject
 from fivefold.verification.thin import fill
+from tests import pool
 from tests.parity import Case, hf_config
-from tests.pool import run_ranks
 from tests.training import bodies
 from tests.verification.faults import FAULTS, Fault, Model
 
 ROW, SEED = 31, 1234
 EVIDENCE = "evidence.safetensors"
 OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
+TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 
 def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
@@ -90,10 +91,10 @@ def prove(
         return _outcome(_run(layout, folder, name, steps=steps, whole=whole))
     place, world = str(make_subject(model, folder, steps=steps)), Layout.parse(layout).world
     if kind == "step":
-        return _outcome(run_ranks(world, step_on_rank, place, layout, name, whole))
+        return _outcome(_ranks(world, step_on_rank, place, layout, name, whole))
     with tempfile.TemporaryDirectory() as saved:
-        run_ranks(Layout.parse(OTHER).world, save_on_rank, place, OTHER, name, saved)
-        return _outcome(run_ranks(world, load_on_rank, place, layout, name, saved))
+        _ranks(Layout.parse(OTHER).world, save_on_rank, place, OTHER, name, saved)
+        return _outcome(_ranks(world, load_on_rank, place, layout, name, saved))
 
 
 def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
@@ -107,6 +108,10 @@ def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
 def _outcome(per_rank: list[dict[str, Any]]) -> Outcome:
     found = Found.of(json.loads(json.dumps(per_rank[0])))
     return Outcome(found, first_wrong(found))
+
+
+def _ranks(world: int, *call: Any) -> list[Any]:
+    return pool.run_ranks(world, *call, timeout=TIMEOUT)
 
 
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
@@ -182,14 +187,14 @@ def _run(layout: str, folder: Path, name: str | None, *, steps: int, whole: bool
     ) | {"layout": degrees}  # fmt: skip
     world, first = Layout.parse(layout).world, place / "sound"
     if not first.exists():
-        run_ranks(world, run_on_rank, tree, None, half + 1)
+        _ranks(world, run_on_rank, tree, None, half + 1)
         shutil.copytree(place / "run", first)
     found = Found(layout)
     for checked in (True, False) if whole else (True,):
         shutil.rmtree(place / "run")
         shutil.copytree(first, place / "run")
         tree["train"]["check_every"] = int(checked)
-        ran: bodies.Ran = run_ranks(world, run_on_rank, tree, name, 0)[0]
+        ran: bodies.Ran = _ranks(world, run_on_rank, tree, name, 0)[0]
         if checked:
             found.rows.append(_standing(ran.error))
     found.losses = bodies.column(tree, "train/loss")[half:]

@@ -1,4 +1,4 @@
-"""Silent bugs that shipped in good trainers, each as a small patch of the running program: one catalogue."""
+"""Silent bugs of trainers, each as a small patch of the running program: one catalogue."""
 
 from tests.verification.faults import checkpoint, loss, model, optimizer, reduction, run, tensor
 from tests.verification.faults.fault import FAULTS, Expected, Fault, Model

@@ -36,7 +36,7 @@ def _loaded(change: Callable[[dict[str, Any]], None]) -> Any:
 
 @fault(
     "moments are not loaded: the optimizer starts afresh",
-    known="catalogue: moments lost on reshard",
+    known="KempnerForge #115, NeMo Automodel #763",
     layout="shard2",
     kind="load",
     expects=_named(r"exp_avg"),
@@ -47,7 +47,7 @@ def moments_lost() -> Any:
 
 @fault(
     "moments are loaded as zeros",
-    known="catalogue: moments lost on reshard",
+    known="KempnerForge #115",
     layout="shard2",
     kind="load",
     expects=_named(r"exp_avg"),
@@ -62,7 +62,7 @@ def moments_zeroed() -> Any:
 
 @fault(
     "first and second moment change places on load",
-    known="catalogue: moments swapped on reshard",
+    known="state read back in another order",
     layout="shard2",
     kind="load",
     expects=_named(r"exp_avg"),
@@ -73,7 +73,7 @@ def moments_swapped() -> Any:
 
 @fault(
     "moments pass through bf16 on their way in",
-    known="catalogue: moments cast on reshard",
+    known="state saved in the type of the weights",
     layout="shard2",
     kind="load",
     expects=_named(r"exp_avg"),
@@ -88,7 +88,7 @@ def moments_rounded_on_load() -> Any:
 
 @fault(
     "the step count of the optimizer starts again at 0",
-    known="catalogue: optimizer state lost; Adam's bias correction starts again",
+    known="NeMo Automodel #763",
     layout="shard2",
     kind="load",
     expects=_named(r"step/"),
@@ -135,7 +135,7 @@ def weights_rounded_on_load() -> Any:
 
 @fault(
     "a projection of several parts (Phi-3) is loaded as if a rank's part of it were contiguous",
-    known="catalogue: fused projections under another tensor parallel size",
+    known="Megatron-LM #4841 (review)",
     layout="tp2",
     model=PHI3,
     kind="load",
@@ -153,7 +153,7 @@ def dealt_parts_loaded_as_contiguous() -> Any:
 
 @fault(
     "a projection of several parts (Phi-3) is saved as if a rank's part of it were contiguous",
-    known="catalogue: fused projections under another tensor parallel size",
+    known="ColossalAI #817, NeMo Automodel #1053",
     layout="shard2",
     model=PHI3,
     kind="load",

@@ -31,7 +31,7 @@ class Model:
 class Fault:
     """A silent bug as a patch of the running program.
 
-    `bug`: what is wrong, for people. `known`: where it shipped, or the row of the catalogue it is of. `layout`: the
+    `bug`: what is wrong, for people. `known`: a public issue of it, or what makes it. `layout`: the
     smallest in which it bites. `plant` gives the context in which the program has the bug, on every rank. `expects`:
     what the first failing comparison has to be for the bug to count as rightly named. `kind`: where it is looked for,
     in the proof of a layout, in one that loads what another layout saved, or in a run with its standing checks.

@@ -36,7 +36,7 @@ def _all_reduce(instead: Callable[..., None]) -> Any:
 
 @fault(
     "labels looked up as if every rank's vocabulary started at 0",
-    known="Megatron-LM's vocabulary-parallel cross entropy without its offset",
+    known="Megatron's vocabulary-parallel cross entropy without its offset",
     layout="tp2",
     expects=LOSS,
 )
@@ -50,7 +50,7 @@ def offset_of_the_vocabulary_ignored() -> Any:
 
 @fault(
     "each rank subtracts its own largest logit",
-    known="vocabulary-parallel cross entropy whose maximum is not shared",
+    known="Megatron's vocabulary-parallel cross entropy without its first all-reduce",
     layout="tp2",
     expects=LOSS,
 )
@@ -64,7 +64,7 @@ def largest_logit_not_shared() -> Any:
 
 @fault(
     "each rank divides by the sum of its own exponentials",
-    known="vocabulary-parallel cross entropy whose sum is not shared",
+    known="Megatron's vocabulary-parallel cross entropy without its second all-reduce",
     layout="tp2",
     expects=LOSS,
 )
@@ -80,7 +80,7 @@ def sum_of_exponentials_not_shared() -> Any:
 
 @fault(
     "columns that pad an uneven vocabulary join the softmax",
-    known="catalogue: padded vocabulary rows",
+    known="vocabularies padded to a multiple",
     layout="tp2",
     expects=LOSS,
 )
@@ -95,7 +95,7 @@ def padded_columns_join_the_softmax() -> Any:
 
 @fault(
     "logits rounded to bf16 before the loss",
-    known="logits kept in the model's type: losses of early bf16 trainers",
+    known="logits in the model's type",
     layout="shard2",
     expects=LOSS,
 )
@@ -172,7 +172,7 @@ def _labels(change: Callable[[Tensor], Tensor]) -> Any:
 
 @fault(
     "labels that are shifted already are shifted again",
-    known="catalogue: labels shifted twice",
+    known="transformers #47394, #37830",
     layout="shard2",
     expects=LOSS,
 )
@@ -182,7 +182,7 @@ def labels_shifted_twice() -> Any:
 
 @fault(
     "labels not shifted: a token is its own target",
-    known="catalogue: labels shifted by one",
+    known="Qwen #834",
     layout="shard2",
     expects=LOSS,
 )
@@ -192,7 +192,7 @@ def labels_not_shifted() -> Any:
 
 @fault(
     "padding at a row's end has targets",
-    known="TRL and others: padding tokens in the loss",
+    known="padding without the label that is ignored",
     layout="shard2",
     expects=LOSS,
 )
@@ -213,7 +213,7 @@ def padding_carries_loss() -> Any:
 
 @fault(
     "a tied embedding loses the gradient of the head",
-    known="catalogue: tied embedding, gradients lost",
+    known="Megatron-LM #844",
     layout="shard2",
     model=Model(tied=True),
     expects=[("gradient, raw", r"embed_tokens")],
@@ -224,7 +224,7 @@ def head_gradient_of_a_tied_embedding_lost() -> Any:
 
 @fault(
     "a tied embedding gets the gradient of the head twice",
-    known="catalogue: tied embedding, gradients doubled",
+    known="a tied weight listed twice",
     layout="shard2",
     model=Model(tied=True),
     expects=[("gradient, raw", r"embed_tokens")],
@@ -239,7 +239,7 @@ def head_gradient_of_a_tied_embedding_doubled() -> Any:
 
 @fault(
     "a tied head is given values of its own after loading and never sees an update",
-    known="catalogue: tied embedding, copies drift",
+    known="Megatron-LM #656",
     layout="shard2",
     model=Model(tied=True),
     expects=[("losses of .* steps", r"step 2"), ("gradient, raw", r"embed_tokens")],

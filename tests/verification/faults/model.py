@@ -35,7 +35,7 @@ def _attention(change: Callable[[dict[str, Any]], None]) -> Any:
 
 @fault(
     "positions count on through a row of several documents",
-    known="packed training without position_ids (transformers, TRL)",
+    known="nanoVLM #201, LlamaFactory #7318",
     layout="shard2",
     model=Model("gpt2"),  # learned positions: rotary ones are relative, and there the bug changes no loss
     expects=[("output", r"wpe")],
@@ -53,7 +53,7 @@ def positions_run_through_documents() -> Any:
 
 @fault(
     "documents of a row see each other",
-    known="catalogue: document mask dropped",
+    known="axolotl #131, #1375",
     layout="shard2",
     expects=ATTENDED,
 )
@@ -63,7 +63,7 @@ def document_mask_dropped() -> Any:
 
 @fault(
     "recompute runs with the documents of another micro batch",
-    known="activation checkpointing of a mask kept outside the arguments",
+    known="recompute that reads what has changed since",
     layout="shard2+full",
     expects=[("gradient of output", r"layers\.1\.")],
 )
@@ -81,7 +81,7 @@ def recompute_without_documents() -> Any:
 
 @fault(
     "cosines and sines of positions rounded to bf16",
-    known="catalogue: RoPE tables in bf16 (transformers, Llama)",
+    known="gpt-neox #1003, transformers #25681",
     layout="shard2",
     expects=[("output", r"rotary")],
 )
@@ -96,7 +96,7 @@ def rotary_tables_rounded() -> Any:
 
 @fault(
     "the scaling of rotary frequencies (Llama 3) is ignored",
-    known="Llama 3.1 in trainers that did not read rope_scaling",
+    known="a rope_scaling that is not read",
     layout="shard2",
     expects=[("output", r"rotary")],
 )
@@ -116,7 +116,7 @@ def rotary_scaling_ignored() -> Any:
 
 @fault(
     "key/value heads repeated in turns: query head h attends with h mod their number",
-    known="GQA by repeat in place of repeat_interleave",
+    known="repeat in place of repeat_interleave",
     layout="shard2",
     expects=ATTENDED,
 )
@@ -130,7 +130,7 @@ def key_value_heads_in_turns() -> Any:
 
 @fault(
     "a sliding window sees one token too many",
-    known="windows counted with and without the token itself (Mistral, Gemma)",
+    known="transformers #39408, mlx-lm #390",
     layout="shard2",
     model=Model("mistral"),
     expects=ATTENDED,
@@ -141,7 +141,7 @@ def window_off_by_one() -> Any:
 
 @fault(
     "layers that slide attend to everything",
-    known="layer types shifted or lost (Gemma 3 in pipeline stages)",
+    known="unsloth #8253",
     layout="shard2",
     model=Model("gemma2"),
     expects=ATTENDED,
@@ -152,7 +152,7 @@ def window_lost() -> Any:
 
 @fault(
     "the soft cap of attention scores (Gemma 2) is lost",
-    known="Gemma 2 under SDPA or flash attention without soft-capping",
+    known="transformers #32309",
     layout="shard2",
     model=Model("gemma2"),
     expects=ATTENDED,
@@ -163,7 +163,7 @@ def soft_cap_of_scores_lost() -> Any:
 
 @fault(
     "scores are scaled by the head size, whatever the config says (Gemma 2)",
-    known="ports of Gemma 2 without query_pre_attn_scalar",
+    known="a port without query_pre_attn_scalar",
     layout="shard2",
     model=Model("gemma2"),
     expects=ATTENDED,
@@ -174,7 +174,7 @@ def scale_of_scores_ignored() -> Any:
 
 @fault(
     "backward of soft-capped scores leaves out the derivative of the cap",
-    known="flash attention kernels with a soft cap in the forward pass alone",
+    known="flash-attention #1065",
     layout="shard2",
     model=Model("gemma2"),
     expects=[("gradient of output", r"layers\.1\.self_attn\.[qk]_proj")],
@@ -193,7 +193,7 @@ def derivative_of_the_cap_left_out() -> Any:
 
 @fault(
     "gradients at the padding of a batch of documents reach their keys and values",
-    known="catalogue: uneven shards' padding leaks",
+    known="padding that is masked on the way in alone",
     layout="tp2",
     expects=[("gradient of output", r"layers\.1\.self_attn\.[kv]_proj")],
 )
@@ -204,7 +204,7 @@ def padding_of_documents_has_gradients() -> Any:
 
 @fault(
     "norms multiply by w where the model says 1 + w (Gemma)",
-    known="ports of Gemma; weights saved as w and as 1 + w",
+    known="Gemma's norms read as Llama's",
     layout="shard2",
     model=Model("gemma2"),
     expects=[("output", r"layers\.0\.input_layernorm")],
@@ -233,7 +233,7 @@ def _read(instead: Callable[[Callable[[Any], Tensor], Any], Tensor], suffix: str
 
 @fault(
     "query projection permuted between rotary conventions (halves, pairs) on import",
-    known="catalogue: RoPE permutation on import (Llama's two layouts)",
+    known="the two layouts of Llama's query and key",
     layout="shard2",
     expects=[("weight", r"q_proj\.weight")],
 )
@@ -248,7 +248,7 @@ def rotary_permutation_on_import() -> Any:
 
 @fault(
     "a square projection loaded transposed",
-    known="Conv1D and Linear weights mixed up on import (GPT-2)",
+    known="Conv1D and Linear weights mixed up",
     layout="shard2",
     expects=[("weight", r"o_proj\.weight")],
 )
@@ -258,7 +258,7 @@ def loaded_transposed() -> Any:
 
 @fault(
     "every tensor parallel rank loads the rows of rank 0",
-    known="loaders without the rank's offset",
+    known="a loader without the rank's offset",
     layout="tp2",
     expects=[("weight", r"up_proj\.weight.*\(tp rank 1\)")],
 )
@@ -272,7 +272,7 @@ def rows_of_the_first_rank() -> Any:
 
 @fault(
     "weights pass through bf16 on their way in",
-    known="from_pretrained in the model's type, then .float()",
+    known="weights read in the model's type, then made fp32",
     layout="shard2",
     expects=[("weight", r"embed_tokens")],
 )
@@ -282,7 +282,7 @@ def weights_rounded_on_import() -> Any:
 
 @fault(
     "parameters are gathered in bf16 though the layout says fp64",
-    known="catalogue: types; FSDP mixed precision by default",
+    known="mixed precision that nobody asked for",
     layout="shard2",
     expects=[("output", r"embed_tokens")],
 )

@@ -46,7 +46,7 @@ def _parameters(of: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @fault(
     "norms and biases decay",
-    known="catalogue: weight decay on norms and biases",
+    known="verl #5070, Fast-LLM #542",
     layout="shard2",
     expects=[("update", r"norm|bias")],
 )
@@ -64,7 +64,7 @@ def norms_decay() -> Any:
 
 @fault(
     "nothing decays: parameters seen as flat shards have one dimension, as biases have",
-    known="catalogue: weight decay by the number of dimensions, under flat sharding (FSDP 1)",
+    known="open_clip #358",
     layout="shard2",
     expects=[("update", r"embed_tokens")],  # the first of the matrices
 )
@@ -81,7 +81,7 @@ def _adamw_with_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> An
 
 @fault(
     "a projection is not among the optimizer's parameters",
-    known="catalogue: parameter missing from the optimizer",
+    known="parameters listed before the model was complete",
     layout="shard2",
     expects=[("update", r"layers\.1\.mlp\.down_proj\.weight")],
 )
@@ -92,7 +92,7 @@ def parameter_missing_from_the_optimizer() -> Any:
 
 @fault(
     "a norm weight is not among the optimizer's parameters",
-    known="catalogue: parameter missing from the optimizer",
+    known="parameters listed before the model was complete",
     layout="tp2",
     expects=[("update", r"model\.norm\.weight")],
 )
@@ -103,7 +103,7 @@ def norm_missing_from_the_optimizer() -> Any:
 
 @fault(
     "the update happens on the first tensor parallel rank alone",
-    known="catalogue: update on one tp rank only",
+    known="a call guarded by a rank",
     layout="tp2",
     expects=[("update", r"tp rank 1")],
 )
@@ -150,7 +150,7 @@ def updated_twice() -> Any:
 
 @fault(
     "the second moment decays by torch's default, whatever the run file says",
-    known="beta2 of 0.999 where 0.95 was asked for",
+    known="an option that is read and not passed on",
     layout="shard2",
     expects=[("second moment", r"")],
 )
@@ -175,7 +175,7 @@ def decay_through_the_moments() -> Any:
 
 @fault(
     "the learning rate of a step is set after its update, which still has the one before",
-    known="catalogue: learning rate off by one",
+    known="scheduler and optimizer in the wrong order",
     layout="shard2",
     expects=[("update", r" times the reference's")],
 )
@@ -197,7 +197,7 @@ def rate_set_after_the_update() -> Any:
 
 @fault(
     "the step count stays at 1: every step is corrected like the first",
-    known="catalogue: optimizer state lost; step counts kept as a tensor that is not saved",
+    known="a count that is made again every step",
     layout="shard2",
     expects=[("losses of .* steps", r"step 3"), ("weight, last step", r"")],
 )
@@ -211,7 +211,7 @@ def steps_not_counted() -> Any:
 
 @fault(
     "master weights are kept in bf16",
-    known="catalogue: types; bf16 parameters without fp32 copies",
+    known="Model-Optimizer #2483",
     layout="shard2",
     expects=ANY_UPDATE,
 )
@@ -225,7 +225,7 @@ def master_weights_rounded() -> Any:
 
 @fault(
     "moments are kept in bf16",
-    known="catalogue: moments cast",
+    known="state in the type of the weights",
     layout="shard2",
     expects=[("first moment", r"")],
 )
@@ -240,7 +240,7 @@ def moments_rounded() -> Any:
 
 @fault(
     "Muon orthogonalises each rank's shard in place of the matrix",
-    known="Muon under FSDP and tensor parallelism, before it was distributed",
+    known="DeepSpeed #8437",
     layout="shard2",
     model=Model(optimizer="muon"),
     expects=[("update", r"_proj\.weight")],
@@ -275,7 +275,7 @@ def update_scaled_by_the_shard() -> Any:
 
 @fault(
     "what is gathered was copied before the update: every later step computes with the first weights",
-    known="catalogue: stale compute copy after the step",
+    known="a compute copy that is not made again",
     layout="shard2",
     expects=[("losses of .* steps", r"step 2"), ("control.*", r"does not compute with it")],
 )

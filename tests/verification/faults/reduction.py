@@ -49,7 +49,7 @@ def _before_each(prepare: Callable[[Any, int], None]) -> Any:
 
 @fault(
     "the loss is a mean of data ranks' means",
-    known="catalogue: mean of means",
+    known="transformers #34191, over data ranks",
     layout="shard2",
     expects=[("counts of a step", r"targets")],
 )
@@ -63,7 +63,7 @@ def loss_is_a_mean_of_means() -> Any:
 
 @fault(
     "target tokens counted on every tensor parallel rank: the loss is divided by too many",
-    known="catalogue: gradients scaled by a constant, which Adam and clipping hide",
+    known="a scale that Adam and clipping hide",
     layout="tp2",
     expects=[("counts of a step", r"targets")],
 )
@@ -78,7 +78,7 @@ def targets_counted_on_every_tensor_rank() -> Any:
 
 @fault(
     "each micro batch's own mean counts alike, whatever its number of tokens",
-    known="gradient accumulation in transformers before 4.46",
+    known="transformers #34191",
     layout="shard2",
     expects=[("loss", r"")],
 )
@@ -103,7 +103,7 @@ def mean_of_micro_batches() -> Any:
 
 @fault(
     "the backward pass divides by the number of micro batches once more",
-    known="catalogue: pipeline or accumulation rescaled twice",
+    known="divided by the model and by the trainer",
     layout="shard2",
     expects=[("gradient of output", r"0\.25 times")],
 )
@@ -133,7 +133,7 @@ def last_micro_batch_dropped() -> Any:
 
 @fault(
     "gradients are zeroed before every micro batch: the last one alone counts",
-    known="catalogue: zero_grad inside the micro-batch loop",
+    known="zero_grad inside the loop",
     layout="shard2",
     expects=REDUCED,
 )
@@ -147,7 +147,7 @@ def only_the_last_micro_batch_counts() -> Any:
 
 @fault(
     "the first micro batch's gradients are never reduced under ZeRO 2",
-    known="no_sync around the wrong micro batch; DeepSpeed ZeRO 2 with accumulation",
+    known="no_sync around the wrong micro batch",
     layout="shard2+zero2",
     expects=REDUCED,
 )
@@ -164,7 +164,7 @@ def first_micro_batch_not_reduced() -> Any:
 
 @fault(
     "copies of the model do not add up their gradients",
-    known="HSDP without its all-reduce; catalogue: replicas",
+    known="HSDP without its all-reduce",
     layout="dp2",
     expects=REDUCED,
 )
@@ -177,7 +177,7 @@ def replicas_not_reduced() -> Any:
 
 @fault(
     "gradients averaged over data ranks, though the loss is divided by all tokens",
-    known="catalogue: summed or averaged; FSDP's default",
+    known="FSDP's default",
     layout="shard2",
     expects=[("gradient, reduced", r"0\.5 times")],
 )
@@ -191,7 +191,7 @@ def gradients_averaged() -> Any:
 
 @fault(
     "gradients reduced in bf16",
-    known="catalogue: reduction in bf16 though fp32 was asked",
+    known="reduction in the type of the computation",
     layout="shard2",
     expects=REDUCED,
 )
@@ -228,7 +228,7 @@ def _norm_of(counted: Callable[[Spread, str], bool]) -> Any:
 
 @fault(
     "parameters that every tensor parallel rank holds count once per rank in the norm",
-    known="catalogue: replicated gradients in the norm (Megatron-LM)",
+    known="NeMo RL #3788, ROCm TransformerEngine #715",
     layout="tp2",
     expects=[("gradient norm", r"")],
 )
@@ -238,7 +238,7 @@ def copies_counted_in_the_norm() -> Any:
 
 @fault(
     "embeddings are left out of the gradient norm",
-    known="catalogue: parameters left out of the norm",
+    known="a norm over some of the groups",
     layout="shard2",
     expects=[("gradient norm", r"")],
 )
@@ -248,7 +248,7 @@ def parameters_left_out_of_the_norm() -> Any:
 
 @fault(
     "every rank clips by the norm of its own shard",
-    known="catalogue: clip by a local norm",
+    known="fairscale #167 (review)",
     layout="shard2",
     expects=[("gradient, clipped", r"")],
 )
@@ -259,7 +259,7 @@ def clipping_by_a_local_norm() -> Any:
 
 @fault(
     "gradients clipped on the first tensor parallel rank alone",
-    known="catalogue: clipping on one tp rank (BLOOM's training log)",
+    known="a call guarded by a rank",
     layout="tp2",
     expects=[("gradient, clipped", r"tp rank 1")],
 )
@@ -275,7 +275,7 @@ def clipped_on_one_tensor_rank() -> Any:
 
 @fault(
     "ranks round the gradients of a norm weight differently: the copies drift apart",
-    known="BLOOM's training log: norm weights that differ between tp ranks",
+    known="bigscience Megatron-DeepSpeed #270, #271",
     layout="tp2",
     expects=[("replicas", r"norm")],
 )

@@ -29,7 +29,7 @@ def _reading(change: Callable[[int, dict[str, Any]], int]) -> Any:
 
 @fault(
     "all data ranks read the same rows",
-    known="catalogue: dp ranks read the same data",
+    known="VisCy #408, rbyte #106",
     layout="shard2",
     kind="run",
     expects=[("standing check", r"^rank 1 read ")],
@@ -44,7 +44,7 @@ def data_ranks_read_the_same_rows() -> Any:
 
 @fault(
     "tensor parallel ranks read different rows",
-    known="a sampler that counts every rank as a data rank",
+    known="accelerate #3092",
     layout="tp2",
     kind="run",
     expects=[("standing check", r"^rank 1 read ")],
@@ -55,7 +55,7 @@ def tensor_ranks_read_different_rows() -> Any:
 
 @fault(
     "a resumed run reads from the beginning again",
-    known="catalogue: loader state; resumed trainers that do not skip what was read",
+    known="a loader that does not skip what was read",
     layout="shard2",
     kind="run",
     expects=WRONG_ROWS,
@@ -72,7 +72,7 @@ def rows_start_again_on_resume() -> Any:
 
 @fault(
     "a resumed run passes the rows of a step over",
-    known="catalogue: loader state; a step counted before and after it was saved",
+    known="a step counted before and after it was saved",
     layout="shard2",
     kind="run",
     expects=WRONG_ROWS,
@@ -94,7 +94,7 @@ def _rates(change: Callable[[int, float], float]) -> Any:
 
 @fault(
     "the learning rate warms up again after a resume",
-    known="catalogue: learning rate restarted on resume",
+    known="openfold #181, speculators #900",
     layout="shard2",
     kind="run",
     expects=WRONG_RATE,
@@ -105,7 +105,7 @@ def rate_restarts_on_resume() -> Any:
 
 @fault(
     "steps are made with the rate of the step before",
-    known="catalogue: learning rate off by one",
+    known="scheduler and optimizer in the wrong order",
     layout="shard2",
     kind="run",
     expects=WRONG_RATE,

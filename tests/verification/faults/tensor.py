@@ -32,7 +32,7 @@ def _without_sums(lost: Callable[[str, str], bool]) -> Any:
 
 @fault(
     "no partial gradient is summed over tp: norms and row biases see their rank's tokens only",
-    known="catalogue: norm weights under sequence parallelism (Megatron-LM, BLOOM)",
+    known="bigscience Megatron-DeepSpeed #274, TransformerEngine #441",
     layout="tp2",
     expects=[("gradient, reduced", r"norm|bias")],
 )
@@ -42,7 +42,7 @@ def partial_gradients_not_summed() -> Any:
 
 @fault(
     "gradients of norm weights not summed over tp under sequence parallelism",
-    known="catalogue: norm weights under sequence parallelism (Megatron-LM, BLOOM)",
+    known="TransformerEngine #441",
     layout="tp2",
     expects=[("gradient, reduced", r"norm")],
 )
@@ -52,7 +52,7 @@ def norm_gradients_not_summed() -> Any:
 
 @fault(
     "gradients of row-parallel biases not summed over tp under sequence parallelism",
-    known="catalogue: norm weights under sequence parallelism, its other half",
+    known="bigscience Megatron-DeepSpeed #307, torchtitan #4332",
     layout="tp2",
     expects=[("gradient, reduced", r"(o_proj|down_proj)\.bias")],
 )
@@ -62,7 +62,7 @@ def row_bias_gradients_not_summed() -> Any:
 
 @fault(
     "gradients of the norms over each head (Qwen3) not summed over tp",
-    known="catalogue: norm weights under sequence parallelism, where heads are split",
+    known="TransformerEngine #441, for norms that see a rank's heads",
     layout="tp2",
     model=Model("qwen3"),
     expects=[("gradient, reduced", r"[qk]_norm")],
@@ -73,7 +73,7 @@ def head_norm_gradients_not_summed() -> Any:
 
 @fault(
     "gradients of key/value heads that several ranks hold not summed",
-    known="catalogue: GQA, replicated key/value heads",
+    known="bigcode Megatron-LM #37",
     layout="tp2",
     model=Model(kv_heads=1),
     expects=[("gradient, reduced", r"[kv]_proj")],
@@ -87,7 +87,7 @@ def key_value_copies_not_summed() -> Any:
 
 @fault(
     "input gradient of a column-parallel layer scattered without the sum",
-    known="catalogue: input gradient of a column-parallel layer",
+    known="Megatron's f without its all-reduce, arXiv:1909.08053",
     layout="tp2",
     expects=[("gradient of output", r"^model\.norm")],  # backward comes first to what the head reads
 )
@@ -100,7 +100,7 @@ def input_gradient_of_a_column_not_reduced() -> Any:
 
 @fault(
     "input gradient of a column-parallel layer not reduced, without sequence parallelism",
-    known="catalogue: input gradient of a column-parallel layer",
+    known="Megatron's f without its all-reduce, arXiv:1909.08053",
     layout="tp2+nosp",
     expects=[("gradient of output", r"^model\.norm")],
 )
@@ -131,7 +131,7 @@ def gradient_of_a_sum_summed_again() -> Any:
 
 @fault(
     "the gathered input of a norm across all features keeps only its own rank's gradient",
-    known="catalogue: input gradient of a column-parallel layer, for OLMo 2",
+    known="a gather whose backward only cuts",
     layout="tp2",
     model=Model("olmo2"),
     expects=[("gradient of output", r"[qk]_proj")],
@@ -148,7 +148,7 @@ def gathered_features_keep_their_own_gradient() -> Any:
 
 @fault(
     "row-parallel bias added on every rank",
-    known="catalogue: row-parallel bias",
+    known="text-generation-inference #1036, Paddle #35186",
     layout="tp2",
     expects=[("output", r"o_proj")],
 )
@@ -161,7 +161,7 @@ def bias_of_a_row_added_on_every_rank() -> Any:
 
 @fault(
     "partial sums of a row-parallel layer averaged over tp",
-    known="catalogue: gradients averaged, in the forward pass",
+    known="an average in place of a sum",
     layout="tp2",
     expects=[("output", r"o_proj")],
 )
@@ -178,7 +178,7 @@ def row_outputs_averaged() -> Any:
 
 @fault(
     "ids of other ranks' vocabulary rows looked up as row 0 and not masked",
-    known="Megatron-LM's VocabParallelEmbedding without its mask",
+    known="Megatron's vocabulary-parallel embedding without its mask",
     layout="tp2",
     expects=[("output", r"embed_tokens")],
 )
@@ -193,7 +193,7 @@ def embedding_of_other_ranks_not_masked() -> Any:
 
 @fault(
     "the embedding's own scale (Gemma) is lost in the split lookup",
-    known="ports of Gemma without its sqrt(hidden size)",
+    known="a lookup of one's own in place of the model's",
     layout="tp2",
     model=Model("gemma2"),
     expects=[("output", r"embed_tokens")],
@@ -214,7 +214,7 @@ def embedding_scale_lost() -> Any:
 
 @fault(
     "positions start at 0 in every rank's part of the sequence",
-    known="catalogue: RoPE, positions restart per shard",
+    known="positions counted off a rank's own tokens",
     layout="tp2",
     expects=[("output", r"rotary")],
 )
@@ -236,7 +236,7 @@ def positions_restart_per_sequence_shard() -> Any:
 
 @fault(
     "ranks hold the key/value heads of their neighbour: query heads attend to the wrong ones",
-    known="catalogue: GQA, head map wrong",
+    known="a head map that is not the loader's",
     layout="tp2",
     expects=[("output", r"self_attn(\.o_proj input)?( |:|$)")],
 )
@@ -264,7 +264,7 @@ def _in_halves(owners: set[str]) -> Any:
 
 @fault(
     "gate and up in one projection (Phi-3) cut once in the middle: a rank has the gate, another the up",
-    known="catalogue: fused projections; vLLM's and Megatron's merged columns",
+    known="tt-metal #52818 (review)",
     layout="tp2",
     model=PHI3,
     expects=[("output", r"layers\.0\.mlp\.")],
@@ -275,7 +275,7 @@ def gate_and_up_cut_in_the_middle() -> Any:
 
 @fault(
     "query, key and value in one projection (Phi-3) cut once in the middle",
-    known="catalogue: fused projections; GQA, head map wrong",
+    known="ColossalAI #817",
     layout="tp2",
     model=PHI3,
     expects=[("output", r"layers\.0\.self_attn")],
@@ -286,7 +286,7 @@ def query_key_value_cut_in_the_middle() -> Any:
 
 @fault(
     "a norm across all query features (OLMo 2) computed over a rank's own",
-    known="tensor-parallel OLMo 2: q_norm over all heads, not per rank",
+    known="norms over all heads, under tensor parallelism",
     layout="tp2",
     model=Model("olmo2"),
     expects=[("output", r"[qk]_norm")],
