@@ -1,5 +1,6 @@
 """The evidence of a subject: the reference, and how far it is from itself."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
     for each in (other, noisy):
         for key, floor in distances(each.tensors, reference.tensors, subject).items():
             floors[key] = max(floors.get(key, 0.0), floor)
+    for key, floor in rounding(reference.tensors).items():
+        floors[key] = max(floors[key], floor)
     features = {
         key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
     }
@@ -39,6 +42,17 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
 
 def _run(subject: Subject, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
     return Reference(subject, precision, device, noise=noise).before().run(inputs)
+
+
+def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far an update may be off because the weights that it lies between are rounded."""
+    norms = {key: float(tensor.norm()) for key, tensor in tensors.items() if kind_of(key) in ("weight", "update")}
+    updates = {key: norm for key, norm in norms.items() if kind_of(key) == "update"}
+    smallest = SMALL * math.hypot(*updates.values()) or 1.0
+    ulp = next(torch.finfo(tensor.dtype).eps for key, tensor in tensors.items() if kind_of(key) == "weight")
+    return {
+        key: 0.5 * ulp * norms[f"weight/{key.partition('/')[2]}"] / max(norm, smallest) for key, norm in updates.items()
+    }
 
 
 def row_linears(subject: Subject) -> list[str]:
