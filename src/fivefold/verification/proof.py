@@ -3,7 +3,6 @@
 Everything runs through the functions that train; this file only looks.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizer import build_optimizer
-from fivefold.verification.evidence import Distance, Evidence, logit_distances
+from fivefold.verification.comparison import Comparison, everywhere, relative_number
+from fivefold.verification.evidence import Evidence, logit_distances
 from fivefold.verification.exact import exactly
-from fivefold.verification.observer import Distances, Observer
-from fivefold.verification.rows import SMALL, Found, Row, Tolerances, judge, kind_of
+from fivefold.verification.observer import Observer
+from fivefold.verification.rows import Found, Row
 from fivefold.verification.subject import Subject, micro_batches, row_numbers, tokens_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -42,13 +42,13 @@ class Proof:
         """Spread the model of `subject`. Raises `UserError` where it cannot be spread so."""
         self.subject, self.evidence = subject, evidence
         self.layout = layout.resolve(dist.get_world_size())
-        self.tolerances = Tolerances(layout.precision, evidence.about["floors"])
         model = build_meta(load_model_config(subject.folder))
         source = SafetensorsFolder(subject.folder, model)
         self.model = parallelize(model, self.layout, device=device, source=source)
         self.spread = spread_of(self.model)
         self.optimizer = build_optimizer(self.model, subject.optimizer)
         self.found = Found(str(layout), precision=layout.precision)
+        self.compare = Comparison(self.found, evidence, self.spread)
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]:
@@ -80,30 +80,30 @@ class Proof:
             type_ = master_dtype(self.layout.precision)
             if found != expected or parameter.dtype != type_:
                 wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
-        self._count("shards", wrong)
+        self.compare.count("shards", wrong)
 
     def weights(self) -> None:
         """Every parameter is the reference's, bit for bit."""
-        self._pieces("weight", dict(self.model.named_parameters()))
+        self.compare.pieces("weight", dict(self.model.named_parameters()))
 
     def first_pass(self) -> None:
         """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
         with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
             loss = self._gradients()
         self._passes(*observer.micro_batches)
-        self._in_order("output", observer.distances)
-        self._count("types", observer.types)
+        self.compare.in_order("output", observer.distances)
+        self.compare.count("types", observer.types)
         self._losses(loss)
-        self._in_order("backward", observer.distances)
+        self.compare.in_order("backward", observer.distances)
         observer.raw_gradients()
-        self._in_order("raw", observer.distances, names=self._backwards())
+        self.compare.in_order("raw", observer.distances, names=self._backwards())
         first = {name: local(p.grad).clone() for name, p in self.model.named_parameters()}
-        self._pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
+        self.compare.pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
         self._drop_gradients()
         again = self._gradients()
         differing = {n: n for n, p in self.model.named_parameters() if not torch.equal(local(p.grad), first[n])}
         differing |= {} if float(again) == float(loss) else {"loss": "the loss"}
-        self._count("rerun", differing)
+        self.compare.count("rerun", differing)
         self._drop_gradients()
 
     def logits(self) -> None:
@@ -122,7 +122,7 @@ class Proof:
                 stop = tokens_of(documents[row])
                 found.append(logits[b, :stop].cpu())
                 expected.append(self.evidence.read("logits", (slice(row, row + 1), slice(0, stop)))[0])
-        self._numbers(logit_distances(torch.cat(found), torch.cat(expected)))
+        self.compare.numbers(logit_distances(torch.cat(found), torch.cat(expected)))
 
     def continuations(self) -> None:
         """The likeliest continuation of every prompt, token by token through the cache."""
@@ -132,7 +132,7 @@ class Proof:
                 ids = torch.from_numpy(prompt)[None]
                 found = list(decode(self.model, ids, max_new_tokens=len(tokens)))
                 different += sum(a != b for a, b in zip(found, tokens.tolist(), strict=True))
-        self._numbers({"tokens, continuations": different / expected.numel()})
+        self.compare.numbers({"tokens, continuations": different / expected.numel()})
 
     def first_step(self) -> None:
         """One optimizer step: gradients after clipping, the update, the moments, the collectives."""
@@ -147,15 +147,19 @@ class Proof:
             result = self._step(0)
         handle.remove()
         self._counts(result)
-        self._number("gradient norm", _relative(result.grad_norm, float(self.evidence.whole("norms")[0])), None)
-        self._pieces("clipped", clipped, self._backwards())
+        self.compare.number(
+            "gradient norm", relative_number(result.grad_norm, float(self.evidence.whole("norms")[0])), None
+        )
+        self.compare.pieces("clipped", clipped, self._backwards())
         updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
-        self._pieces("update", updates)
+        self.compare.pieces("update", updates)
         states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
         for kind in MOMENTS:
-            self._pieces(kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False)
+            self.compare.pieces(
+                kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False
+            )
         left = {name: name for name, p in self.model.named_parameters() if p.grad is not None}
-        self._count("gradients left after the step", left)
+        self.compare.count("gradients left after the step", left)
         self._collectives(ran)
         self.found.losses = [result.loss]
 
@@ -171,17 +175,17 @@ class Proof:
             rows = [
                 Row(f"{what} of {len(found)} steps", error, tolerance, error <= tolerance, f"step {step + 1}")
                 for step, (error, tolerance) in enumerate(
-                    (_relative(a, b), self.tolerances.of(f"{what}/{step}"))
+                    (relative_number(a, b), self.compare.allowed(f"{what}/{step}"))
                     for step, (a, b) in enumerate(zip(found, expected, strict=True))
                 )
             ]
             self.found.add(next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error)))
-        self._pieces("last", dict(self.model.named_parameters()))
+        self.compare.pieces("last", dict(self.model.named_parameters()))
 
     def replicas(self) -> None:
         """What several ranks hold, weights and optimizer state, is the same on all of them after all steps."""
         found = checks.replicas(self.model, self.optimizer)  # on every rank alike
-        self._count("replicas", {each.where: str(each) for each in found})
+        self.compare.count("replicas", {each.where: str(each) for each in found})
 
     def control(self) -> None:
         """A fault is planted on rank 0: it must be found, and where it is. It is taken out again."""
@@ -190,12 +194,12 @@ class Proof:
         part = local(dict(self.model.named_parameters())[name]).detach()
         before = part.clone()
         if dist.get_rank() == 0:
-            part.add_(0.25 + PLANTED * self.tolerances.of(f"output/{module}"))
+            part.add_(0.25 + PLANTED * self.compare.allowed(f"output/{module}"))
         with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
             self._gradients()
         part.copy_(before)
         self._drop_gradients()
-        first = next((row for row in self._judged("output", observer.distances) if not row.ok), None)
+        first = next((row for row in self.compare.judged("output", observer.distances) if not row.ok), None)
         if first is None:
             row = Row("control: a planted fault", 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
         else:
@@ -237,9 +241,9 @@ class Proof:
             restore(self.model, self.optimizer, Checkpoint.open(folder / "step-000001"))
             with safe_open(folder / "expected.safetensors", framework="pt") as expected:
                 wrong += [f"{key} saved under {layout}" for key in self._differing(expected)]
-        wrong = sorted({each for rank in _everywhere(wrong) for each in rank})
+        wrong = sorted({each for rank in everywhere(wrong) for each in rank})
         what = f"saved under {len(folders)} layout{'s' * (len(folders) > 1)}, loaded"
-        self._number(what, float(len(wrong)), 0.0, wrong[0] if wrong else "")
+        self.compare.number(what, float(len(wrong)), 0.0, wrong[0] if wrong else "")
 
     def _differing(self, expected: Any) -> list[str]:
         """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
@@ -285,18 +289,18 @@ class Proof:
     def _passes(self, seen: int, there: int) -> None:
         """Every micro batch of the batch went through the model."""
         wrong = f"{seen} of {there} on rank {dist.get_rank()}"
-        self._count("micro batches", {} if seen == there else {wrong: wrong})
+        self.compare.count("micro batches", {} if seen == there else {wrong: wrong})
 
     def _counts(self, result: training.StepResult) -> None:
         """What a step divides its loss by is what its documents have."""
         tokens = sum(map(tokens_of, self.subject.documents(0)))
         counts = {"targets": (result.targets, self.subject.targets(0)), "tokens": (result.tokens, tokens)}
         wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
-        self._count("counts of a step", wrong)
+        self.compare.count("counts of a step", wrong)
 
     def _losses(self, loss: Tensor) -> None:
         expected = float(self.evidence.whole("losses")[0])
-        self._number("loss", _relative(float(loss), expected), None)
+        self.compare.number("loss", relative_number(float(loss), expected), None)
 
     def _collectives(self, ran: Any) -> None:
         """The collectives of a step are those that the layout declares."""
@@ -310,7 +314,7 @@ class Proof:
         )
         different = set(declared) ^ set(total(ran))
         names = sorted({f"{each.kind} over {each.axis}" for each in different})
-        self._count("collectives", {name: name for name in names})
+        self.compare.count("collectives", {name: name for name in names})
 
     def _state(self) -> dict[str, Tensor]:
         """Every parameter and moment, as this rank holds it."""
@@ -360,72 +364,3 @@ class Proof:
     def _device(self) -> torch.device:
         device: torch.device = next(self.model.parameters()).device
         return device
-
-    # ---- rows --------------------------------------------------------------------------------------------------------
-
-    def _pieces(
-        self, kind: str, tensors: Mapping[str, Tensor | None], names: list[str] | None = None, *, must: bool = True
-    ) -> None:
-        """Compare this rank's part of each tensor with that region of the reference. `must`: none may lack."""
-        distances: Distances = {}
-        for name, tensor in tensors.items():
-            key = f"{kind}/{name}"
-            if tensor is None or key not in self.evidence:
-                continue
-            distance = distances.setdefault(key, Distance())
-            for region, place in self.spread.regions(name):
-                distance.add(local(tensor)[place], self.evidence.read(key, region))
-        lacking = {name: name for name in self.evidence.names(kind) if must and f"{kind}/{name}" not in distances}
-        self._count(f"{kind} without values", lacking, say=False)
-        self._in_order(kind, distances, names)
-
-    def _in_order(self, kind: str, distances: Distances, names: list[str] | None = None) -> None:
-        for row in self._judged(kind, distances, names):
-            self.found.add(row)
-
-    def _judged(self, kind: str, distances: Distances, names: list[str] | None = None) -> list[Row]:
-        """A row for each key of a kind, in the order of the reference's execution, or of `names`."""
-        everyone = _everywhere({key: each for key, each in distances.items() if kind_of(key) == kind})
-        source = "gradient" if kind == "raw" else kind
-        norms = {name: self.evidence.norm(f"{source}/{name}") for name in self.evidence.names(source)}
-        floor = SMALL * math.hypot(*norms.values())
-        rows = []
-        for name in names or norms:
-            key = f"{kind}/{name}"
-            per_rank = [each.get(key) for each in everyone]
-            if any(each is not None for each in per_rank):
-                rows.append(judge(key, per_rank, norms[name], floor, self.tolerances.of(key), self.layout))
-        return rows
-
-    def _numbers(self, mine: Mapping[str, float]) -> None:
-        """A row for each number: the largest of all ranks."""
-        everyone = _everywhere(dict(mine))
-        for what in mine:
-            self._number(what, max(each[what] for each in everyone), None)
-
-    def _number(self, what: str, error: float, tolerance: float | None, where: str = "") -> None:
-        error = max(_everywhere(error), key=lambda each: math.inf if math.isnan(each) else each)
-        allowed = self.tolerances.of(what) if tolerance is None else tolerance
-        self.found.add(Row(what, error, allowed, error <= allowed, where))
-
-    def _count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
-        """A row that counts what is wrong on any rank (`say`: also when nothing is)."""
-        everyone: dict[str, str] = {}
-        for each in _everywhere(dict(wrong)):
-            everyone.update(each)
-        if everyone or say:
-            first = next(iter(everyone.values()), "")
-            self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
-
-
-def _everywhere(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _relative(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; infinite for what is not a number."""
-    error = abs(found - expected) / max(abs(expected), 1e-300)
-    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,95 @@
+"""Rows of a proof from what the ranks hold: each compares its own part, and all of them hear what every rank found."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.parallel.apply import Spread
+from fivefold.parallel.tensor import local
+from fivefold.verification.evidence import Distance, Evidence
+from fivefold.verification.observer import Distances
+from fivefold.verification.rows import SMALL, Found, Row, Tolerances, judge, kind_of
+
+
+class Comparison:
+    """Adds to `found`, on every rank alike, what this layout computes against `evidence`."""
+
+    def __init__(self, found: Found, evidence: Evidence, spread: Spread) -> None:
+        self.found, self._evidence, self._spread = found, evidence, spread
+        self._tolerances = Tolerances(spread.layout.precision, evidence.about["floors"])
+
+    def allowed(self, key: str) -> float:
+        """The tolerance of a key."""
+        return self._tolerances.of(key)
+
+    def pieces(
+        self, kind: str, tensors: Mapping[str, Tensor | None], names: list[str] | None = None, *, must: bool = True
+    ) -> None:
+        """Compare this rank's part of each tensor with that region of the reference. `must`: none may lack."""
+        distances: Distances = {}
+        for name, tensor in tensors.items():
+            key = f"{kind}/{name}"
+            if tensor is None or key not in self._evidence:
+                continue
+            distance = distances.setdefault(key, Distance())
+            for region, place in self._spread.regions(name):
+                distance.add(local(tensor)[place], self._evidence.read(key, region))
+        lacking = {name: name for name in self._evidence.names(kind) if must and f"{kind}/{name}" not in distances}
+        self.count(f"{kind} without values", lacking, say=False)
+        self.in_order(kind, distances, names)
+
+    def in_order(self, kind: str, distances: Distances, names: list[str] | None = None) -> None:
+        """Add the rows of `judged`."""
+        for row in self.judged(kind, distances, names):
+            self.found.add(row)
+
+    def judged(self, kind: str, distances: Distances, names: list[str] | None = None) -> list[Row]:
+        """A row for each key of a kind, in the order of the reference's execution, or of `names`."""
+        everyone = everywhere({key: each for key, each in distances.items() if kind_of(key) == kind})
+        source = "gradient" if kind == "raw" else kind
+        norms = {name: self._evidence.norm(f"{source}/{name}") for name in self._evidence.names(source)}
+        floor = SMALL * math.hypot(*norms.values())
+        rows = []
+        for name in names or norms:
+            key = f"{kind}/{name}"
+            per_rank = [each.get(key) for each in everyone]
+            if any(each is not None for each in per_rank):
+                rows.append(judge(key, per_rank, norms[name], floor, self._tolerances.of(key), self._spread.layout))
+        return rows
+
+    def numbers(self, mine: Mapping[str, float]) -> None:
+        """A row for each number: the largest of all ranks."""
+        everyone = everywhere(dict(mine))
+        for what in mine:
+            self.number(what, max(each[what] for each in everyone), None)
+
+    def number(self, what: str, error: float, tolerance: float | None, where: str = "") -> None:
+        """A row for a number: the largest of all ranks. `tolerance` None: that of the key `what`."""
+        error = max(everywhere(error), key=lambda each: math.inf if math.isnan(each) else each)
+        allowed = self._tolerances.of(what) if tolerance is None else tolerance
+        self.found.add(Row(what, error, allowed, error <= allowed, where))
+
+    def count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
+        """A row that counts what is wrong on any rank (`say`: also when nothing is)."""
+        everyone: dict[str, str] = {}
+        for each in everywhere(dict(wrong)):
+            everyone.update(each)
+        if everyone or say:
+            first = next(iter(everyone.values()), "")
+            self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
+
+
+def everywhere(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def relative_number(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; infinite for what is not a number."""
+    error = abs(found - expected) / max(abs(expected), 1e-300)
+    return error if math.isfinite(error) else math.inf
