@@ -167,7 +167,7 @@ def _number(value: float) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %" if value >= 1e-4 else "0" if value == 0 else f"{100 * value:.0e} %"
+    return f"{100 * value:.2g} %"
 
 
 if __name__ == "__main__":
