@@ -43,7 +43,7 @@ def main(
     from fivefold.config import load_config
     from fivefold.launch.voice import one_voice
     from fivefold.launch.world import find_world
-    from fivefold.verification.launch import Options, resolve, start
+    from fivefold.verification.request import Options, resolve
 
     with one_voice(find_world("cpu")):
         config = load_config(path, overrides)
@@ -52,13 +52,16 @@ def main(
         thin=thin or quick, steps=steps or (QUICK_STEPS if quick else STEPS), seq_length=seq_length, seed=seed,
         quiet=quiet,
     )  # fmt: skip
+    from fivefold.verification.launch import start
+
     return start(config, asked, options, publish or (lambda report: None))
 
 
 def before_training(config: RunConfig, layout: Layout) -> None:
     """Prove the layout of a run on a thin model, in fp64, and say so. Raises `RunFailed` where it is not proved."""
-    from fivefold.verification.launch import Options, start
+    from fivefold.verification.launch import start
     from fivefold.verification.report import first_sentence
+    from fivefold.verification.request import Options
 
     def say(report: "VerifyReport") -> None:
         if report.ok:

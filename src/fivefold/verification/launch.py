@@ -3,35 +3,22 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import compress
 from pathlib import Path
 
-from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.config import RunConfig
 from fivefold.errors import UserError
 from fivefold.launch.local import gpus, start_workers
-from fivefold.launch.model import check_model
 from fivefold.launch.voice import said_once
 from fivefold.launch.world import World, device_kind, find_world, join
-from fivefold.layout import COMPUTE, Layout
+from fivefold.layout import Layout
 from fivefold.verification.evidence import Evidence
-from fivefold.verification.ranks import SUBJECT, VerifyRequest, evidence_file, in_world, read_found
+from fivefold.verification.ranks import SUBJECT, evidence_file, in_world, read_found
 from fivefold.verification.report import VerifyReport, report_of
+from fivefold.verification.request import MORE, Options, VerifyRequest
 from fivefold.verification.rows import Found
 from fivefold.verification.subject import Subject
-
-MORE = "docs/verify.md"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a proof is done: on a narrow model or not, over how many steps, on rows of how many tokens (None: short)."""
-
-    thin: bool
-    steps: int
-    seq_length: int | None = None
-    seed: int = 1234
-    quiet: bool = False
 
 
 def start(
@@ -52,31 +39,6 @@ def start(
         return _inside(request, layouts, here, Path(config.run.dir), publish)
 
 
-def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], precision: str) -> dict[str, Layout]:
-    """The layouts to prove: each as a run with `layout: TEXT` has it, in `precision` where the text states none.
-
-    Raises `UserError` for a text that is not a layout, a layout named twice, or one that this model cannot have.
-    """
-    if not texts:
-        raise UserError("no layouts to prove", fix="name some: --layouts tp2,shard2.tp2", more=MORE)
-    if precision not in (*COMPUTE, "run"):
-        raise UserError(f"precision {precision!r} is not known", fix=f"one of {', '.join(COMPUTE)}, run", more=MORE)
-    found: dict[str, Layout] = {}
-    for text in texts:
-        config = load_config(path, [*overrides, f"layout={text}"])
-        check_supported(config)
-        check_model(config, weights=False)
-        layout = config.layout
-        if precision != "run" and Layout.parse(text).precision == Layout().precision:
-            layout = replace(layout, precision=precision)
-        if layout.dp_shard == -1:
-            raise UserError(f"layout {text}: how many ranks is shard-1?", fix="write a number: shard2", more=MORE)
-        if layout in found.values():
-            raise UserError(f"layout {text} is named twice", fix="name each layout once", more=MORE)
-        found[text] = layout
-    return found
-
-
 def _over_workers(request: VerifyRequest, layouts: Mapping[str, Layout], kind: str) -> VerifyReport:
     """As many workers as the largest layout has. Their logs stay only after a failure, whose message names them."""
     workers = max(layout.world for layout in layouts.values())
@@ -92,10 +54,23 @@ def _over_workers(request: VerifyRequest, layouts: Mapping[str, Layout], kind: s
     if not request.quiet:
         print(f"starting {workers} worker{'s' * (workers > 1)} on {kind} ...", flush=True)
     body = {"verify": asdict(request), "device": kind}
-    start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=scratch / "logs")
-    report = _report(request)
+    try:
+        start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=scratch / "logs")
+        report = _report(request)
+    except BaseException:
+        _remove_all_but(scratch / "logs")
+        raise
     shutil.rmtree(scratch)
     return report
+
+
+def _remove_all_but(kept: Path) -> None:
+    """What else lies beside `kept`: models and evidence are large."""
+    for path in kept.parent.iterdir():
+        if path.is_dir() and path != kept:
+            shutil.rmtree(path)
+        elif path != kept:
+            path.unlink()
 
 
 def _inside(

@@ -7,8 +7,8 @@ In a world that was there before (torchrun), the layouts of its size run in that
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fivefold.models import surfaces
 from fivefold.verification.evidence import Evidence
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
+from fivefold.verification.request import VerifyRequest
 from fivefold.verification.rows import Found
 from fivefold.verification.subject import ROW, WEIGHT_DECAY, Subject, rows_for
 from fivefold.verification.thin import make_folder
@@ -29,28 +30,7 @@ from fivefold.verification.thin import make_folder
 SUBJECT = "subject.json"
 POLL_SECONDS = 0.05
 Opener = Callable[[Layout, str], Any]  # (layout, a name that is used once) -> context of the world it runs in, or None
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyRequest:
-    """What to prove: `layouts` in their text form, called `names`, all of which run here.
-
-    `scratch`: an empty folder that all ranks see. `seq_length` None: short rows."""
-
-    config: str  # a run file
-    layouts: tuple[str, ...]
-    names: tuple[str, ...]
-    scratch: str
-    thin: bool = False
-    steps: int = 20
-    seq_length: int | None = None
-    seed: int = 1234
-    quiet: bool = False
-
-    @property
-    def folder(self) -> Path:
-        """`scratch` as a path."""
-        return Path(self.scratch)
+Failures = Callable[[VerifyRequest, int, World], AbstractContextManager[None]]
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
@@ -69,21 +49,24 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
             yield own
 
     leave()
-    prove(asked, world, first_ranks)
+    prove(asked, world, first_ranks, failures=_noted)
 
 
 def in_world(asked: VerifyRequest, world: World) -> None:
-    """Prove the layouts of a joined world's size, in its own process group."""
+    """Prove the layouts of a joined world's size, in its own process group. A rank that breaks ends the world."""
 
     @contextmanager
     def same(_: Layout, __: str) -> Iterator[World | None]:
         yield world
 
-    prove(asked, world, same)
+    prove(asked, world, same, failures=lambda *_: nullcontext())
 
 
-def prove(asked: VerifyRequest, world: World, open_world: Opener) -> None:
-    """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`)."""
+def prove(asked: VerifyRequest, world: World, open_world: Opener, *, failures: Failures) -> None:
+    """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`).
+
+    `failures`: the context in which each layout runs, which may keep its errors to itself.
+    """
     surfaces.no_progress_bars()
     layouts = [Layout.parse(text) for text in asked.layouts]
     say: Callable[[str], None] = print_line if world.is_first and not asked.quiet else lambda text: None
@@ -91,7 +74,7 @@ def prove(asked: VerifyRequest, world: World, open_world: Opener) -> None:
         _make_evidence(asked, layouts, world, say)
     _wait_for(asked.folder / SUBJECT)
     for number, layout in enumerate(layouts):
-        with _failures(asked, number, world), open_world(layout, f"world-{number}") as here:
+        with failures(asked, number, world), open_world(layout, f"world-{number}") as here:
             if here is not None:
                 found = _prove_one(asked, layout, here, asked.folder / f"saved-{number}")
                 found.layout = asked.names[number]
@@ -102,7 +85,7 @@ def prove(asked: VerifyRequest, world: World, open_world: Opener) -> None:
     saved = _saved(asked)
     for number, layout in enumerate(layouts):
         if asked.layouts[number] in saved:
-            with _failures(asked, number, world), open_world(layout, f"again-{number}") as here:
+            with failures(asked, number, world), open_world(layout, f"again-{number}") as here:
                 if here is not None:
                     _load_all(asked, layout, number, saved, here)
 
@@ -217,7 +200,7 @@ def read_found(asked: VerifyRequest, number: int) -> Found:
 
 
 @contextmanager
-def _failures(asked: VerifyRequest, number: int, world: World) -> Iterator[None]:
+def _noted(asked: VerifyRequest, number: int, world: World) -> Iterator[None]:
     """A layout that breaks is a finding; the next one runs. The rank that broke first has the reason."""
     try:
         yield
