@@ -44,7 +44,9 @@ class Proof:
         self.layout = layout.resolve(dist.get_world_size())
         model = build_meta(load_model_config(subject.folder))
         source = SafetensorsFolder(subject.folder, model)
-        self.model = parallelize(model, self.layout, device=device, source=source)
+        self.model = parallelize(
+            model, self.layout, device=device, source=source, reduce=subject.reduce, loss_chunks=subject.loss_chunks
+        )
         self.spread = spread_of(self.model)
         self.optimizer = build_optimizer(self.model, subject.optimizer)
         self.found = Found(str(layout), precision=layout.precision)
@@ -308,7 +310,7 @@ class Proof:
             self.subject.documents(0), self.layout, self.spread.mesh.data_rank, self.subject.row_length
         )
         rows, tokens = batch[0].input_ids.shape
-        shape = training.step_shape(self.model, rows, tokens, len(batch))
+        shape = training.step_shape(self.model, rows, tokens, len(batch), self.subject.loss_chunks)
         declared = by_group(
             training.declare(self.model, shape, optimizer=self.subject.optimizer.name), self.spread.mesh
         )

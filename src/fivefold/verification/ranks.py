@@ -111,12 +111,13 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
         config, asked.folder / "model", thin=asked.thin, memory=free_memory() // 2, vocabulary=8 * most + 3,
         seed=asked.seed,
     )  # fmt: skip
-    options = config.optimizer.model_dump(exclude_none=True)
+    options, chunks = config.optimizer.model_dump(exclude_none=True), config.memory.loss_chunks
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
     return Subject(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
         rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
+        reduce=config.precision.reduce, loss_chunks=None if chunks == "auto" else chunks,
     )  # fmt: skip
 
 

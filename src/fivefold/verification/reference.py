@@ -184,6 +184,7 @@ class Watch:
         self._token_dims: dict[str, set[int]] = {}
         self._place = (0, 0, 0)  # row, start, length of the document under way
         self._seen: set[str] = set()
+        self._repeated: set[str] = set()  # run more than once in a pass (Gemma 3's rotary tables: in any order)
         for name, module in reference.model.named_modules():
             if name:
                 self._handles.append(module.register_forward_hook(self._after(name)))
@@ -197,12 +198,12 @@ class Watch:
         yield
 
     def finish(self) -> None:
-        """Leave the model as it was, and the evidence with the reference, without what has no dimension of tokens."""
+        """Leave the model as it was, and the evidence with the reference; not what has no dimension of tokens, or runs twice."""
         for handle in self._handles:
             handle.remove()
         found = self._reference.tensors
         for key, grid in self._grids.items():
-            if key == "logits" or self._token_dims.get(key.partition("/")[2]):
+            if key == "logits" or key.partition("/")[2] in self.token_dims:
                 found[key] = grid
 
     def put(self, key: str, row: int, start: int, values: Tensor) -> None:
@@ -222,6 +223,8 @@ class Watch:
         return lambda _module, args: self._note(f"{name} input", first_tensor(args))
 
     def _note(self, name: str, values: Tensor | None) -> None:
+        if name in self._seen:
+            self._repeated.add(name)
         if values is None or not values.is_floating_point() or name in self._seen:
             return
         self._seen.add(name)
@@ -242,7 +245,8 @@ class Watch:
     @property
     def token_dims(self) -> dict[str, int]:
         """Which dimension of a module's output counts tokens (0: rows and tokens in one)."""
-        return {name: min(dims - {0}, default=0) for name, dims in self._token_dims.items() if dims}
+        dims = {name: dims for name, dims in self._token_dims.items() if dims and name not in self._repeated}
+        return {name: min(each - {0}, default=0) for name, each in dims.items()}
 
 
 def _by_token(values: Tensor, dim: int) -> Tensor:

@@ -43,6 +43,8 @@ class Subject:
     steps: int
     seed: int
     optimizer: OptimizerSection
+    reduce: str = "fp32"  # as the run file has it, like the pieces of the loss
+    loss_chunks: int | None = None
     thin: bool = False
     cuts: tuple[str, ...] = ()
     prompts: int = 3
