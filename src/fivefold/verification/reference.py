@@ -198,7 +198,7 @@ class Watch:
         yield
 
     def finish(self) -> None:
-        """Leave the model as it was, and the evidence with the reference; not what has no dimension of tokens, or runs twice."""
+        """Leave the model as it was, and the evidence with the reference: of modules that run once, on tokens."""
         for handle in self._handles:
             handle.remove()
         found = self._reference.tensors
