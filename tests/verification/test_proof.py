@@ -1,0 +1,25 @@
+"""What a proof looks at, and what it leaves out."""
+
+from pathlib import Path
+
+import torch
+
+from fivefold.verification.prepare import rounding
+from tests.verification.faults import Model
+from tests.verification.mutation import prove
+
+
+def test_a_module_that_runs_twice_in_a_pass_is_left_out(tmp_path: Path) -> None:
+    """Gemma 3 asks for its rotary tables once for each kind of layer, in an order that differs between processes."""
+    outcome = prove("step", Model("gemma3"), "tp2", tmp_path, steps=1)
+    assert not outcome.is_killed, outcome.row
+    seen = {row.where for row in outcome.found.rows if row.what == "output"}
+    assert "model.rotary_emb" not in seen
+    assert {"model.layers.0.self_attn.q_norm", "model.layers.1.mlp.down_proj input", "model.norm"} < seen
+
+
+def test_an_update_may_be_off_by_the_rounding_of_weights() -> None:
+    weight, update = torch.full((16,), 1.0), torch.full((16,), 1e-3)
+    found = rounding({"weight/a": weight, "update/a": update, "weight/b": weight, "update/b": torch.zeros(16)})
+    assert 5e-5 < found["update/a"] < 7e-5  # half of 1.2e-7 in 1e-3
+    assert found["update/b"] < 100  # relative to a millionth of all updates, not to its own
