@@ -14,7 +14,7 @@ from fivefold.models.partition import derive
 from fivefold.models.trace import Untraceable, trace
 from fivefold.verification.evidence import Distance, logit_distances, save_evidence
 from fivefold.verification.reference import Reference, reassociated
-from fivefold.verification.rows import SMALL, kind_of, relative
+from fivefold.verification.rows import FACTOR, SMALL, kind_of, relative
 from fivefold.verification.subject import Subject, tokens_of
 
 
@@ -29,7 +29,8 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
     for each in (other, noisy):
         for key, floor in distances(each.tensors, reference.tensors, subject).items():
             floors[key] = max(floors.get(key, 0.0), floor)
-    for key, floor in rounding(reference.tensors).items():
+    derived = [rounding(reference.tensors), flips(reference.tensors, floors) if precision != "fp64" else {}]
+    for key, floor in (item for each in derived for item in each.items()):
         floors[key] = max(floors[key], floor)
     features = {
         key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
@@ -53,6 +54,19 @@ def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return {
         key: 0.5 * ulp * norms[f"weight/{key.partition('/')[2]}"] / max(norm, smallest) for key, norm in updates.items()
     }
+
+
+def flips(tensors: Mapping[str, Tensor], floors: Mapping[str, float]) -> dict[str, float]:
+    """How far a first update of Adam may be off because it is a sign: of gradients that are smaller than their noise it
+    is left to chance. (fp64 has next to none of these.)"""
+    clipped = {key: tensor for key, tensor in tensors.items() if kind_of(key) == "clipped"}
+    smallest = SMALL * math.hypot(*(float(tensor.norm()) for tensor in clipped.values()))
+    found = {}
+    for key, gradient in clipped.items():
+        noise = FACTOR * floors.get(key, 0.0) * max(float(gradient.norm()), smallest) / gradient.numel() ** 0.5
+        uncertain = (gradient != 0) & (gradient.abs() <= noise)
+        found[key.replace("clipped/", "update/", 1)] = 2 * float(uncertain.double().mean()) ** 0.5 / FACTOR
+    return found
 
 
 def row_linears(subject: Subject) -> list[str]:
