@@ -123,17 +123,13 @@ def join(world: World) -> Iterator[World]:
     except BaseException:
         # A NCCL group may wait for the peers that this failure leaves behind; the process ends anyway.
         if world.backend == "gloo":
-            _close_group()
+            leave()
         raise
-    _close_group()
+    leave()
 
 
 def leave() -> None:
-    """Close the process group of a joined world, so that this process can join others, one after the other."""
-    _close_group()
-
-
-def _close_group() -> None:
+    """Close the process group of a joined world, if it is open: this process can join another afterwards."""
     import torch.distributed as dist
 
     if dist.is_initialized():

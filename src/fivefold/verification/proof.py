@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
 from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
@@ -112,10 +113,10 @@ class Proof:
         """Logits of every real token."""
         found, expected = [], []
         layout, documents = self.layout, self.subject.documents(0)
-        batches = micro_batches(documents, layout, self.spread.mesh.data_rank, self.subject.row_length)
+        batches = self._batch(0)
         rows = row_numbers(layout, self.subject.rows, self.spread.mesh.data_rank)
         for batch, numbers in zip(batches, rows, strict=True):
-            inputs = training.to_device(batch, next(self.model.parameters()).device)
+            inputs = training.to_device(batch, self._device)
             with exactly(layout.precision), torch.no_grad():
                 logits = self.model(
                     input_ids=inputs.input_ids, position_ids=inputs.position_ids, bounds=inputs.bounds, use_cache=False
@@ -260,11 +261,14 @@ class Proof:
 
     # ---- how ---------------------------------------------------------------------------------------------------------
 
+    def _batch(self, step: int) -> list[MicroBatch]:
+        """This rank's micro batches of a step."""
+        documents, rank = self.subject.documents(step), self.spread.mesh.data_rank
+        return micro_batches(documents, self.layout, rank, self.subject.row_length)
+
     def _gradients(self) -> Tensor:
         """One pass over the first batch, with gradients reduced; the summed loss of all ranks."""
-        batch = micro_batches(
-            self.subject.documents(0), self.layout, self.spread.mesh.data_rank, self.subject.row_length
-        )
+        batch = self._batch(0)
         scale = torch.tensor(1.0 / self.subject.targets(0), dtype=torch.float64, device=self._device)
         with exactly(self.layout.precision):
             loss = training.gradients(self.model, batch, scale)
@@ -274,9 +278,7 @@ class Proof:
         return loss
 
     def _step(self, step: int) -> training.StepResult:
-        batch = micro_batches(
-            self.subject.documents(step), self.layout, self.spread.mesh.data_rank, self.subject.row_length
-        )
+        batch = self._batch(step)
         with exactly(self.layout.precision):
             return training.train_step(
                 self.model, self.optimizer, batch, learning_rate=self.subject.learning_rate,
@@ -306,9 +308,7 @@ class Proof:
 
     def _collectives(self, ran: Any) -> None:
         """The collectives of a step are those that the layout declares."""
-        batch = micro_batches(
-            self.subject.documents(0), self.layout, self.spread.mesh.data_rank, self.subject.row_length
-        )
+        batch = self._batch(0)
         rows, tokens = batch[0].input_ids.shape
         shape = training.step_shape(self.model, rows, tokens, len(batch), self.subject.loss_chunks)
         declared = by_group(
