@@ -30,6 +30,7 @@ from fivefold.parallel.tensor import local
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.exact import exact, exactly
+from fivefold.verification.reference import torch_optimizers
 
 VOCABULARY, ROW, PAD = 101, 23, 3
 OPTIONS = OptimizerSection(learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
@@ -157,23 +158,8 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
 
 
 def reference_optimizers(parameters: dict[str, Tensor], case: Case) -> list[torch.optim.Optimizer]:
-    """torch's own: AdamW, or Muon for the matrices of the blocks and AdamW for the rest."""
-    options = case.options
-    in_blocks = [p for name, p in parameters.items() if ".layers." in name and p.ndim == 2]
-    own = {id(p) for p in in_blocks} if case.optimizer == "muon" else set()
-    matrices = [p for p in parameters.values() if p.ndim > 1 and id(p) not in own]
-    vectors = [p for p in parameters.values() if p.ndim <= 1]
-    adamw = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=options.learning_rate, betas=options.betas, eps=options.eps,
-    )  # fmt: skip
-    if not own:
-        return [adamw]
-    muon = torch.optim.Muon(
-        in_blocks, lr=options.learning_rate, weight_decay=options.weight_decay, momentum=0.95, nesterov=True,
-        ns_steps=5, adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
-    return [muon, adamw]
+    """torch's own, for a case."""
+    return torch_optimizers(parameters, case.options, case.options.learning_rate)
 
 
 def _reference_loss(model: nn.Module, docs: list[np.ndarray]) -> Tensor:

@@ -4,7 +4,8 @@ Its own attention, its own loss head, torch's cross entropy, clipping and AdamW.
 each document's gradient is added in fp32, which is what mixed precision means everywhere.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -12,14 +13,16 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from fivefold.config import OptimizerSection
 from fivefold.models import surfaces
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import first_tensor
 from fivefold.verification.subject import Subject
 
+_IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
 CLIP = 0.5  # of the first step's gradient norm: clipping bites
 
 
@@ -48,7 +51,9 @@ class Reference:
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", dict(self.master.named_parameters()))
-        optimizers = make_optimizers(self.master, self.subject)
+        optimizers = torch_optimizers(
+            dict(self.master.named_parameters()), self.subject.optimizer, self.subject.learning_rate
+        )
         for step in range(self.subject.steps):
             with exactly(self.precision):
                 loss = self._gradients(step, inputs if step == 0 else None)
@@ -151,25 +156,22 @@ class Reference:
         self.master.zero_grad()
 
 
-def make_optimizers(model: nn.Module, subject: Subject) -> list[torch.optim.Optimizer]:
+def torch_optimizers(
+    parameters: Mapping[str, Tensor], options: OptimizerSection, learning_rate: float
+) -> list[torch.optim.Optimizer]:
     """torch's own: AdamW without decay of vectors, or Muon for the matrices of the blocks and AdamW for the rest."""
-    options, parameters = subject.optimizer, dict(model.named_parameters())
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    in_blocks = [
-        p for name, p in parameters.items()
-        if p.ndim == 2 and any(name.startswith(f"{each}.") for each in layers)
-    ]  # fmt: skip
+    in_blocks = [p for name, p in parameters.items() if p.ndim == 2 and _IN_BLOCK.search(name)]
     own = {id(p) for p in in_blocks} if options.name == "muon" else set()
     matrices = [p for p in parameters.values() if p.ndim > 1 and id(p) not in own]
     vectors = [p for p in parameters.values() if p.ndim <= 1]
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=subject.learning_rate, betas=options.betas, eps=options.eps,
+        lr=learning_rate, betas=options.betas, eps=options.eps,
     )  # fmt: skip
     if not own:
         return [adamw]
     muon = torch.optim.Muon(
-        in_blocks, lr=subject.learning_rate, weight_decay=options.weight_decay, momentum=options.momentum or 0.95,
+        in_blocks, lr=learning_rate, weight_decay=options.weight_decay, momentum=options.momentum or 0.95,
         nesterov=True, ns_steps=options.ns_steps or 5, adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
     return [muon, adamw]
