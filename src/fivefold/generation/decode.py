@@ -7,6 +7,7 @@ a single token cannot be split along the sequence.
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def _gathered(model: nn.Module, spread: Spread) -> Iterator[None]:
 
 def gathered_bytes(spread: Spread) -> int:
     """Bytes of this rank's parameters when FSDP has gathered all of them."""
-    numel = sum(torch.Size(spec.local_shape(spread.mesh.tp_rank)).numel() for spec in spread.shards.values())
+    numel = sum(prod(spread.gathered_shape(name)) for name in spread.shards)
     return numel * COMPUTE_DTYPES[spread.layout.precision].itemsize
 
 

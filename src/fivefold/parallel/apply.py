@@ -29,7 +29,7 @@ from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
 from fivefold.parallel import data, loss, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.sharding import Region, ShardSpec, local_regions
+from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,31 @@ class Spread:
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
-        place = self.mesh.place(dist.get_rank() if rank is None else rank)
-        return local_regions(self.shards[name], place.tp, place.fsdp, self.mesh.fsdp_size)
+        cut = self.cut(name, rank)
+        return local_regions(self.shards[name], cut.part, cut.row, cut.rows)
 
     def is_owner(self, name: str) -> bool:
         """True where this rank's values of `name` are counted once: in the gradient norm, in a checkpoint."""
-        return self.mesh.is_first_copy and self.shards[name].is_owner(self.mesh.tp_rank)
+        return self.mesh.is_first_copy and self.shards[name].is_owner(self.cut(name).part)
+
+    def gathered_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of parameter `name` on this rank when FSDP has gathered it."""
+        return self.shards[name].local_shape(self.cut(name).part)
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's part of parameter `name` at rest."""
+        shape, cut = self.gathered_shape(name), self.cut(name)
+        first, last = fsdp_rows(shape[0], cut.row, cut.rows)
+        return (last - first, *shape[1:])
+
+    def cut(self, name: str, rank: int | None = None) -> Cut:
+        """Which part of parameter `name` a rank has; None: this rank."""
+        place = self.mesh.place(dist.get_rank() if rank is None else rank)
+        return self.mesh.cut(place, self.shards[name].over)
 
     def declare(self, shape: StepShape) -> tuple[Collective, ...]:
         """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
-        local_shapes = {name: spec.local_shape(self.mesh.tp_rank) for name, spec in self.shards.items()}
+        local_shapes = {name: self.gathered_shape(name) for name in self.shards}
         parts = data.declare(self.units, local_shapes, self.layout, shape)
         if self.tensor and self.partition:
             parts += tensor.declare(self.tensor, self.partition, shape, self._partial_gradient_bytes(shape))

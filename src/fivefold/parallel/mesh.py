@@ -6,15 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fivefold.layout import MESH_AXES, Layout
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank of the world stands: its full copy of the model, its FSDP shard, its tensor parallel rank."""
-
-    replica: int
-    fsdp: int
-    tp: int
+from fivefold.parallel.sharding import Cut, Over, Place
 
 
 @dataclass(frozen=True)
@@ -32,6 +24,14 @@ class Mesh:
     kv_replicas: dist.ProcessGroup | None
 
     @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.device.get_group("pp")
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return self.device.get_group("cp")
+
+    @property
     def tp_group(self) -> dist.ProcessGroup:
         return self.device.get_group("tp")
 
@@ -39,6 +39,14 @@ class Mesh:
     def replicate_group(self) -> dist.ProcessGroup:
         """The ranks that hold copies of this rank's part, over dp_replicate."""
         return self.device.get_group("dp_replicate")
+
+    @property
+    def pp_rank(self) -> int:
+        return self._rank("pp")
+
+    @property
+    def cp_rank(self) -> int:
+        return self._rank("cp")
 
     @property
     def tp_rank(self) -> int:
@@ -55,13 +63,26 @@ class Mesh:
     def place(self, rank: int) -> Place:
         """Where `rank` of the world stands: the mesh is the ranks in order, the last axis of `MESH_AXES` innermost."""
         rest, tp = divmod(rank, self.layout.tp)
-        replica, fsdp = divmod(rest, self.fsdp_size)
-        return Place(replica, fsdp, tp)
+        rest, fsdp = divmod(rest, self.fsdp_size)
+        return Place(*divmod(rest, self.layout.dp_replicate), fsdp, tp)
+
+    def cut(self, place: Place, over: Over) -> Cut:
+        """The part that a rank has of a parameter whose blocks go to the ranks of `over`. Those of `ep` are taken
+        innermost first from dp_shard, cp and tp, and FSDP shards over what is left of these."""
+        if over == "tp":
+            return Cut(place.tp, place.fsdp, self.fsdp_size)
+        row, part = divmod(place.fsdp * self.layout.tp + place.tp, self.layout.ep)
+        return Cut(part, row, self.fsdp_size * self.layout.tp // self.layout.ep)
 
     @property
     def data_rank(self) -> int:
         """This rank's place among the `layout.data_ranks` that read different rows."""
         return self._rank("dp_replicate") * self.layout.dp_shard + self._rank("dp_shard")
+
+    @property
+    def is_first_of_row(self) -> bool:
+        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
+        return self.pp_rank == self.cp_rank == self.tp_rank == 0
 
     @property
     def is_first_copy(self) -> bool:
@@ -79,7 +100,7 @@ class Mesh:
     def spanning_axes(self) -> set[str]:
         """Axes of several ranks whose group is the whole world: torch gives them the world's own group."""
         layout = self.layout
-        sizes = {"tp": layout.tp, "dp_shard": self.fsdp_size, "dp_replicate": layout.dp_replicate}
+        sizes = {axis: getattr(layout, axis) for axis in MESH_AXES} | {"dp_shard": self.fsdp_size}
         return {axis for axis, size in sizes.items() if size == layout.world > 1}
 
     def axis_of(self, group_name: str) -> str:

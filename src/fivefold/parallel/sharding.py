@@ -8,16 +8,39 @@ adds the second and answers in global coordinates.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 Block = tuple[int, int]  # [start, stop) along the sharded dimension, global coordinates
 Region = tuple[slice, ...]
+Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank of the world stands: its pipeline rank, its full copy of the model, its FSDP shard (dp_shard x cp),
+    its tensor parallel rank."""
+
+    pp: int
+    replica: int
+    fsdp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter a rank has: `part` of those that its blocks are dealt to, then FSDP's `row` of `rows`
+    along dimension 0 of that."""
+
+    part: int
+    row: int
+    rows: int
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How tensor parallelism cuts one parameter.
+    """How tensor (or expert) parallelism cuts one parameter.
 
-    `blocks[r]` are the blocks along `dim` that tp rank r holds, in local order; several ranks may hold the same
+    `blocks[r]` are the blocks along `dim` that rank r of `over` holds, in local order; several ranks may hold the same
     blocks (key/value heads fewer than tp). `dim` None: every rank holds the whole parameter.
     """
 
@@ -25,6 +48,7 @@ class ShardSpec:
     shape: tuple[int, ...]
     dim: int | None
     blocks: tuple[tuple[Block, ...], ...]
+    over: Over = "tp"
 
     def local_shape(self, tp_rank: int) -> tuple[int, ...]:
         """Shape of the slice that tp rank `tp_rank` holds, before FSDP."""

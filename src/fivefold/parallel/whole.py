@@ -93,8 +93,9 @@ class WholeMatrices:
 
     def _sends(self, name: str, rank: int, owner: int) -> bool:
         """Of the ranks that hold the same values, the first in the owner's own copy of the model."""
-        place, of_owner = self._spread.mesh.place(rank), self._spread.mesh.place(owner)
-        return place.replica == of_owner.replica and self._spread.shards[name].is_owner(place.tp)
+        spread = self._spread
+        is_own_copy = spread.mesh.place(rank).replica == spread.mesh.place(owner).replica
+        return is_own_copy and spread.shards[name].is_owner(spread.cut(name, rank).part)
 
     def _exchange(self, like: Tensor, outgoing: list[list[Tensor]], incoming: list[list[Region]]) -> list[Tensor]:
         """What every rank sends to this one, flat, for what this one sends to every rank."""

@@ -30,8 +30,10 @@ def evaluate(model: Any, rows: PackedRows, config: RunConfig) -> float:
         ):
             totals[0] += model.loss_sum(to_device(batch, device))
             totals[1] += batch.targets
-    if spread.mesh.tp_rank:
-        totals.zero_()
+    if spread.mesh.tp_rank:  # every tp rank computed the same loss
+        totals[0] = 0
+    if not spread.mesh.is_first_of_row:
+        totals[1] = 0
     loss, targets = all_reduce_sum(totals).tolist()
     return float(loss / targets)
 

@@ -92,10 +92,10 @@ def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = No
 def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device, stop: bool) -> Tensor:
     """Global counts, int64 [4]: target tokens, real input tokens, squared document lengths; ranks asked to stop.
 
-    The tp ranks of a row read the same tokens: one of them counts.
+    Of the ranks that share their rows, one counts.
     """
     counts = (sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch))
-    mine = counts if spread.mesh.tp_rank == 0 else (0, 0, 0)
+    mine = counts if spread.mesh.is_first_of_row else (0, 0, 0)
     return all_reduce_sum(torch.tensor((*mine, int(stop)), dtype=torch.int64, device=device))
 
 

@@ -20,7 +20,6 @@ from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.parallel.collectives import by_group, record, total
 from fivefold.parallel.data import master_dtype
-from fivefold.parallel.sharding import fsdp_rows
 from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training
@@ -79,7 +78,7 @@ class Proof:
         """Each rank's shard has the shape and the type that the layout says."""
         wrong = {}
         for name, parameter in self.model.named_parameters():
-            expected, found = self._local_shape(name), tuple(local(parameter).shape)
+            expected, found = self.spread.local_shape(name), tuple(local(parameter).shape)
             type_ = master_dtype(self.layout.precision)
             if found != expected or parameter.dtype != type_:
                 wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
@@ -345,12 +344,6 @@ class Proof:
                 whole[region] = local(tensor)[place]
         dist.all_reduce(whole)
         return whole.cpu()
-
-    def _local_shape(self, name: str) -> tuple[int, ...]:
-        mesh = self.spread.mesh
-        shape = self.spread.shards[name].local_shape(mesh.tp_rank)
-        first, last = fsdp_rows(shape[0], mesh.fsdp_rank, mesh.fsdp_size)
-        return (last - first, *shape[1:])
 
     def _norm(self) -> str:
         """The last parameter that is a norm's: where a fault is planted."""
