@@ -149,6 +149,15 @@ class Layout:
         """Mesh shape in `MESH_AXES` order."""
         return tuple(getattr(self, axis) for axis in MESH_AXES)
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank of the world on every axis of more than one rank, innermost first."""
+        found = {}
+        for axis in reversed(MESH_AXES):
+            rank, place = divmod(rank, getattr(self, axis))
+            if getattr(self, axis) > 1:
+                found[axis] = place
+        return found
+
     @property
     def row_multiple(self) -> int:
         """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`."""

@@ -17,7 +17,7 @@ from fivefold.config import load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch import local
 
-VERBS = ("train", "verify", "generate", "export", "doctor")
+VERBS = ("train", "verify", "generate", "export", "report", "doctor")
 
 
 def run(*arguments: str) -> int:

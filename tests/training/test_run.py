@@ -17,6 +17,7 @@ from fivefold.config import RunConfig
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
 from fivefold.errors import RunFailed, UserError
+from fivefold.pages.run import main as report
 from fivefold.training.schedule import learning_rate
 from tests.checkpoint.folders import hf_folder
 from tests.data.helpers import random_texts, segments, write_jsonl
@@ -88,6 +89,9 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     assert list((run_dir(tree) / "tensorboard").glob("events.out.tfevents.*"))
     for said in ("LlamaForCausalLM", "shard2", "step 1/12", "validation loss", "sample @12", "fivefold generate"):
         assert said in ran.screen
+    page = report(run_dir(tree)).read_text()
+    for said in ("12 steps", "shard2", "dp_shard 1", "reduce_scatter", "eval/loss", "each of the 2 ranks"):
+        assert said in page
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
@@ -110,6 +114,7 @@ def test_nothing_is_written_for_tensorboard_unless_asked(tmp_path: Path) -> None
         "logs",
         "metrics.jsonl",
         "run.yaml",
+        "spread.json",
     ]
 
 

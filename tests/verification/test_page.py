@@ -2,19 +2,18 @@
 
 import math
 import re
-from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from fivefold.verification.log_scale import LogScale
-from fivefold.verification.names import LONGEST, ranks_text, short_names
+from fivefold.pages.log_scale import LogScale
+from fivefold.pages.names import LONGEST, ranks_text, short_names
+from fivefold.pages.slices import slice_map
 from fivefold.verification.page import headline, page, write_page
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.rows import WORDS, Found, Row
 from fivefold.verification.sections import name_of, verdict
-from fivefold.verification.slices import slice_map
+from tests.pages.html import Reader, asks_for_nothing
 
 KS = ("1", "5", "10", "50", "100", "all")
 INNER = {
@@ -89,43 +88,10 @@ def report(*found: Found) -> VerifyReport:
     return report_of(found, "LlamaForCausalLM layers 2 of 32", {"fp64": LOSSES})
 
 
-class Reader(HTMLParser):
-    """Tags with their attributes, and that they close in order."""
-
-    VOID = ("meta", "br", "link", "img")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:  # type: ignore[override]
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:  # type: ignore[override]
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     file = tmp_path / "made" / "page.html"
     write_page(report(right(), wrong()), str(file))
-    text = file.read_text(encoding="utf-8")
-    assert not re.search(r"https?://|@import|//cdn", text)
-    tags = Reader(text).tags
-    assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "img"}
-    named = [value for _, each in tags for key, value in each.items() if key in ("href", "src") and value]
-    assert named and all(value.startswith("#") for value in named)
-    ids = [each["id"] for _, each in tags if "id" in each]
-    assert len(ids) == len(set(ids)), "two plots share an id"
-    used = set(re.findall(r"url\(#([^)]+)\)", text)) | {value[1:] for value in named}
-    assert used <= set(ids)
+    asks_for_nothing(file.read_text(encoding="utf-8"))
 
 
 def test_verdicts_and_the_first_difference() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from fivefold.cli import doctor, export, generate, train, verify
+from fivefold.cli import doctor, export, generate, report, train, verify
 from fivefold.errors import RunFailed, UserError
 
 INTERRUPTED = 130
@@ -21,6 +21,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "verify": verify.verify,
     "generate": generate.generate,
     "export": export.export,
+    "report": report.report,
     "doctor": doctor.doctor,
 }
 

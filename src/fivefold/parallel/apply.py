@@ -70,6 +70,18 @@ class Spread:
         place = self.mesh.place(dist.get_rank() if rank is None else rank)
         return self.mesh.cut(place, self.shards[name].over)
 
+    def holds(self, most: int = 64) -> dict[str, dict[str, Any]]:
+        """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""
+        ranks = range(min(self.layout.world, most))
+        regions = {name: [[region for region, _ in self.regions(name, rank)] for rank in ranks] for name in self.shards}
+        return {
+            name: {
+                "shape": list(self.shards[name].shape),
+                "ranks": [[[[s.start, s.stop] for s in region] for region in own] for own in by_rank],
+            }
+            for name, by_rank in regions.items()
+        }
+
     def declare(self, shape: StepShape) -> tuple[Collective, ...]:
         """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
         local_shapes = {name: self.gathered_shape(name) for name in self.shards}

@@ -28,7 +28,7 @@ from fivefold.generation.text import sample_text
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize, spread_of
-from fivefold.training import checks, flops, header
+from fivefold.training import checks, flops, header, record
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
 from fivefold.training.keeper import Keeper, Resumed
@@ -114,6 +114,7 @@ class Job:
         job.step = resumed.step
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
+        record.write(model, config, device=world.device, parameters=costs.parameters)
         checkpoint.on_first_rank(lambda: job._open_screen(stack, compiled=compiled, resumed=resumed))
         stack.callback(job.prefetch.shutdown, wait=True)
         return job

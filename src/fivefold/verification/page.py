@@ -1,48 +1,34 @@
 """The page of a proof: one HTML file that needs nothing else. What it shows is chosen here; `page.html.j2` lays it out,
-`plots` and `slices` draw."""
+`plots` draws."""
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fivefold.pages.render import render, write
 from fivefold.verification import plots
 from fivefold.verification.plots import Point
 from fivefold.verification.report import VerifyReport, number
 from fivefold.verification.rows import WORDS, Found
 from fivefold.verification.sections import MODULES, in_model_order, name_of, section, verdict
 
-PACKAGES = ("fivefold", "torch", "transformers")
 GRADIENTS = (WORDS["raw"], WORDS["gradient"], WORDS["clipped"])
 MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "
 
 
 def write_page(report: VerifyReport, path: str) -> None:
     """Write `report` as one HTML file to `path`, whose folder is made where it is missing."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(report), encoding="utf-8")
+    write(page(report), Path(path))
 
 
 def page(report: VerifyReport) -> str:
     """The HTML of `report`."""
-    environment = Environment(
-        loader=PackageLoader("fivefold.verification", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )  # fmt: skip
-    environment.filters |= {"number": number, "pixels": lambda value: f"{value:.1f}".removesuffix(".0")}
     sections = [section(each, index) for index, each in enumerate(report.found)]
-    maps = [each.slices for each in sections if each.slices]
-    return environment.get_template("page.html.j2").render(
-        report=report, sections=sections, headline=headline(report.found), facts=_facts(report),
-        versions=[(name, _version(name)) for name in PACKAGES] + [("Python", platform.python_version())],
-        when=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"), plots=_plots(report),
-        stripes=sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")}),
+    return render(
+        "page.html.j2", "fivefold.verification", [each.slices for each in sections if each.slices], {"number": number},
+        report=report, sections=sections, headline=headline(report.found), facts=_facts(report), plots=_plots(report),
     )  # fmt: skip
 
 
@@ -65,13 +51,6 @@ def _facts(report: VerifyReport) -> dict[str, str]:
     facts = {"model": report.subject, "precision": ", ".join(report.losses), "comparisons": f"{comparisons:,}"}
     facts |= {"steps trained": str(steps) if steps else ""}
     return {name: value for name, value in facts.items() if value}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _plots(report: VerifyReport) -> dict[str, Markup]:

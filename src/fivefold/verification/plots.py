@@ -1,40 +1,20 @@
-"""Plots as inline SVG, of plain numbers: they follow the page's light or dark colours, and ask nothing of a network.
+"""The plots of a proof.
 
-matplotlib draws with stand-in colours, which become the page's CSS variables (`--ink`, `--series-0` ...); text stays
-text, in the page's font. Zeros have no place on a logarithmic axis: they are drawn on its lowest line, labelled 0;
-what is infinite on its highest.
+Zeros have no place on a logarithmic axis: they are drawn on its lowest line, labelled 0; what is infinite on its
+highest.
 """
 
-import io
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from fivefold.verification.inline_svg import inline_svg
-from fivefold.verification.log_scale import LogScale
-from fivefold.verification.names import layers_of, short_names
+from fivefold.pages.drawing import CSS, canvas, curve, gaps, legend, styled, to_svg
+from fivefold.pages.log_scale import LogScale
+from fivefold.pages.names import layers_of, short_names
 
-WIDTH = 11.0  # inches; the page's width
-SERIES = 7  # colours, then they come again with other dashes and markers
 TICKS = 60  # names under an axis; of more, only the layers are named
 ALLOWED, WRONG = "allowed", "more than is allowed"  # in legends, last
-_CSS = {"ink": "#000001", "grid": "#000002", "band": "#000003", "wrong": "#000004"}
-_CSS |= {f"series-{number}": f"#0000a{number}" for number in range(SERIES)}
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
-_MARKERS = ("o", "s", "D", "^", "v", "P", "X")
-_RC: Any = {
-    "svg.fonttype": "none", "text.parse_math": False, "path.simplify": False, "font.size": 9.0,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _CSS["ink"]),
-    "grid.color": _CSS["grid"], "grid.linewidth": 0.6, "axes.linewidth": 0.6, "figure.facecolor": "none",
-    "axes.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,25 +27,13 @@ class Point:
 
 
 Points = Mapping[str, Point]  # by name, in order
-P = ParamSpec("P")
-
-
-def styled(draw: Callable[P, str]) -> Callable[P, str]:
-    """Draw in this file's style, and leave matplotlib's own as it was."""
-
-    @wraps(draw)
-    def call(*args: P.args, **kwargs: P.kwargs) -> str:
-        with matplotlib.rc_context(_RC):
-            return draw(*args, **kwargs)
-
-    return call
 
 
 @styled
 def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, float]]) -> str:
     """Of each curve, the mean absolute error of the likeliest k logits, and the percent of positions with the same
     likeliest k tokens; both by k."""
-    figure = _figure(3.4)
+    figure = canvas(3.4)
     left, right = figure.subplots(1, 2)
     scale = LogScale(
         value for points in errors.values() for point in points.values() for value in (point.error, point.allowed)
@@ -73,12 +41,12 @@ def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, fl
     ks = list(dict.fromkeys(k for each in errors.values() for k in each))
     tokens = list(dict.fromkeys(k for each in matches.values() for k in each))
     for number, (name, points) in enumerate(errors.items()):
-        _curve(left, [ks.index(k) for k in points], [scale.place(p.error) for p in points.values()], number, name)
+        curve(left, [ks.index(k) for k in points], [scale.place(p.error) for p in points.values()], number, name)
         _wrong(left, [(ks.index(k), p) for k, p in points.items()], scale)
     for limits in _merged([{ks.index(k): p.allowed for k, p in each.items()} for each in errors.values()]):
         _allowed(left, limits, scale)
     for number, (name, percents) in enumerate(matches.items()):
-        _curve(right, [tokens.index(k) for k in percents], list(percents.values()), number, name)
+        curve(right, [tokens.index(k) for k in percents], list(percents.values()), number, name)
     scale.apply(left)
     least = min((value for each in matches.values() for value in each.values()), default=100.0)
     right.set_ylim(min(least - 5, 90) if least > 5 else -5, 101.5)
@@ -89,8 +57,8 @@ def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, fl
         axes.set_xticks(range(len(own)), own)
         axes.set_xlim(-0.4, max(len(own) - 0.6, 0.6))
         axes.set_xlabel("k likeliest tokens")
-    _legend(figure, (left, right))
-    return _svg(figure, "accuracy")
+    legend(figure, (left, right), last=(ALLOWED, WRONG))
+    return to_svg(figure, "accuracy")
 
 
 @styled
@@ -102,16 +70,14 @@ def by_name(panels: Mapping[str, Mapping[str, Points]], title: str) -> str:
     series = list(dict.fromkeys(each for panel in panels.values() for each in panel))
     everything = [p for panel in panels.values() for points in panel.values() for p in points.values()]
     scale = LogScale(value for point in everything for value in (point.error, point.allowed))
-    figure = _figure(0.9 + 1.35 * len(panels) + (1.2 if len(names) <= TICKS else 0.2))
+    figure = canvas(0.9 + 1.35 * len(panels) + (1.2 if len(names) <= TICKS else 0.2))
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     place = {name: x for x, name in enumerate(names)}
     for axes, (panel, own) in zip(all_axes, panels.items(), strict=True):
         for each, points in own.items():
             beside = (series.index(each) - (len(series) - 1) / 2) * 0.24
             xs = [place[name] + beside for name in points]
-            _curve(
-                axes, xs, [scale.place(point.error) for point in points.values()], series.index(each), each, line=0.0
-            )
+            curve(axes, xs, [scale.place(point.error) for point in points.values()], series.index(each), each, line=0.0)
             _wrong(axes, list(zip(xs, points.values(), strict=True)), scale)
         for limits in _merged([{place[name]: p.allowed for name, p in points.items()} for points in own.values()]):
             _allowed(axes, limits, scale)
@@ -121,8 +87,8 @@ def by_name(panels: Mapping[str, Mapping[str, Points]], title: str) -> str:
         _bands(axes, names)
     _name_axis(all_axes[-1], names)
     figure.supylabel("relative error", fontsize=9)
-    _legend(figure, all_axes)
-    return _svg(figure, title)
+    legend(figure, all_axes, last=(ALLOWED, WRONG))
+    return to_svg(figure, title)
 
 
 @styled
@@ -130,54 +96,30 @@ def losses(curves: Mapping[str, Sequence[float]], references: Mapping[str, Seque
     """Loss curves over those they should follow, and how far each is from its own.
 
     `references` has, for each curve, what it is compared with; equal ones are drawn once."""
-    figure = _figure(4.6)
+    figure = canvas(4.6)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     for values in dict.fromkeys(tuple(each) for each in references.values()):
-        top.plot(_steps(values), _finite(values), color=_CSS["grid"], linewidth=7, label="one process",
+        top.plot(_steps(values), gaps(values), color=CSS["grid"], linewidth=7, label="one process",
                  solid_capstyle="round")  # fmt: skip
     apart = {
-        name: [abs(a - b) for a, b in zip(curve, references.get(name, ()), strict=False)]
-        for name, curve in curves.items()
+        name: [abs(a - b) for a, b in zip(own, references.get(name, ()), strict=False)] for name, own in curves.items()
     }
     scale = LogScale(value for values in apart.values() for value in values)
-    for number, (name, curve) in enumerate(curves.items()):
+    for number, (name, own) in enumerate(curves.items()):
         width = 1.2 + 2.4 * (len(curves) - 1 - number) / max(len(curves) - 1, 1)
-        _curve(top, _steps(curve), _finite(curve), number, name, line=width)
-        _curve(bottom, _steps(apart[name]), [scale.place(value) for value in apart[name]], number, name)
+        curve(top, _steps(own), gaps(own), number, name, line=width)
+        curve(bottom, _steps(apart[name]), [scale.place(value) for value in apart[name]], number, name)
     scale.apply(bottom, ticks=4)
     top.grid(axis="y")
     top.set_title("training loss", loc="left", fontsize=9)
     bottom.set_title("absolute difference from one process", loc="left", fontsize=9)
     bottom.set_xlabel("step")
     bottom.xaxis.get_major_locator().set_params(integer=True)
-    _legend(figure, (top, bottom))
-    return _svg(figure, "losses")
+    legend(figure, (top, bottom), last=(ALLOWED, WRONG))
+    return to_svg(figure, "losses")
 
 
 # ---- how -------------------------------------------------------------------------------------------------------------
-
-
-def _figure(height: float) -> Figure:
-    return Figure(figsize=(WIDTH, height), layout="constrained")
-
-
-def _svg(figure: Figure, salt: str) -> str:
-    """The `<svg>` of a figure. `salt`: two figures of a page share no ids."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": salt}):
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return inline_svg(buffer.getvalue(), _CSS)
-
-
-def _curve(axes: Axes, xs: Sequence[float], ys: Sequence[float], number: int, name: str, line: float = 1.4) -> None:
-    """`line`: its width; 0 for points alone. A curve without points is none, but keeps its colour."""
-    if not xs:
-        return
-    axes.plot(
-        xs, ys, color=_CSS[f"series-{number % SERIES}"], linewidth=line, markersize=4.0, label=name,
-        linestyle=_DASHES[number % len(_DASHES)] if line else "none", marker=_MARKERS[number % len(_MARKERS)],
-        clip_on=False,
-    )  # fmt: skip
 
 
 def _wrong(axes: Axes, points: Iterable[tuple[float, Point]], scale: LogScale) -> None:
@@ -185,14 +127,14 @@ def _wrong(axes: Axes, points: Iterable[tuple[float, Point]], scale: LogScale) -
     bad = [(x, scale.place(point.error)) for x, point in points if not point.ok]
     if bad:
         axes.plot(*zip(*bad, strict=True), linestyle="none", marker="o", markersize=8.5, markeredgewidth=1.8,
-                  color=_CSS["wrong"], markerfacecolor="none", label=WRONG, clip_on=False)  # fmt: skip
+                  color=CSS["wrong"], markerfacecolor="none", label=WRONG, clip_on=False)  # fmt: skip
 
 
 def _allowed(axes: Axes, limits: Mapping[int, float], scale: LogScale) -> None:
     """A dashed line at what is allowed at each place."""
     xs = sorted(limits)
     heights = [scale.place(limits[x]) for x in (xs[0], *xs, xs[-1])]
-    axes.plot([xs[0] - 0.4, *xs, xs[-1] + 0.4], heights, color=_CSS["ink"], linewidth=1, linestyle=(0, (6, 3)),
+    axes.plot([xs[0] - 0.4, *xs, xs[-1] + 0.4], heights, color=CSS["ink"], linewidth=1, linestyle=(0, (6, 3)),
               drawstyle="steps-mid", label=ALLOWED)  # fmt: skip
 
 
@@ -200,7 +142,7 @@ def _bands(axes: Axes, names: Sequence[str]) -> None:
     """Every second layer on a tinted ground."""
     for number, (first, last) in layers_of(names).items():
         if number % 2 == 0:
-            axes.axvspan(first - 0.5, last + 0.5, color=_CSS["band"], linewidth=0, zorder=0)
+            axes.axvspan(first - 0.5, last + 0.5, color=CSS["band"], linewidth=0, zorder=0)
 
 
 def _name_axis(axes: Axes, names: Sequence[str]) -> None:
@@ -212,15 +154,6 @@ def _name_axis(axes: Axes, names: Sequence[str]) -> None:
     layers = layers[:: -(-len(layers) // TICKS) or 1]
     axes.set_xticks([(first + last) / 2 for _, (first, last) in layers], [str(number) for number, _ in layers])
     axes.set_xlabel("layer")
-
-
-def _legend(figure: Figure, all_axes: Iterable[Axes]) -> None:
-    """What has a label, once, above everything."""
-    lines = {str(line.get_label()): line for axes in all_axes for line in axes.get_lines()}
-    named = [name for name in lines if not name.startswith("_")]
-    names = sorted(named, key=lambda name: (name == WRONG, name == ALLOWED))
-    if names:
-        figure.legend([lines[name] for name in names], names, loc="outside upper left", ncols=6)
 
 
 def _merged(limits: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
@@ -238,8 +171,3 @@ def _merged(limits: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
 
 def _steps(values: Sequence[float]) -> list[int]:
     return list(range(1, len(values) + 1))
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    """Gaps in place of what cannot be drawn."""
-    return [value if math.isfinite(value) else math.nan for value in values]

@@ -221,19 +221,6 @@ class Proof:
             save_file(whole | self._scalars(), folder / "expected.safetensors")
             (folder / "done").touch()
 
-    def holds(self) -> dict[str, Any]:
-        """Which region of every parameter each rank holds."""
-        return {
-            name: {
-                "shape": list(spec.shape),
-                "ranks": [
-                    [[[s.start, s.stop] for s in region] for region, _ in self.spread.regions(name, rank)]
-                    for rank in range(self.layout.world)
-                ],
-            }
-            for name, spec in self.spread.shards.items()
-        }
-
     def reload(self, folders: Mapping[str, Path]) -> None:
         """Load what other layouts saved: every parameter and moment is what they held, bit for bit."""
         from safetensors import safe_open

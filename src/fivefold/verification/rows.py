@@ -131,22 +131,12 @@ def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
     """` (tp rank 1)`, where the ranks that are wrong have one coordinate in common that the others do not have."""
     if len(bad) == len(seen) or layout.world == 1:
         return ""
-    places = {rank: coordinates(rank, layout) for rank in seen}
+    places = {rank: layout.coordinates(rank) for rank in seen}
     for axis in places[seen[0]]:
         values = {places[rank][axis] for rank in bad}
         if set(bad) == {rank for rank in seen if places[rank][axis] in values}:
             return f" ({axis} rank{'s' * (len(values) > 1)} {', '.join(map(str, sorted(values)))})"
     return f" (rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})"
-
-
-def coordinates(rank: int, layout: Layout) -> dict[str, int]:
-    """A rank's place on every axis of more than one rank, innermost first."""
-    found = {}
-    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        rank, place = divmod(rank, getattr(layout, axis))
-        if getattr(layout, axis) > 1:
-            found[axis] = place
-    return found
 
 
 def worst(rows: Iterable[Row]) -> Row:

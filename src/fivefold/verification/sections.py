@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.pages.slices import SliceMap, places, slice_map
 from fivefold.verification.report import Group, first_wrong, groups, number, sentence
-from fivefold.verification.rows import WORDS, Found, Row, coordinates
-from fivefold.verification.slices import SliceMap, slice_map
+from fivefold.verification.rows import WORDS, Found, Row
 
 MODULES = (WORDS["output"], WORDS["backward"])
 PARAMETERS = tuple(word for word in WORDS.values() if word not in MODULES)
@@ -59,7 +57,7 @@ def section(found: Found, index: int) -> Section:
         id=f"layout-{index}", found=found, verdict=verdict(found), says=_says(found), groups=groups(found.rows),
         numbers=[row for row in found.rows if row.what not in WORDS.values()],
         matrices={title: each for title, each in matrices.items() if each.rows}, slices=slices,
-        places=_places(found.layout, len(slices.shares) if slices else 0),
+        places=places(found.layout, len(slices.shares) if slices else 0),
     )  # fmt: skip
 
 
@@ -104,17 +102,6 @@ def in_model_order(names: Iterable[str], found: Found) -> list[str]:
 def _range(values: Sequence[float]) -> str:
     low, high = number(min(values)), number(max(values))
     return low if low == high else f"{low} … {high}"
-
-
-def _places(text: str, world: int) -> list[str]:
-    """`tp 1, dp_shard 0` of each rank; nothing where the text is not a layout of `world` ranks."""
-    try:
-        layout = Layout.parse(text)
-        fits = layout.world == world > 1
-    except (UserError, ValueError):
-        return []
-    ranks = [coordinates(rank, layout) for rank in range(world if fits else 0)]
-    return [", ".join(f"{axis} {place}" for axis, place in places.items()) for places in ranks]
 
 
 def verdict(found: Found) -> str:

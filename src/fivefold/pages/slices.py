@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fivefold.verification.names import InLayer, in_layer, ranks_text
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.pages.names import InLayer, in_layer, ranks_text
 
 LARGEST, SMALLEST, BAR = 150.0, 26.0, 20.0  # pixels of a side; of a vector's other side
 COLOURS = 8  # then they come again; the labels tell
@@ -81,6 +83,17 @@ def slice_map(holds: Mapping[str, Mapping[str, Any]]) -> SliceMap | None:
         held={name: holders(each["ranks"]) for name, each in drawn.items()},
     )
     return SliceMap(tuple(atlas.parts()), _shares(holds, world))
+
+
+def places(text: str, world: int) -> list[str]:
+    """`tp 1, dp_shard 0` of each of the first `world` ranks; nothing where the text is no layout of so many."""
+    try:
+        layout = Layout.parse(text)
+        fits = 1 < world <= layout.world
+    except (UserError, ValueError):
+        return []
+    ranks = [layout.coordinates(rank) for rank in range(world if fits else 0)]
+    return [", ".join(f"{axis} {place}" for axis, place in found.items()) for found in ranks]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,42 @@
+"""Templates to text: every page is one HTML file that needs nothing else."""
+
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+from fivefold.pages.slices import SliceMap
+
+PACKAGES = ("fivefold", "torch", "transformers")
+
+
+def render(
+    template: str, package: str, maps: Iterable[SliceMap], filters: Mapping[str, Callable[..., str]], **values: Any
+) -> str:
+    """The page that `template` of `package` makes of `values`. `maps`: the slice maps on it."""
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.pages", ".")]),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {"pixels": lambda value: f"{value:.1f}".removesuffix(".0"), **filters}
+    stripes = sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")})
+    versions = [(name, _version(name)) for name in PACKAGES] + [("Python", platform.python_version())]
+    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return environment.get_template(template).render(stripes=stripes, versions=versions, when=when, **values)
+
+
+def write(html: str, path: Path) -> None:
+    """Write a page to `path`, whose folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

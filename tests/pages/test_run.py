@@ -1,0 +1,108 @@
+"""The page of a run: whole in itself, true to the run's folder, and calm about what is not there."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config import RunConfig, load_config
+from fivefold.errors import UserError
+from fivefold.pages.curves import POINTS, panels
+from fivefold.pages.run import main
+from tests.pages.html import asks_for_nothing
+from tests.verification.test_page import HOSTILE, holds
+
+SENT = [{"axis": "tp", "kind": "all_reduce", "count": 1234, "bytes": 3 * 2**20}]
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step, "train/loss": 5.0 / step, "train/grad_norm": 1.0, "train/learning_rate": 1e-3,
+        "train/tokens_seen": 1000 * step, "train/skipped_steps": 0, "perf/tokens_per_second": 500.0 + step,
+        "perf/step_seconds": 2.0, "perf/mfu_pct": None, "memory/peak_gib": 0.25, **more,
+    }  # fmt: skip
+
+
+def make_run(folder: Path, rows: list[dict[str, Any]], *overrides: str, spread: bool = True) -> Path:
+    config: RunConfig = load_config(None, [f"run.dir={folder.parent}", f"run.name={folder.name}", *overrides])
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    if spread:
+        about = {
+            "layout": "tp2", "world": 2, "device": "cpu", "model": "LlamaForCausalLM", "parameters": 2_020_000,
+            "collectives": [SENT, SENT], "holds": holds(),
+        }  # fmt: skip
+        (folder / "spread.json").write_text(json.dumps(about), encoding="utf-8")
+    return folder
+
+
+def test_the_page_says_what_the_run_was(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "mine", [row(1), row(2, **{"eval/loss": 2.75}), row(3, **{"eval/loss": 2.5})],
+        "train.max_steps=40", "optimizer.learning_rate=0.0123",
+    )  # fmt: skip
+    (run / "samples.jsonl").write_text(json.dumps({"step": 3, "prompt": "Once", "text": HOSTILE}) + "\n{half")
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    path = main(run)
+    text = path.read_text(encoding="utf-8")
+    assert path == run / "report.html"
+    asks_for_nothing(text)
+    for said in (
+        "mine: 3 of 40 steps, loss 1.6667", "LlamaForCausalLM, 2.02M parameters", "tp2, 2 ranks on cpu", "3,000 tokens",
+        "2.5000 at step 3", "502 tokens per second", "0.25 GiB", "step 2", "each of the 2 ranks", "1,234",
+        "optimizer.learning_rate", "0.0123", "&lt;script&gt;", "loss, nats per token", "tp 1",
+    ):  # fmt: skip
+        assert said in text, said
+    assert "model FLOPs utilisation" not in text, "it was never measured"
+
+
+def test_only_what_was_set_is_listed_as_changed(tmp_path: Path) -> None:
+    text = main(make_run(tmp_path / "run", [row(1)], "train.seed=99")).read_text(encoding="utf-8")
+    changed = text[text.index("What is not at its default") : text.index("All of it, resolved")]
+    assert "train.seed" in changed
+    assert "optimizer.eps" not in changed
+
+
+def test_ranks_that_send_otherwise_stand_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [row(1)])
+    about = json.loads((run / "spread.json").read_text())
+    other = [{**SENT[0], "count": 77}]
+    about |= {"world": 4, "collectives": [SENT, SENT, other, []]}
+    (run / "spread.json").write_text(json.dumps(about))
+    text = main(run).read_text(encoding="utf-8")
+    assert "ranks 0,1" in text
+    assert "rank 2" in text and ">77<" in text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(1, **{"train/loss": None, "train/grad_norm": None})],
+        [row(step, **{"memory/peak_gib": None}) for step in range(1, 5)],
+        [row(1, **{"moe/aux_loss": 0.01})],
+    ],
+    ids=["no-number", "no-memory", "more-metrics"],
+)
+def test_little_is_enough(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    text = main(make_run(tmp_path / "run", rows, spread=False), tmp_path / "elsewhere" / "page.html").read_text()
+    asks_for_nothing(text)
+    assert "Who holds what" not in text
+    assert ("moe/aux_loss" in text) == ("moe/aux_loss" in rows[0])
+
+
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    rows = [row(step, **{"train/loss": math.sin(step)}) for step in range(1, 30_001)]
+    assert main(make_run(tmp_path / "run", rows)).stat().st_size < 600_000
+    (loss,) = (panel.curves["train/loss"] for panel in panels(rows) if "train/loss" in panel.curves)
+    assert len(loss) == POINTS
+    assert loss[0] == (pytest.approx(25.5), pytest.approx(sum(math.sin(step) for step in range(1, 51)) / 50))
+
+
+def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no metrics yet"):
+        main(make_run(tmp_path / "run", []))
+    with pytest.raises(UserError, match="not a run"):
+        main(tmp_path)
