@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from fivefold.verification.prepare import rounding
+from fivefold.verification.prepare import flips, rounding
+from fivefold.verification.rows import FACTOR
 from tests.verification.faults import Model
 from tests.verification.mutation import prove
 
@@ -24,3 +26,16 @@ def test_an_update_may_be_off_by_the_rounding_of_weights() -> None:
     found = rounding({"weight/a": weight, "update/a": update, "weight/b": weight, "update/b": torch.zeros(16)})
     assert 5e-5 < found["update/a"] < 7e-5  # half of 1.2e-7 in 1e-3
     assert found["update/b"] < 100  # relative to a millionth of all updates, not to its own
+
+
+def test_an_update_may_be_a_sign_that_is_left_to_chance() -> None:
+    """Of 16 gradients 4 are below their noise: these may go the other way, at every step."""
+    gradient = torch.tensor([1e-6] * 4 + [1.0] * 12)
+    tensors = {
+        f"{kind}/{name}": torch.full((16,), size) for kind, size in (("update", 1e-3), ("last", 0.5)) for name in "ab"
+    }
+    tensors |= {"clipped/a": gradient, "clipped/b": gradient}
+    found = flips(tensors, {"clipped/a": 1e-4, "clipped/b": 1e-9}, 5)
+    assert FACTOR * found["update/a"] == pytest.approx(1.0)  # a quarter of it twice as large: half of its norm, twice
+    assert FACTOR * found["last/a"] == pytest.approx(5 * 1e-3 / 0.5)
+    assert found["update/b"] == found["last/b"] == 0.0

@@ -29,8 +29,8 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
     for each in (other, noisy):
         for key, floor in distances(each.tensors, reference.tensors, subject).items():
             floors[key] = max(floors.get(key, 0.0), floor)
-    derived = [rounding(reference.tensors), flips(reference.tensors, floors) if precision != "fp64" else {}]
-    for key, floor in (item for each in derived for item in each.items()):
+    signs = flips(reference.tensors, floors, subject.steps) if precision != "fp64" else {}
+    for key, floor in (*rounding(reference.tensors).items(), *signs.items()):
         floors[key] = max(floors[key], floor)
     features = {
         key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
@@ -56,16 +56,18 @@ def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-def flips(tensors: Mapping[str, Tensor], floors: Mapping[str, float]) -> dict[str, float]:
+def flips(tensors: Mapping[str, Tensor], floors: Mapping[str, float], steps: int) -> dict[str, float]:
     """How far a first update of Adam may be off because it is a sign: of gradients that are smaller than their noise it
-    is left to chance. (fp64 has next to none of these.)"""
-    clipped = {key: tensor for key, tensor in tensors.items() if kind_of(key) == "clipped"}
+    is left to chance, and at worst so is every later one. (fp64 has next to none of these.)"""
+    clipped = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if kind_of(key) == "clipped"}
     smallest = SMALL * math.hypot(*(float(tensor.norm()) for tensor in clipped.values()))
-    found = {}
-    for key, gradient in clipped.items():
-        noise = FACTOR * floors.get(key, 0.0) * max(float(gradient.norm()), smallest) / gradient.numel() ** 0.5
-        uncertain = (gradient != 0) & (gradient.abs() <= noise)
-        found[key.replace("clipped/", "update/", 1)] = 2 * float(uncertain.double().mean()) ** 0.5 / FACTOR
+    found: dict[str, float] = {}
+    for name, gradient in clipped.items():
+        noise = FACTOR * floors.get(f"clipped/{name}", 0.0) * max(float(gradient.norm()), smallest)
+        uncertain = (gradient != 0) & (gradient.abs() <= noise / gradient.numel() ** 0.5)
+        part = 2 * float(uncertain.double().mean()) ** 0.5 / FACTOR  # of the update
+        update, last = (float(tensors[f"{kind}/{name}"].norm()) for kind in ("update", "last"))
+        found |= {f"update/{name}": part, f"last/{name}": steps * part * update / last if last else 0.0}
     return found
 
 
