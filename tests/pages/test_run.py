@@ -52,7 +52,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path) -> None:
     asks_for_nothing(text)
     for said in (
         "mine: 3 of 40 steps, loss 1.6667", "LlamaForCausalLM, 2.02M parameters", "tp2, 2 ranks on cpu", "3,000 tokens",
-        "2.5000 at step 3", "502 tokens per second", "0.25 GiB", "step 2", "each of the 2 ranks", "1,234",
+        "2.5000 at step 3", "502 tokens per second", "0.25 GiB", "step 2", "each of the 2 ranks", "1,234", "3 MiB",
         "optimizer.learning_rate", "0.0123", "&lt;script&gt;", "loss, nats per token", "tp 1",
     ):  # fmt: skip
         assert said in text, said
@@ -106,3 +106,26 @@ def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
         main(make_run(tmp_path / "run", []))
     with pytest.raises(UserError, match="not a run"):
         main(tmp_path)
+
+
+def slot(rank: int, stage: int, kind: str, micro_batch: int, start: float, end: float) -> dict[str, Any]:
+    return {"rank": rank, "stage": stage, "kind": kind, "micro_batch": micro_batch, "start": start, "end": end}
+
+
+def test_a_pipeline_is_drawn_as_it_ran_and_as_it_was_meant(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [row(1)])
+    slots = [
+        slot(0, 0, "F", 0, 10, 11),
+        slot(1, 1, "F", 0, 11, 12),
+        slot(1, 1, "B", 0, 12, 14),
+        slot(0, 0, "B", 0, 14, 16),
+    ]
+    timeline = {"ranks": 2, "bubble": 0.5, "span": 6.0, "slots": slots}
+    about = json.loads((run / "spread.json").read_text())
+    about["timeline"] = {"step": 7, "measured": timeline, "simulated": timeline, "ideal_bubble": 0.25}
+    (run / "spread.json").write_text(json.dumps(about))
+    text = main(run).read_text(encoding="utf-8")
+    asks_for_nothing(text)
+    assert "measured at step 7" in text and "bubble 50.0 % of the time; 25.0 % by the closed form" in text
+    assert "rank 1, stage 1, micro batch 0: backward, 2 s from 2" in text
+    assert text[text.index("The pipeline, slot by slot") :].count("<rect") == 8

@@ -16,6 +16,7 @@ from fivefold.pages import curves
 from fivefold.pages.names import ranks_text
 from fivefold.pages.render import render, write
 from fivefold.pages.slices import places, slice_map
+from fivefold.pages.timeline import Drawing, drawing
 from fivefold.step_folders import steps
 from fivefold.units import human
 
@@ -25,10 +26,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Sent:
-    """The collectives of a step that some ranks issue alike. `rows`: axis, kind, how many, MiB."""
+    """The collectives of a step that some ranks issue alike. `rows`: axis, kind, how many, their size in words."""
 
     ranks: str
-    rows: tuple[tuple[str, str, int, float], ...]
+    rows: tuple[tuple[str, str, int, str], ...]
 
 
 def main(run: Path, out: Path | None = None) -> Path:
@@ -53,7 +54,8 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
         "run.html.j2", "fivefold.pages", [slices] if slices else [], {}, run=config.run.name,
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread), slices=slices,
         places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
-        curves=Markup(curves.draw(curves.panels(rows))), sent=_sent(spread.get("collectives", [])),
+        curves=Markup(curves.draw(curves.panels(rows))), timelines=_timelines(spread.get("timeline", {})),
+        sent=_sent(spread.get("collectives", [])),
         changed=_changed(config), config=config.to_yaml(), samples=_objects(run / "samples.jsonl")[-SAMPLES:],
     )  # fmt: skip
 
@@ -91,11 +93,21 @@ def _facts(config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any]) 
     return {name: text for name, text in facts.items() if text}
 
 
+def _timelines(found: Mapping[str, Any]) -> list[Drawing]:
+    """Of a pipeline: as it ran, where that was measured, and as its schedule is meant."""
+    ideal = found.get("ideal_bubble")
+    drawn = [drawing(f"measured at step {found['step']}", found["measured"], unit="s")] if "measured" in found else []
+    if "simulated" in found:
+        title = "as scheduled, backward taking twice as long as forward"
+        drawn.append(drawing(title, found["simulated"], unit="forward passes", ideal=ideal))
+    return drawn
+
+
 def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sent]:
     """Ranks that send alike together."""
-    alike: dict[tuple[tuple[str, str, int, float], ...], list[int]] = {}
+    alike: dict[tuple[tuple[str, str, int, str], ...], list[int]] = {}
     for rank, listed in enumerate(by_rank):
-        rows = tuple((each["axis"], each["kind"], each["count"], each["bytes"] / 2**20) for each in listed)
+        rows = tuple((each["axis"], each["kind"], each["count"], _size(each["bytes"])) for each in listed)
         alike.setdefault(rows, []).append(rank)
     return [Sent(_ranks(ranks, len(by_rank)), rows) for rows, ranks in alike.items() if rows]
 
@@ -104,6 +116,15 @@ def _ranks(ranks: Sequence[int], world: int) -> str:
     if len(ranks) == world:
         return f"each of the {world} ranks"
     return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"
+
+
+def _size(count: float) -> str:
+    """`27.8 MiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
 
 
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
