@@ -70,7 +70,7 @@ class Spread:
         place = self.mesh.place(dist.get_rank() if rank is None else rank)
         return self.mesh.cut(place, self.shards[name].over)
 
-    def holds(self, most: int = 64) -> dict[str, dict[str, Any]]:
+    def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
         """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""
         ranks = range(min(self.layout.world, most))
         regions = {name: [[region for region, _ in self.regions(name, rank)] for rank in ranks] for name in self.shards}

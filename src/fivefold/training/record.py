@@ -24,7 +24,7 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
         about = {
             "layout": str(spread.layout), "world": spread.layout.world, "device": device,
             "model": spread.anatomy.model_class, "parameters": parameters,
-            "collectives": [[asdict(each) for each in rank] for rank in declared], "holds": spread.holds(),
+            "collectives": [[asdict(each) for each in rank] for rank in declared], "holds": spread.by_rank(),
         }  # fmt: skip
         (Path(config.run_dir) / NAME).write_text(json.dumps(about) + "\n", encoding="utf-8")
 

@@ -1,0 +1,65 @@
+"""The folds together: every pair, triples and quadruples, each with options that make the other folds matter.
+
+A case is a layout with its options, a family (experts where there is `ep`), and what hides nothing else: accumulation,
+packing, ties, clipping that bites, decay, unequal token counts, prime sizes, more than ten experts. `tests/parallel/
+test_composition.py` holds those of at most four ranks and some of eight; `benchmarks/compositions.py` all of them.
+"""
+
+from tests.parity import Case
+
+ROWS = 16
+
+# layout with options, family, tied embeddings
+_PAIRS = (
+    ("dp2.shard2+zero1", "qwen2", True),
+    ("dp2.cp2+ring", "llama", False),
+    ("dp2.tp2+full", "gemma2", True),
+    ("dp2.pp2", "qwen3", True),
+    ("dp2.shard2.ep2", "mixtral", False),
+    ("shard2.cp2+zero1+ulysses", "mistral", False),
+    ("shard2.tp2+zero2+nosp", "olmo2", False),
+    ("shard2.pp2+zero1", "llama", True),
+    ("shard2.ep2+zero2", "qwen3_moe", False),
+    ("cp2.tp2+allgather", "gemma3", True),
+    ("cp2.pp2+ring", "smollm3", True),
+    ("cp2.ep2+full", "olmoe", False),
+    ("tp2.pp2+gpipe", "phi3", False),
+    ("tp2.ep2", "qwen3_moe", False),
+    ("shard2.pp2.ep2+zero1", "mixtral", False),
+)
+_TRIPLES = (
+    ("dp2.shard2.tp2+zero1", "starcoder2", False),
+    ("dp2.shard2.cp2+zero2+ring", "llama", True),
+    ("dp2.shard2.pp2+zero2", "gemma2", True),
+    ("dp2.cp2.tp2+allgather+nosp", "qwen2", False),
+    ("dp2.cp2.pp2+ring", "granite", True),
+    ("dp2.tp2.pp2+interleaved+v2", "llama", False),
+    ("shard2.cp2.tp2+zero1+ulysses", "nemotron", False),
+    ("shard2.cp2.pp2+zero1+allgather", "qwen3", False),
+    ("shard2.tp2.pp2+zero2+full", "gemma3", True),
+    ("cp2.tp2.pp2+ring", "llama", True),
+    ("shard2.cp2.ep4+zero1", "olmoe", False),
+    ("shard2.tp2.ep4", "qwen3_moe", False),
+    ("cp2.tp2.ep4+ring", "mixtral", False),
+    ("cp2.pp2.ep2+allgather", "qwen3_moe", False),
+    ("tp2.pp2.ep2", "mixtral", False),
+    ("dp2.tp2.ep2+full", "olmoe", False),
+)
+_QUADRUPLES = (
+    ("shard2.cp2.tp2.ep4+zero1+ring", "qwen3_moe", False),
+    ("shard2.tp2.pp2.ep4+zero1", "mixtral", False),
+    ("cp2.tp2.pp2.ep4+allgather", "olmoe", False),
+    ("shard2.cp2.pp2.ep2+zero1+ring", "qwen3_moe", False),
+    ("dp2.tp2.pp2.ep2+nosp", "mixtral", False),
+)
+
+
+def _case(text: str, family: str, tied: bool) -> Case:
+    """In fp64, with two rows a micro batch and two micro batches or more."""
+    layers = 4 if "pp" in text else 3
+    micro = 1 if "pp" in text else 2
+    changes = (("num_hidden_layers", layers),) if "pp" in text else ()
+    return Case(f"{text}+mb{micro}+fp64", family=family, tied=tied, rows=ROWS, overrides=changes)
+
+
+PAIRS, TRIPLES, QUADRUPLES = ([_case(*each) for each in group] for group in (_PAIRS, _TRIPLES, _QUADRUPLES))
