@@ -389,7 +389,6 @@ def check_supported(config: RunConfig) -> None:
     layout, memory = config.layout, config.memory
     for key, asked, instead in (
         ("layout.pp", layout.pp > 1, "1"),
-        ("layout.cp", layout.cp > 1, "1"),
         ("layout.ep", layout.ep > 1, "1"),
         ("precision.fp8", config.precision.fp8 != "none", "none"),
         ("memory.recompute", memory.recompute == "selective", "none or full"),
