@@ -245,18 +245,18 @@ class _Attention(torch.autograd.Function):
         kv, rule = torch.stack([k, v]), job.rule
         parts = job.parts(kv)
         first = next(parts)  # from here on the next is on its way
-        out, lse = packed_attention(
+        own, lse = packed_attention(
             *(each.transpose(1, 2) for each in (q, k, v)), job.bounds, rule.scale, rule.window, rule.softcap
         )
-        out: Tensor = out.to(lse.dtype)
+        out: Tensor = own.to(lse.dtype)
         for blocks, (keys, values) in chain([first], parts):
             for part in job.rectangles(blocks):
                 rectangles.merge(part, out, lse, *rectangles.forward(part, q, keys, values, rule))
         if sinks is not None:
             kernels.join_sinks(out, lse, sinks)
-        ctx.job, rounded = job, out.to(q.dtype)
-        ctx.save_for_backward(q, kv, rounded, lse, sinks)
-        return rounded
+        ctx.job, out = job, out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
