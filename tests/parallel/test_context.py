@@ -15,14 +15,9 @@ from fivefold.layout import Layout
 from fivefold.models.attention import reference_attention
 from fivefold.models.kernels import Rule
 from fivefold.models.rectangles import local_bounds, rectangles
-from fivefold.parallel.apply import spread_of
-from fivefold.parallel.collectives import record, total
-from fivefold.parallel.context import ContextParallel, _groups, declare, row_blocks
+from fivefold.parallel.context import ContextParallel, _groups, row_blocks
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.training.step import step_shape
-from tests.parallel.test_properties import largest_difference, one_changed, whole
-from tests.parallel.test_parity import run
-from tests.parity import Case, assert_proved, build, documents, refusal
+from tests.parity import Case, refusal
 from tests.pool import run_ranks
 
 METHODS = ("ring", "allgather", "ulysses", "2x2")
