@@ -143,8 +143,8 @@ def test_a_run_evaluates_and_samples_as_on_one_process(tmp_path: Path) -> None:
     columns = {}
     for name, world, layout in (("one", 1, {}), ("cp", 2, {"cp": 2})):
         tree = bodies.run_file(
-            tmp_path, run__name=name, train__max_steps=3, eval__every=2, data__validation=str(tmp_path / "more.txt"), train__check_every=1,
-            sample__every=2, sample__prompts=["der"],
+            tmp_path, run__name=name, train__max_steps=3, train__check_every=1, eval__every=2,
+            data__validation=str(tmp_path / "more.txt"), sample__every=2, sample__prompts=["der"],
         ) | {"layout": layout}  # fmt: skip
         assert bodies.train(tree, world).error is None
         keys = ("train/loss", "train/grad_norm", "train/tokens_seen", "eval/loss")
