@@ -302,7 +302,7 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
     "override",
     [
         "layout.pp=2",
-        "layout.cp=2",
+        "layout=cp4+2x3",
         "layout=tp2.ep2",
         "precision.fp8=tensorwise",
         "memory.recompute=selective",

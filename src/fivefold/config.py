@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fivefold.config_errors import Key, explained
 from fivefold.errors import UserError
+from fivefold.heads import check_method
 from fivefold.layout import Layout
 from fivefold.models.shapes import shape_folder
 from fivefold.runfile import READ_MORE, RunFile
@@ -387,9 +388,9 @@ def parse_config(text: str) -> RunConfig:
 def check_supported(config: RunConfig) -> None:
     """Raise `UserError` for what the run file may say but cannot be run: not built yet, or not installed."""
     layout, memory = config.layout, config.memory
+    check_method(layout.cp_method, layout.cp)
     for key, asked, instead in (
         ("layout.pp", layout.pp > 1, "1"),
-        ("layout.cp", layout.cp > 1, "1"),
         ("layout.ep", layout.ep > 1, "1"),
         ("precision.fp8", config.precision.fp8 != "none", "none"),
         ("memory.recompute", memory.recompute == "selective", "none or full"),

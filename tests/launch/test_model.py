@@ -47,6 +47,16 @@ def test_heads_are_counted_as_the_model_is_cut(tmp_path: Path) -> None:
     check(path, "data.seq_length=128", "layout.tp=6", "model.overrides.num_key_value_heads=6")
 
 
+def test_heads_are_dealt_out_to_the_ranks_of_a_context(tmp_path: Path) -> None:
+    path = folder(tmp_path, "a.safetensors")
+    for fits in ("cp8", "cp4+ulysses", "cp12+ulysses", "cp6+3x2", "cp2.tp2+ulysses"):
+        check(path, "data.seq_length=128", f"layout={fits}")
+    error = refusal(path, "layout=cp8+ulysses")
+    assert error.what.startswith("cp_method ulysses deals 12 query and 4 key/value heads of a rank out to 8")
+    assert error.fix == "use auto, ring, or 8x1 or 4x2 or 2x4"
+    assert "6 query and 2 key/value heads" in refusal(path, "layout=cp4.tp2+ulysses").what
+
+
 def test_rows_are_no_longer_than_the_positions(tmp_path: Path) -> None:
     assert "max_position_embeddings 128" in refusal(folder(tmp_path, "a.safetensors"), "data.seq_length=129").what
 

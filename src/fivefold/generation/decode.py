@@ -1,12 +1,12 @@
 """Token by token with a key/value cache, on a model under any layout.
 
 All ranks run the same forward and take the token of rank 0, so that no rank can stop earlier than another. FSDP
-gathers by itself; a model that is small enough is gathered once. Under tensor parallelism activations are replicated:
-a single token cannot be split along the sequence.
+gathers by itself; a model that is small enough is gathered once. Under tensor and context parallelism activations are
+replicated: a single token cannot be split along the sequence.
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -87,8 +87,8 @@ def ready(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # or every length would compile anew
-        if spread.tensor:
-            stack.enter_context(spread.tensor.whole_sequences())
+        for fold in (spread.tensor, spread.context):
+            stack.enter_context(fold.whole_sequences() if fold else nullcontext())
         stack.enter_context(_gathered(model, spread))
         model.eval()
         try:

@@ -9,8 +9,9 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
-from fivefold.heads import check_heads
+from fivefold.heads import check_heads, context_method
 from fivefold.hub import is_hub_id
+from fivefold.layout import Layout
 from fivefold.models.shapes import shape_folder, shape_names
 from fivefold.nearby import runs
 
@@ -33,7 +34,7 @@ def check_model(config: RunConfig, *, weights: bool = True) -> None:
             more=runs(Path(name).parent) or READ_MORE,
         )
     values = _config_of(path) | config.model.overrides
-    _check_heads(values, config.layout.tp)
+    _check_heads(values, config.layout)
     _check_positions(values, config.data.seq_length)
     if weights and config.model.init == "pretrained":
         _check_weights(name, path)
@@ -56,11 +57,12 @@ def _config_of(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _check_heads(values: dict[str, Any], tp: int) -> None:
+def _check_heads(values: dict[str, Any], layout: Layout) -> None:
     query = values.get("num_attention_heads")
     kv = values.get("num_key_value_heads") or query
-    if tp > 1 and isinstance(query, int) and isinstance(kv, int) and query > 0 and kv > 0:
-        check_heads(query, kv, tp)
+    if isinstance(query, int) and isinstance(kv, int) and query > 0 and kv > 0:
+        check_heads(query, kv, layout.tp)
+        context_method(layout.cp_method, layout.cp, query // layout.tp, max(1, kv // layout.tp))
 
 
 def _check_positions(values: dict[str, Any], seq_length: int) -> None:

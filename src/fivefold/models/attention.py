@@ -20,6 +20,7 @@ from fivefold.models import kernels, surfaces
 from fivefold.models.packed import packed_attention
 
 NAME = "fivefold"
+CONTEXT = "context_parallel"  # attribute of an attention module: the fold that attends in place of this file
 
 # What some models ask of attention that is not built here; dropping any of these would train a different model.
 _UNSUPPORTED = {
@@ -56,6 +57,10 @@ def attention_forward(
     Raises `UserError` for dropout, masks, and forms of attention that would otherwise be dropped without a word.
     """
     _refuse(module, attention_mask, dropout, sliding_window, kwargs)
+    context = getattr(module, CONTEXT, None)
+    if context is not None and context.is_on:
+        rule = kernels.Rule(_scale(scaling, query), sliding_window, softcap)
+        return context.attend(query, key, value, bounds, rule, s_aux), None
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = bounds is not None and bounds.shape[0] != rows + 1
     bites = sliding_window is not None and sliding_window < keys

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.errors import UserError
@@ -94,6 +94,19 @@ def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
                 f"rope type {kind} takes other frequencies for all documents of a micro batch when one of them is "
                 f"longer than {limit} tokens: with up to {longest} tokens they would change each other",
                 fix=f"set data.seq_length to {limit} or less, or {instead} in model.overrides.rope_parameters",
+            )
+
+
+def check_slices(hf_config: PreTrainedConfig, position_ids: Tensor) -> None:
+    """Raise `UserError` if a part of these tokens would be rotated by another table than all of them: `transformers`
+    takes the table by the largest position that it is given."""
+    for kind, limit, instead in _rope_limits(hf_config):
+        if int(position_ids.max()) >= limit:
+            raise UserError(
+                f"rope type {kind} takes other frequencies for documents longer than {limit} tokens, which a rank "
+                "with a part of the tokens cannot tell",
+                fix=f"use documents of {limit} tokens or less, layout.cp: 1, or {instead} in "
+                "model.overrides.rope_parameters",
             )
 
 

@@ -6,6 +6,7 @@ Operators cannot call autograd, so each kernel is a pair of functions that hand 
 |---|---|---|---|---|
 | `cpu_*` | any type on the CPU: the fused kernel of PyTorch | no | no | linear in L |
 | `varlen_*` | 16-bit types on CUDA: one variable-length flash call for all documents | yes | no | linear in T |
+| `flash_*` | 16-bit types on CUDA, context parallel: queries that see all of the keys | no | no | linear in L |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
 
 One row of 32,768 tokens, 8 heads of 64 (2 for keys), window 256, forward and backward on one CPU core: 2.3 s in
@@ -40,10 +41,10 @@ class Rule:
 
 
 def cpu_forward(
-    q_NHLD: torch.Tensor, k_NGLD: torch.Tensor, v_NGLD: torch.Tensor, rule: Rule
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule, *, causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [N,H,L,D] and log-sum-exp [N,H,L]."""
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_NHLD, k_NGLD, v_NGLD, 0.0, True, scale=rule.scale)
+    """Output [N,H,L,D] and log-sum-exp [N,H,L]; not `causal`: every query sees every key."""
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_NHLD, k_NGSD, v_NGSD, 0.0, causal, scale=rule.scale)
     return out, lse
 
 
@@ -55,12 +56,56 @@ def cpu_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     rule: Rule,
+    *,
+    causal: bool = True,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, True, scale=rule.scale
+        grad, q, k, v, out, lse, 0.0, causal, scale=rule.scale
     )
     return dq, dk, dv
+
+
+def flash_forward(
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `cpu_forward` without `causal`, for 16-bit types on CUDA."""
+    (rows, _, length, _), keys = q_NHLD.shape, k_NGSD.shape[2]
+    q, k, v = (_flat(tensor) for tensor in (q_NHLD, k_NGSD, v_NGSD))
+    out, lse_HM, *_ = aten._flash_attention_forward(
+        q, k, v, _even(rows, length, q), _even(rows, keys, q), length, keys, 0.0, False, False, scale=rule.scale
+    )
+    return out.unflatten(0, (rows, length)).transpose(1, 2), lse_HM.unflatten(1, (rows, length)).transpose(0, 1)
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rule: Rule,
+) -> Gradients:
+    """As `cpu_backward` without `causal`."""
+    (rows, _, length, _), keys = q.shape, k.shape[2]
+    no_dropout, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    dq, dk, dv = aten._flash_attention_backward(
+        *(_flat(tensor) for tensor in (grad, q, k, v, out)), lse.transpose(0, 1).flatten(1).contiguous(),
+        _even(rows, length, q), _even(rows, keys, q), length, keys, 0.0, False, no_dropout, unused, scale=rule.scale,
+    )  # fmt: skip
+    dq, dk, dv = (tensor.unflatten(0, (rows, -1)).transpose(1, 2) for tensor in (dq, dk, dv))
+    return dq, dk, dv
+
+
+def _flat(tensor_NHLD: torch.Tensor) -> torch.Tensor:
+    """[N*L,H,D]: what the variable-length calls take."""
+    return tensor_NHLD.transpose(1, 2).flatten(0, 1)
+
+
+def _even(rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
+    """Cumulative bounds of `rows` times `length` tokens."""
+    return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=like.device)
 
 
 def varlen_forward(
@@ -101,12 +146,13 @@ def _flash_window(rule: Rule) -> dict[str, int]:
 
 
 def blockwise_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule, *, ahead: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cpu_forward`, for every rule; the L queries are the last of the S keys (S > L: generation with a cache)."""
+    """As `cpu_forward`, for every rule; the L queries are the last of the S keys (S > L: generation with a cache), or
+    the first of them stands `ahead` positions after the first key. Each query must see a key."""
     heads, shared = q_NHLD.shape[1], k_NGSD.shape[1]
     out_NHLD, lse_NHL = torch.empty_like(q_NHLD), q_NHLD.new_empty(q_NHLD.shape[:3], dtype=precise(q_NHLD.dtype))
-    for queries, keys, hidden in _blocks(q_NHLD, k_NGSD, rule.window):
+    for queries, keys, hidden in _blocks(q_NHLD, k_NGSD, rule.window, ahead):
         q_NGXD = _by_shared(q_NHLD[:, :, queries], shared)
         keys_NGSD, values_NGSD = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k_NGSD, v_NGSD))
         scores_NGXS = _scores(q_NGXD, keys_NGSD, rule)
@@ -127,11 +173,13 @@ def blockwise_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     rule: Rule,
+    *,
+    ahead: int | None = None,
 ) -> Gradients:
     """As `cpu_backward`, for every rule: P = exp(scores - lse) again, dscores = P * (dO V' - sum(dO * O))."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(tensor, dtype=precise(q.dtype)) for tensor in (k, v))
-    for queries, keys, hidden in _blocks(q, k, rule.window):
+    for queries, keys, hidden in _blocks(q, k, rule.window, ahead):
         g_NGXD, q_NGXD, o_NGXD = (_by_shared(tensor[:, :, queries], k.shape[1]) for tensor in (grad, q, out))
         lse_NGX1 = _by_shared(lse[:, :, queries].unsqueeze(-1), k.shape[1])
         k_NGSD, v_NGSD = (tensor[:, :, keys].to(q_NGXD.dtype) for tensor in (k, v))
@@ -165,7 +213,7 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _blocks(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, window: int | None
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, window: int | None, ahead: int | None
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Some queries, the keys that any of them sees, and [queries, keys] True where a query does not see a key."""
     documents, heads, length, _ = q_NHLD.shape
@@ -173,14 +221,15 @@ def _blocks(
     width = total if window is None else min(total, max(window, 128))  # wider blocks would mostly hold hidden scores
     scores = _CPU_BLOCK if q_NHLD.device.type == "cpu" else _GPU_BLOCK
     step = max(16, min(width, scores // (documents * heads * min(total, 2 * width))))
+    offset = total - length if ahead is None else ahead
     for start in range(0, length, step):
         stop = min(start + step, length)
-        first, last = total - length + start, total - length + stop  # the positions of these queries among the keys
-        earliest = 0 if window is None else max(0, first - window + 1)
-        query, key = (torch.arange(*edges, device=q_NHLD.device) for edges in ((first, last), (earliest, last)))
-        ahead = key - query[:, None]
-        hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
-        yield slice(start, stop), slice(earliest, last), hidden
+        first, last = offset + start, offset + stop  # the positions of these queries among the keys
+        earliest, end = 0 if window is None else max(0, first - window + 1), min(last, total)
+        query, key = (torch.arange(*edges, device=q_NHLD.device) for edges in ((first, last), (earliest, end)))
+        distance = key - query[:, None]
+        hidden = distance > 0 if window is None else (distance > 0) | (distance <= -window)
+        yield slice(start, stop), slice(earliest, end), hidden
 
 
 def _scores(q_NGXD: torch.Tensor, k_NGSD: torch.Tensor, rule: Rule) -> torch.Tensor:

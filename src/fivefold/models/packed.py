@@ -212,11 +212,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     query, key, value, out, lse, bounds, sinks = ctx.saved_tensors
     backward: Callable[..., tuple[torch.Tensor, ...]] = packed_attention_backward
-    dsinks = None if sinks is None else _sinks_gradient(grad, out, lse, sinks)
+    dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
     return (*backward(grad, query, key, value, out, lse, bounds, *ctx.rule), None, None, None, None, dsinks)
 
 
-def _sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """[H]: as for any score, weight * (dO V' - sum(dO * O)), with no value and summed over all queries."""
     weight_BTH = (sinks.to(lse.dtype) - lse).exp()
     return -(weight_BTH * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 1)).to(sinks.dtype)

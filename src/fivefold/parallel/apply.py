@@ -1,9 +1,11 @@
 """`parallelize(model, layout)`: the one path by which every model is spread, whatever the layout.
 
-In order: cut for tensor parallelism, recompute and compile per block, FSDP, then memory is allocated and every rank
-fills its own part from a `TensorSource`. The model stays the `transformers` class with its own parameter names.
+In order: cut for tensor and context parallelism, recompute and compile per block, FSDP, then memory is allocated and
+every rank fills its own part from a `TensorSource`. The model stays the `transformers` class with its own parameter
+names.
 """
 
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -26,7 +28,7 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
-from fivefold.parallel import data, loss, tensor, trial
+from fivefold.parallel import context, data, loss, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
@@ -43,6 +45,7 @@ class Spread:
     shards: dict[str, ShardSpec]
     units: tuple[data.Unit, ...]
     tensor: tensor.TensorParallel | None
+    context: context.ContextParallel | None
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
 
@@ -89,6 +92,8 @@ class Spread:
         if self.tensor and self.partition:
             parts += tensor.declare(self.tensor, self.partition, shape, self._partial_gradient_bytes(shape))
             parts += loss.declare(shape)
+        if self.context:
+            parts += context.declare(self.context, shape)
         return total(parts)
 
     def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
@@ -160,6 +165,7 @@ def parallelize(
     model.to("meta")
     _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
+    rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     hand_on_bounds(model, traced.forgetful)
     _wrap_blocks(model, anatomy, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
@@ -167,7 +173,7 @@ def parallelize(
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, anatomy, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    spread = Spread(layout, mesh, anatomy, partition, specs, model_units, fold, vocabulary, reduce_dtype)
+    spread = Spread(layout, mesh, anatomy, partition, specs, model_units, fold, rows, vocabulary, reduce_dtype)
     model.fivefold = spread
     _materialise(model, spread, device)
     fill(model, source)
@@ -196,9 +202,9 @@ def spread_of(model: nn.Module) -> Spread:
 def _checked(layout: Layout) -> Layout:
     """The layout with its -1 resolved for the current world."""
     layout = layout.resolve(dist.get_world_size())
-    for fold in ("pp", "cp", "ep"):
+    for fold in ("pp", "ep"):
         if getattr(layout, fold) > 1:
-            raise UserError(f"layout {layout}: {fold} is not built yet", fix="use dp_replicate, dp_shard and tp")
+            raise UserError(f"layout {layout}: {fold} is not built yet", fix="use dp_replicate, dp_shard, tp and cp")
     return layout
 
 
@@ -256,26 +262,20 @@ def _tie(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Tensor:
-    """The summed cross entropy of one micro batch, times `inputs.scale`. Equal on all tp ranks."""
+    """The summed cross entropy of this rank's tokens of a micro batch, times `inputs.scale`. Equal on all tp ranks."""
     spread = spread_of(model)
     fold = spread.tensor
+    labels = spread.context.cut(inputs.labels) if spread.context else inputs.labels
     base = model.get_submodule(spread.anatomy.base)
     hidden = base(
         input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds
     ).last_hidden_state
     if fold:
         hidden = fold.enter(hidden)
-    sizes = loss.chunk_sizes(inputs.labels.numel(), spread.vocabulary, hidden.shape[-1], loss_chunks)
+    sizes = loss.chunk_sizes(labels.numel(), spread.vocabulary, hidden.shape[-1], loss_chunks)
     head_parameters = loss.parameters_after_base(model, spread.anatomy)
-    with loss.head_only(model, spread.anatomy) as logits_of:
-        return _in_chunks(fold, logits_of, hidden, inputs, head_parameters, sizes)
-
-
-def _in_chunks(
-    fold: tensor.TensorParallel | None, logits_of: loss.Logits, hidden: Tensor, inputs: LossInputs,
-    head_parameters: list[Tensor], sizes: tuple[int, ...],
-) -> Tensor:  # fmt: skip
-    if fold is None:
-        return loss.chunked_loss(logits_of, hidden, inputs.labels, head_parameters, sizes, None, inputs.scale)
-    with fold.chunked_head():
-        return loss.chunked_loss(logits_of, hidden, inputs.labels, head_parameters, sizes, fold, inputs.scale)
+    with ExitStack() as stack:
+        for each in (fold, spread.context):
+            stack.enter_context(each.chunked_head() if each else nullcontext())
+        logits_of = stack.enter_context(loss.head_only(model, spread.anatomy))
+        return loss.chunked_loss(logits_of, hidden, labels, head_parameters, sizes, fold, inputs.scale)

@@ -2,7 +2,8 @@
 
 Each fold declares its collectives beside the code that issues them (`declare` in data.py, tensor.py, loss.py,
 whole.py, training/step.py). `record` observes the dispatcher; a test holds the two equal. Bytes are those of the larger
-buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank sends.
+buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank sends; of a `send` or `recv`
+between two ranks, of the message.
 """
 
 from collections import Counter
@@ -33,7 +34,8 @@ class Collective:
 class StepShape:
     """What the folds need to know of an optimizer step to declare their collectives.
 
-    `rows` x `tokens` is one micro batch, `loss_rows` the tokens of each loss chunk; sizes in bytes.
+    `rows` x `tokens` is what a rank of cp has of a micro batch, `loss_rows` the tokens of each loss chunk; sizes in
+    bytes.
     """
 
     rows: int
@@ -86,6 +88,8 @@ _KINDS = {
     "broadcast_": ("broadcast", "first"),
     "alltoall_base_": ("all_to_all", "second"),
     "all_to_all_single": ("all_to_all", "first"),
+    "send": ("send", "first"),
+    "recv_": ("recv", "first"),
 }
 
 

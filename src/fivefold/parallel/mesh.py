@@ -1,6 +1,6 @@
 """The device mesh of a layout and the process groups its folds use. Private `DeviceMesh` surfaces stay in this file."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +22,7 @@ class Mesh:
     device: DeviceMesh
     fsdp: DeviceMesh
     kv_replicas: dist.ProcessGroup | None
+    cp_parts: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # groups within cp, by their axis
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -89,6 +90,20 @@ class Mesh:
         """True on the ranks that stand for all copies over `dp_replicate`."""
         return self._rank("dp_replicate") == 0
 
+    def split_cp(self, neighbours: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """This rank's ring through cp in steps of `neighbours`, and its neighbours; every rank calls it."""
+        layout, rank = self.layout, dist.get_rank()
+        for first in range(0, layout.world, layout.cp * layout.tp):
+            for tp in range(layout.tp):
+                ranks = [first + cp * layout.tp + tp for cp in range(layout.cp)]
+                rings = [("cp_ring", ranks[at::neighbours]) for at in range(neighbours)]
+                beside = [("cp_ulysses", ranks[at : at + neighbours]) for at in range(0, layout.cp, neighbours)]
+                for axis, members in (*rings, *beside):
+                    group = dist.new_group(members)
+                    if rank in members:
+                        self.cp_parts[axis] = group
+        return self.cp_parts["cp_ring"], self.cp_parts["cp_ulysses"]
+
     def _rank(self, axis: str) -> int:
         return self.device.get_local_rank(axis) if axis in self._axes else 0
 
@@ -109,6 +124,7 @@ class Mesh:
         named[self.fsdp.get_group(self.fsdp.ndim - 1).group_name] = "dp_shard"
         if self.kv_replicas is not None:
             named[self.kv_replicas.group_name] = "tp_kv"
+        named |= {group.group_name: axis for axis, group in self.cp_parts.items()}
         named[dist.distributed_c10d._get_default_group().group_name] = "world"
         return named.get(group_name, group_name)
 
@@ -120,10 +136,9 @@ def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1) -> Mesh:
     """
     sizes = {axis: size for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size > 1 or axis == "dp_shard"}
     device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if layout.cp > 1:
-        device["dp_shard", "cp"]._flatten("fsdp")
-    shard = "fsdp" if layout.cp > 1 else "dp_shard"
-    fsdp = device[("dp_replicate", shard)] if layout.dp_replicate > 1 else device[shard]
+    fsdp = device["dp_shard", "cp"]._flatten("fsdp") if layout.cp > 1 else device["dp_shard"]
+    if layout.dp_replicate > 1:
+        fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
     return Mesh(layout, device, fsdp, _kv_group(layout, kv_copies))
 
 

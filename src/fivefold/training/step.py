@@ -103,6 +103,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
     """What the folds need to know to declare the collectives of one step of [rows, tokens] micro batches."""
     spread = spread_of(model)
     layout = spread.layout
+    tokens //= layout.cp
     dtype_bytes = {name: dtype.itemsize for name, dtype in data.COMPUTE_DTYPES.items()}
     return StepShape(
         rows=rows,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.models import surfaces
 from fivefold.parallel.apply import spread_of
+from fivefold.parallel.context import row_blocks
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.tensor import local
 from fivefold.verification.evidence import Distance, Evidence
@@ -180,11 +181,14 @@ class Observer:
             return False
         distance = self.distances.setdefault(key, Distance())
         for b, row in enumerate(rows):
-            start, stop = tokens[0], min(tokens[1], tokens_of(self._documents[row]))
-            if start < stop:
-                found = values_BTF[b if values_BTF.shape[0] > 1 else 0, : stop - start]
-                expected = self._evidence.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]
-                distance.add(found, torch.cat([expected[:, slice(*block)] for block in blocks], dim=-1))
+            at = 0
+            for start, end in tokens:
+                stop = min(end, tokens_of(self._documents[row]))
+                if start < stop:
+                    found = values_BTF[b if values_BTF.shape[0] > 1 else 0, at : at + stop - start]
+                    expected = self._evidence.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]
+                    distance.add(found, torch.cat([expected[:, slice(*block)] for block in blocks], dim=-1))
+                at += end - start
         return True
 
     def _by_row(self, values: Tensor, token_dim: int, rows: int) -> Tensor:
@@ -192,15 +196,15 @@ class Observer:
             return values.reshape(rows, values.shape[0] // rows, -1)
         return values.movedim(token_dim, 1).flatten(2) if values.ndim > 2 else values.unsqueeze(-1)
 
-    def _tokens(self, length: int) -> tuple[int, int] | None:
-        """Which tokens of a row this rank has: all, or its part under sequence parallelism."""
+    def _tokens(self, length: int) -> Sequence[Block] | None:
+        """Which tokens of a row this rank has: its part over cp, and of that all, or its part under sequence
+        parallelism."""
         layout = self._spread.layout
         multiple = layout.row_multiple
         whole = -(-self._evidence.about["row_length"] // multiple) * multiple
-        if length == whole:
-            return 0, whole
-        if length * layout.tp == whole:
-            return length * self._tp_rank, length * (self._tp_rank + 1)
+        for tp, rank in ((1, 0), (layout.tp, self._tp_rank)):
+            if length * layout.cp * tp == whole:
+                return row_blocks(whole, layout.cp, self._spread.mesh.cp_rank, tp, rank)
         return None
 
     def _blocks(self, name: str, features: int, width: int) -> Sequence[Block] | None:

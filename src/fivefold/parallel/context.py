@@ -1,0 +1,355 @@
+"""Context parallelism: the tokens of a row over the ranks of `cp`, for any model that attends through `transformers`.
+
+Rank r of n has chunks r and 2n-1-r of the 2n equal chunks of each row, so that causal attention is equal work for all.
+Everything but attention sees one token at a time and runs on a rank's own; attention exchanges keys and values, or
+heads (`exchange.py`). The fold is placed from outside:
+
+    base: whole rows -> cut -> [B, L, D] -> ... attention calls `ContextParallel.attend` ... -> head -> whole logits
+    (in the chunked loss logits stay where they are, and labels are cut)
+
+Positions are always explicit and those of the whole row; the bounds of documents stay whole, and say who sees whom.
+
+Legend: B rows, T tokens of a row, L = T/n of them on this rank, n ranks of cp in rings of r and groups of u; H query
+heads, G key/value heads, D head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold import heads
+from fivefold.errors import UserError
+from fivefold.heads import Method
+from fivefold.models import kernels, rectangles
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.attention import CONTEXT
+from fivefold.models.build import check_slices
+from fivefold.models.kernels import Rule
+from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
+from fivefold.models.rectangles import Blocks, joined
+from fivefold.models.trace import Trace
+from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.exchange import (
+    Arriving,
+    Exchange,
+    Gathering,
+    Ring,
+    Tokens,
+    gathered,
+    heads_for_tokens,
+    tokens_for_heads,
+)
+from fivefold.parallel.mesh import Mesh
+
+# ---- which tokens a rank has -----------------------------------------------------------------------------------------
+
+
+def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0) -> Blocks:
+    """The tokens of a row of `length` that a rank has, in its order: the one description that runtime and proof read.
+
+    With sequence parallelism the ranks of `tp` have equal parts of what their rank of `cp` has, in order.
+    """
+    chunk = length // (2 * cp)
+    mirrored = 2 * cp - 1 - cp_rank
+    mine = joined([(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)])
+    share = 2 * chunk // tp
+    return _part(mine, tp_rank * share, (tp_rank + 1) * share)
+
+
+def _part(blocks: Blocks, first: int, last: int) -> Blocks:
+    """Places [first, last) of the tokens that the blocks hold one after the other."""
+    found, at = [], 0
+    for start, stop in blocks:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return tuple(found)
+
+
+# ---- the fold --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ContextParallel:
+    """The context parallel fold of one model on this rank.
+
+    `is_on` is what changes during a run: generation with a cache works on whole rows, on every rank alike.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    method: Method
+    exchange: Exchange | None  # None: every rank has whole rows of its heads
+    ulysses: dist.ProcessGroup | None
+    ulysses_axis: str
+    attends: tuple[tuple[int, int, int], ...]  # of each attention module: a rank's query and kv heads, features of one
+    is_on: bool = True
+    head_in_chunks: bool = False
+    tokens: Callable[[int], tuple[Tokens, Tokens]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = lru_cache(maxsize=64)(self._tokens)
+
+    def _tokens(self, length: int) -> tuple[Tokens, Tokens]:
+        """Of rows of `length`: the blocks of each rank of this rank's ring, and of each of its group of u.
+
+        u neighbours have, together, what one rank of a ring of cp / u has.
+        """
+        u = self.method.ulysses
+        rings = tuple(row_blocks(length, self.size // u, each) for each in range(self.size // u))
+        first = self.rank // u * u
+        return rings, tuple(row_blocks(length, self.size, rank) for rank in range(first, first + u))
+
+    @property
+    def gathers_logits(self) -> bool:
+        """Whether what leaves the head becomes whole rows."""
+        return self.is_on and not self.head_in_chunks
+
+    def cut(self, x_BT: Tensor) -> Tensor:
+        """This rank's tokens [B, L, ...] of whole rows [B, T, ...]. Raises `UserError` for rows that cannot be cut."""
+        length = x_BT.shape[1]
+        if length % (2 * self.size):
+            unit = 2 * self.size
+            raise UserError(
+                f"context parallelism cuts a row into {unit} chunks: 2 x cp {self.size} does not divide {length}",
+                fix=f"pad the rows to {-(-length // unit) * unit} tokens",
+                more="docs/context.md",
+            )
+        return torch.cat([x_BT[:, start:stop] for start, stop in row_blocks(length, self.size, self.rank)], 1)
+
+    def whole_rows(self, x_BLx: Tensor) -> Tensor:
+        """Whole rows [B, T, ...] from every rank's tokens; every rank must compute the same with them."""
+        return _WholeRows.apply(x_BLx, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Inside, every rank has whole rows: for generation, whose cache holds them."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    @contextmanager
+    def chunked_head(self) -> Iterator[None]:
+        """The chunked loss keeps the logits where their tokens are."""
+        self.head_in_chunks = True
+        try:
+            yield
+        finally:
+            self.head_in_chunks = False
+
+    # A graph break under torch.compile: collectives within an operator of its own would not be seen by `record`.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, rule: Rule, sinks: Tensor | None
+    ) -> Tensor:
+        """query [B,H,L,D], key and value [B,G,L,D] of this rank's tokens -> [B,L,H,D]. `bounds` are over the B*T tokens
+        of whole rows, None: each row is a document. See `attention.attention_forward`."""
+        q_BLHD, k_BLGD, v_BLGD = (each.transpose(1, 2) for each in (query, key, value))
+        (rows, local, heads, _), u = q_BLHD.shape, self.method.ulysses
+        length = local * self.size
+        edges = tuple(range(0, (rows + 1) * length, length)) if bounds is None else tuple(bounds.tolist())
+        rings, group = self.tokens(length)
+        if self.ulysses is not None:
+            shared = max(1, k_BLGD.shape[2] // u)
+            dealt = [_by_rank_of_heads(each, u) for each in (q_BLHD, k_BLGD, v_BLGD)]
+            mixed = heads_for_tokens(torch.cat(dealt, 3), self.ulysses, group)
+            q_BLHD, k_BLGD, v_BLGD = torch.split(mixed, [heads // u, shared, shared], 2)
+            sinks = sinks if sinks is None else torch.chunk(sinks, u)[self.ulysses.rank()]
+        if rule.window is not None and rule.window >= length:
+            rule = Rule(rule.scale, None, rule.softcap)
+        job = Job(edges, rows, length, rings, self.exchange, rule)
+        out_BLHD: Tensor = _Attention.apply(q_BLHD, k_BLGD, v_BLGD, sinks, job)  # type: ignore[no-untyped-call]
+        return out_BLHD if self.ulysses is None else tokens_for_heads(out_BLHD, self.ulysses, group).flatten(2, 3)
+
+
+def _by_rank_of_heads(x_BLHD: Tensor, u: int) -> Tensor:
+    """[B,L,u,h,D]: the heads for each of u ranks; fewer key/value heads than ranks go to several of them."""
+    heads = x_BLHD.shape[2]
+    if heads % u:
+        x_BLHD = x_BLHD[:, :, [rank * heads // u for rank in range(u)]]
+    return x_BLHD.unflatten(2, (u, -1))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _WholeRows(torch.autograd.Function):
+    """[B,L,...] -> [B,T,...]; backward keeps this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLx: Tensor, fold: ContextParallel) -> Tensor:
+        ctx.fold = fold
+        length = x_BLx.shape[1] * fold.size
+        return gathered(x_BLx, fold.group, tuple(row_blocks(length, fold.size, rank) for rank in range(fold.size)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        fold: ContextParallel = ctx.fold
+        return fold.cut(grads[0]), None
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one call of attention is about: the bounds of documents in `rows` rows of `length` tokens, the blocks of
+    each rank that exchanges keys, and how."""
+
+    edges: tuple[int, ...]
+    rows: int
+    length: int
+    tokens: Tokens
+    exchange: Exchange | None
+    rule: Rule
+
+    @property
+    def mine(self) -> Blocks:
+        """The blocks of the queries."""
+        return self.tokens[self.exchange.group.rank() if self.exchange else 0]
+
+    @property
+    def bounds(self) -> Tensor:
+        """Of the documents, as the blocks cut them."""
+        return _bounds(self.edges, self.rows, self.length, self.mine)
+
+    def parts(self, kv: Tensor) -> Iterator[tuple[Blocks, Tensor]]:
+        """Keys and values that queries of this rank may see, beside those of their own block."""
+        return self.exchange.parts(kv, self.tokens) if self.exchange else iter([((), kv)])
+
+    def give_back(self, step: int, grad: Tensor, wire: torch.dtype) -> Arriving:
+        """Gradients of the kv of part `step` go home; what comes home of this rank's own."""
+        return self.exchange.give_back(step, grad, self.tokens, wire) if self.exchange else lambda: grad
+
+    def rectangles(self, keys: Blocks) -> Sequence[rectangles.Rectangle]:
+        """Where this rank's queries see keys of these blocks, other than their own."""
+        return rectangles.rectangles(self.edges, self.rows, self.length, self.mine, keys, self.rule.window)
+
+
+_bounds = lru_cache(maxsize=64)(rectangles.local_bounds)
+
+
+class _Attention(torch.autograd.Function):
+    """Queries, keys and values of this rank [B,L,H or G,D], sinks [H] or None -> [B,L,H,D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> Tensor:
+        kv, rule = torch.stack([k, v]), job.rule
+        parts = job.parts(kv)
+        first = next(parts)  # from here on the next is on its way
+        own, lse = packed_attention(
+            *(each.transpose(1, 2) for each in (q, k, v)), job.bounds, rule.scale, rule.window, rule.softcap
+        )
+        out: Tensor = own.to(lse.dtype)
+        for blocks, (keys, values) in chain([first], parts):
+            for part in job.rectangles(blocks):
+                rectangles.merge(part, out, lse, *rectangles.forward(part, q, keys, values, rule))
+        if sinks is not None:
+            kernels.join_sinks(out, lse, sinks)
+        ctx.job, out = job, out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (q, kv, out, lse, sinks), job, rule = ctx.saved_tensors, ctx.job, ctx.job.rule
+        grad, parts = grads[0], job.parts(kv)
+        first = next(parts)
+        own = packed_attention_backward(
+            grad, *(each.transpose(1, 2) for each in (q, *kv)), out, lse, job.bounds, rule.scale, rule.window,
+            rule.softcap,
+        )  # fmt: skip
+        dq, *dkv = (each.transpose(1, 2).to(lse.dtype) for each in own)
+        total, arriving = torch.stack(dkv), list[Arriving]()
+        for step, (blocks, part_kv) in enumerate(chain([first], parts)):
+            more = torch.zeros_like(part_kv, dtype=lse.dtype)
+            for part in job.rectangles(blocks):
+                found = rectangles.backward(part, grad, q, part_kv[0], part_kv[1], out, lse, rule)
+                rectangles.add(dq, part.rows, part.queries, found[0])
+                for whole, piece in zip(more, found[1:], strict=True):
+                    rectangles.add(whole, part.rows, part.keys, piece)
+            while arriving:
+                total += arriving.pop()()
+            arriving.append(job.give_back(step, more, kv.dtype))
+        dk, dv = (total + arriving.pop()()).to(kv.dtype)
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return dq.to(q.dtype), dk, dv, dsinks, None
+
+
+# ---- placing it in a model -------------------------------------------------------------------------------------------
+
+
+def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, mesh: Mesh) -> ContextParallel | None:
+    """Hook the base, the head and the attention modules of `model`; None for a layout without the fold.
+
+    Raises `UserError` where the layout's `cp_method` does not fit the heads.
+    """
+    layout = mesh.layout
+    if layout.cp == 1:
+        return None
+    events = {event.name: event for block in traced.blocks for event in block.events if event.kind == "attention"}
+    counts = [(each.inputs[0].shape[1], each.inputs[1].shape[1], each.inputs[0].shape[3]) for each in events.values()]
+    attends = tuple((query // layout.tp, max(1, kv // layout.tp), size) for query, kv, size in counts)
+    method = heads.context_method(layout.cp_method, layout.cp, min(attends)[0], min(kv for _, kv, _ in attends))
+    fold = ContextParallel(mesh.cp_group, mesh.cp_rank, layout.cp, method, *_groups(mesh, method), attends=attends)
+    for name in events:
+        setattr(model.get_submodule(name), CONTEXT, fold)
+    base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)
+    base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)  # before anything counts tokens
+    head.register_forward_hook(
+        lambda _, args, out: fold.whole_rows(out) if fold.is_on and not fold.head_in_chunks else out
+    )
+    return fold
+
+
+def _groups(mesh: Mesh, method: Method) -> tuple[Exchange | None, dist.ProcessGroup | None, str]:
+    """The exchange of keys, the ranks that deal out heads, and the latter's axis."""
+    if method.ring == 1:
+        return None, mesh.cp_group, "cp"
+    if method.ulysses == 1:
+        return (Gathering if method.gathers else Ring)(mesh.cp_group, "cp"), None, ""
+    ring, ulysses = mesh.split_cp(method.ulysses)
+    return Ring(ring, "cp_ring"), ulysses, "cp_ulysses"
+
+
+def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:
+    """Pre-hook of the base: whole rows become this rank's tokens, with their positions in the whole rows."""
+
+    def hook(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if not fold.is_on:
+            return args, kwargs
+        kwargs = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
+        given = {name: kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
+        rows, length = next(iter(given.values())).shape[:2]
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(length, device=next(iter(given.values())).device)
+        given["position_ids"] = positions.expand(rows, -1)
+        check_slices(base.config, given["position_ids"])
+        return args[1:], kwargs | {name: fold.cut(tensor) for name, tensor in given.items()}
+
+    return hook
+
+
+def declare(fold: ContextParallel, shape: StepShape) -> list[Collective]:
+    """Collectives of one optimizer step: those of attention. (The loss needs none: it is summed over the world.)"""
+    forwards = 2 if shape.recompute == "full" else 1
+    u = fold.method.ulysses
+    token = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of a rank's tokens
+    found = []
+    for query, kv, size in fold.attends:
+        dealt = max(kv, u)  # key/value heads that a rank sends
+        if fold.exchange:
+            found += fold.exchange.declare(2 * dealt * size * token, forwards)
+        if u > 1:
+            passes, volume = forwards + 1, (2 * query + 2 * dealt) * size * token
+            found.append(Collective(fold.ulysses_axis, "all_to_all", 2 * passes, passes * volume))
+    return [Collective(c.axis, c.kind, c.count * shape.micro_batches, c.bytes * shape.micro_batches) for c in found]

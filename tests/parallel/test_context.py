@@ -1,0 +1,190 @@
+"""Context parallelism: which tokens a rank has, attention by every method, and what a layout with cp computes."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.errors import UserError
+from fivefold.heads import Method, context_method
+from fivefold.layout import Layout
+from fivefold.models.attention import reference_attention
+from fivefold.models.kernels import Rule
+from fivefold.models.rectangles import local_bounds, rectangles
+from fivefold.parallel.context import ContextParallel, _groups, row_blocks
+from fivefold.parallel.mesh import Mesh, build_mesh
+from tests.parity import Case, refusal
+from tests.pool import run_ranks
+
+METHODS = ("ring", "allgather", "ulysses", "2x2")
+
+# ---- which tokens a rank has -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (3, 1), (4, 2), (2, 3)])
+def test_ranks_have_every_token_once_and_equal_work(cp: int, tp: int) -> None:
+    length = 2 * cp * tp * 3
+    held = [row_blocks(length, cp, c, tp, t) for c in range(cp) for t in range(tp)]
+    tokens = [token for blocks in held for start, stop in blocks for token in range(start, stop)]
+    assert sorted(tokens) == list(range(length))
+    assert {sum(stop - start for start, stop in blocks) for blocks in held} == {length // (cp * tp)}
+    seen = [sum(t + 1 for start, stop in row_blocks(length, cp, c) for t in range(start, stop)) for c in range(cp)]
+    assert len(set(seen)) == 1  # keys that the queries of each rank see
+
+
+def test_the_order_of_tokens_is_stated() -> None:
+    assert [row_blocks(16, 2, rank) for rank in (0, 1)] == [((0, 4), (12, 16)), ((4, 12),)]
+    assert [row_blocks(16, 2, 0, 2, rank) for rank in (0, 1)] == [((0, 4),), ((12, 16),)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_diagonals_and_rectangles_are_what_a_query_sees(cp: int, window: int | None) -> None:
+    """Marked one by one in [T, T]: every pair once, no pair too many, and no query of a rectangle without a key."""
+    length, rows, edges = 24, 2, (0, 7, 24, 24 + 13, 24 + 15, 48)
+    blocks = [row_blocks(length, cp, rank) for rank in range(cp)]
+    places = [[t for start, stop in held for t in range(start, stop)] for held in blocks]
+    found = np.zeros((rows, length, length), int)
+    for mine, at in zip(blocks, places, strict=True):
+        bounds = local_bounds(edges, rows, length, mine).tolist()
+        for start, stop in pairwise(bounds):
+            row, first = divmod(start, len(at))
+            for i in range(first, first + stop - start):
+                for j in range(first, i + 1):
+                    found[row, at[i], at[j]] += window is None or at[i] - at[j] < window
+        for keys, key_at in zip(blocks, places, strict=True):
+            for part in rectangles(edges, rows, length, mine, keys, window):
+                q, k = at[part.queries], key_at[part.keys]
+                assert q[0] - k[0] == part.ahead
+                for row in range(rows) if part.rows == slice(None) else part.rows:
+                    for i in q:
+                        visible = [j for j in k if window is None or i - j < window]
+                        assert visible and (part.is_band or len(visible) == len(k))
+                        found[row, i, visible] += 1
+    document = np.searchsorted(edges, np.arange(rows * length), side="right").reshape(rows, length)
+    same = document[:, :, None] == document[:, None, :]
+    i, j = np.indices((length, length))
+    expected = same & (j <= i) & (np.full_like(i, True, bool) if window is None else i - j < window)
+    assert np.array_equal(found, expected)
+
+
+# ---- the method ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cp", "query", "kv", "expected"),
+    [
+        (2, 32, 8, Method(2, 1)),  # few key/value heads, few ranks
+        (4, 32, 8, Method(4, 1)),
+        (8, 32, 8, Method(1, 8)),
+        (2, 32, 32, Method(1, 2)),  # as much as the ring, evenly
+        (8, 6, 1, Method(8, 1)),
+        (16, 32, 8, Method(2, 8)),
+    ],
+)
+def test_auto_sends_the_least(cp: int, query: int, kv: int, expected: Method) -> None:
+    assert context_method("auto", cp, query, kv) == expected
+
+
+def test_methods_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(UserError, match="2 x 3 = 6 ranks, but cp is 4"):
+        context_method("2x3", 4, 12, 12)
+    with pytest.raises(UserError, match="deals 6 query and 2 key/value heads of a rank out to 4") as caught:
+        context_method("ulysses", 4, 6, 2)
+    assert "2x2" in str(caught.value.fix)
+    assert context_method("ulysses", 4, 8, 2) == Method(1, 4)  # two ranks share each key/value head
+    error = run_ranks(4, refusal, Case("cp4+ulysses", kv_heads=1, overrides=(("num_attention_heads", 2),)))[0]
+    assert error.startswith("UserError: cp_method ulysses deals 2 query and 1 key/value heads")
+
+
+# ---- attention alone -------------------------------------------------------------------------------------------------
+
+PACKINGS = {
+    "documents": (2, [0, 7, 24, 24 + 13, 24 + 15, 48]),
+    "whole rows": (2, None),
+    "one-token documents": (1, [0, 1, 2, 11, 12, 13, 24]),
+}
+SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0, 8.0, -0.3, 1.1, -1.0], dtype=torch.float64)
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 5},
+    "softcap": {"softcap": 0.8},
+    "sinks": {"s_aux": SINKS},
+    "all": {"sliding_window": 9, "softcap": 1.5, "s_aux": SINKS},
+}
+HEADS, LENGTH = 8, 24
+
+
+def fold_of(cp: int, method: str, kv: int) -> tuple[ContextParallel, Mesh]:
+    """A fold without a model, for one attention module."""
+    mesh = build_mesh(Layout(cp=cp), "cpu")
+    chosen = context_method(method, cp, HEADS, kv)
+    return ContextParallel(mesh.cp_group, mesh.cp_rank, cp, chosen, *_groups(mesh, chosen), ((HEADS, kv, 8),)), mesh
+
+
+def attention_errors(cp: int, method: str, kv: int, dtype: torch.dtype) -> dict[str, float]:
+    """Largest error of output and gradients on this rank, by packing and rule, relative to the largest value."""
+    fold, _ = fold_of(cp, method, kv)
+    errors = {}
+    for packing, (rows, edges) in PACKINGS.items():
+        bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
+        for name, rule in RULES.items():
+            torch.manual_seed(0)
+            wholes = [torch.randn(rows, heads, LENGTH, 8, dtype=torch.float64).to(dtype) for heads in (HEADS, kv, kv)]
+            weight = torch.randn(rows, LENGTH, HEADS, 8, dtype=torch.float64).to(dtype)
+            expected = attended(lambda *x, rule=rule, bounds=bounds: twin(*x, bounds, rule), wholes, rule, weight)
+            own = [fold.cut(each.transpose(1, 2)).transpose(1, 2) for each in wholes]
+            made = Rule(0.7, rule.get("sliding_window"), rule.get("softcap"))
+            found = attended(
+                lambda q, k, v, s, made=made, bounds=bounds: fold.attend(q, k, v, bounds, made, s), own, rule,
+                fold.cut(weight),
+            )  # fmt: skip
+            for what, right in expected.items():
+                part, mine = right, found[what]
+                if what == "sinks":
+                    dist.all_reduce(mine)
+                else:
+                    part = fold.cut(right)
+                assert mine.dtype == dtype
+                errors[f"{packing}, {name}: {what}"] = float((mine.double() - part).abs().max() / right.abs().max())
+    return errors
+
+
+def twin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bounds: Tensor | None, rule: dict[str, Any]) -> Tensor:
+    q, k, v = q.double(), k.double(), v.double()
+    return reference_attention(q, k, v, bounds, 0.7, **rule | ({} if sinks is None else {"s_aux": sinks.double()}))
+
+
+def attended(attend: Any, tensors: list[Tensor], rule: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+    """Output and gradients, tokens along dimension 1."""
+    sinks = rule.get("s_aux")
+    leaves = [each.detach().clone().requires_grad_() for each in tensors]
+    leaves += [] if sinks is None else [sinks.to(tensors[0].dtype).requires_grad_()]
+    out = attend(*leaves[:3], leaves[3] if sinks is not None else None)
+    grads = torch.autograd.grad(out, leaves, weight.to(out.dtype))
+    named = dict(zip("qkv", (each.transpose(1, 2) for each in grads), strict=False))
+    return {"out": out.detach(), **named} | ({} if sinks is None else {"sinks": grads[3]})
+
+
+@pytest.mark.parametrize(
+    ("cp", "method", "kv"),
+    [
+        (2, "ring", 8), (2, "allgather", 2), (2, "ulysses", 1), (2, "ulysses", 4),
+        (4, "ring", 1), (4, "allgather", 8), (4, "ulysses", 2), (4, "2x2", 2), (4, "2x2", 1),
+    ],
+)  # fmt: skip
+def test_every_method_attends_as_one_process(cp: int, method: str, kv: int) -> None:
+    for errors in run_ranks(cp, attention_errors, cp, method, kv, torch.float64):
+        assert max(errors.values()) < 1e-13, max(errors, key=lambda key: errors[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_in_lower_precision(method: str, dtype: torch.dtype) -> None:
+    """A few roundings of the type: each part of an output is rounded once, then merged in fp32."""
+    for errors in run_ranks(4, attention_errors, 4, method, 2, dtype):
+        assert max(errors.values()) < 8 * torch.finfo(dtype).eps, max(errors, key=lambda key: errors[key])

@@ -1,0 +1,170 @@
+"""Layouts with context parallelism compute what the unmodified model computes in one process (see test_parity.py)."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.checkpoint import newest
+from tests.checkpoint.ranks import load_and_train, train_and_save
+from tests.checkpoint.test_reshard import equal
+from tests.checkpoint.test_reshard import whole as whole_state
+from tests.generation.ranks import continue_greedily
+from tests.generation.test_decode import hf_greedy
+from tests.parallel.test_parity import case_id, run
+from tests.parallel.test_properties import largest_difference, one_changed, whole
+from tests.parity import (
+    Case,
+    assert_proved,
+    build,
+    documents,
+    gathered,
+    gradient_error,
+    pieces,
+    reference_model,
+)
+from tests.pool import run_ranks
+from tests.training import bodies
+
+# Every method, family, ZeRO stage, recompute and kind of packing, beside tp with and without sequence parallelism.
+CASES = [
+    Case("cp2+mb2+fp64"),
+    Case("cp2+allgather+zero1+mb2+fp64", "qwen3", tied=True, loss_chunks=3),
+    Case("cp2+ulysses+zero2+full+fp64", "gemma3"),
+    Case("shard2.cp2+ring+zero2+full+fp64", "mistral", packing=False),
+    Case("dp2.cp2+allgather+full+mb2+fp64", "gemma2"),
+    Case("cp2.tp2+ring+zero1+full+fp64", kv_heads=1),
+    Case("cp2.tp2+ulysses+mb4+fp64", "gemma2"),
+    Case("cp2.tp2+ring+nosp+mb2+fp64", "gpt2"),
+    Case("cp4+2x2+zero1+full+mb2+fp64", "gemma3", kv_heads=2),
+    Case("cp4+ulysses+fp64", kv_heads=1, optimizer="muon"),
+    Case("cp4+ring+zero2+mb8+fp64", "gemma2", packing=False),
+    Case("shard2.cp2.tp2+2x1+zero1+fp64", "qwen3", optimizer="muon"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_layout_equals_one_process(case: Case) -> None:
+    found, expected, per_rank = run(case)
+    assert_proved(found, expected, per_rank)
+
+
+def test_loss_follows_for_twenty_steps_in_fp32() -> None:
+    found, expected, _ = run(Case("cp4+2x2+mb8+fp32", steps=20))
+    assert gradient_error(found, expected)[0] <= 1e-5
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+def test_runs_are_bitwise_equal_when_repeated() -> None:
+    """The order in which parts arrive does not matter."""
+    first, again = (run(Case("cp4+mb4", steps=2))[0] for _ in range(2))
+    assert first.losses == again.losses
+    assert all(np.array_equal(first.weights[name], again.weights[name]) for name in first.weights)
+
+
+# ---- what must not matter --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["cp2+ring", "cp2+allgather", "cp2+ulysses", "cp4+2x2", "cp2.tp2+ring"])
+def test_no_document_reaches_the_next(layout: str) -> None:
+    rows = [row for place in (0, 5, 10) for row in one_changed(place)]
+    results = whole(Case(f"{layout}+fp64"), [[row] for row in rows])
+    for (loss, gradient), (other_loss, other_gradient) in zip(results[::2], results[1::2], strict=True):
+        assert loss == other_loss > 0
+        assert largest_difference(gradient, other_gradient) == 0.0
+
+
+# ---- outside of the training step ------------------------------------------------------------------------------------
+
+
+def called(case: Case) -> tuple[list[np.ndarray], list[Any]]:
+    """Logits of whole rows from plain calls of the model, and gradients of a loss over the last ones."""
+    model, found = build(case), []
+    ids = torch.from_numpy(np.stack([row[0] for row in documents(case, 0)[:1]]))[:, :16]
+    for given in (
+        {"input_ids": ids},
+        {"inputs_embeds": reference_model(case).get_input_embeddings()(ids).detach()},
+    ):
+        with torch.no_grad():
+            found.append(model(**given).logits.numpy())
+    model(input_ids=ids).logits.square().sum().backward()
+    return found, pieces(model, {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("layout", ["cp2+fp64", "cp2.tp2+nosp+ulysses+fp64"])
+def test_a_plain_call_gives_the_logits_of_whole_rows_and_their_gradient(layout: str) -> None:
+    case = Case(layout)
+    model = reference_model(case)
+    ids = torch.from_numpy(np.stack([row[0] for row in documents(case, 0)[:1]]))[:, :16]
+    expected = model(input_ids=ids).logits
+    expected.square().sum().backward()
+    results = run_ranks(case.parsed.world, called, case)
+    for logits, _ in results:
+        for each in logits:
+            np.testing.assert_allclose(each, expected.detach().numpy(), rtol=0, atol=1e-12)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for name, gradient in gathered([each for _, each in results], shapes).items():
+        np.testing.assert_allclose(gradient, model.get_parameter(name).grad.numpy(), rtol=0, atol=1e-9, err_msg=name)
+
+
+def of_length(case: Case, length: int) -> str:
+    model = build(case)
+    try:
+        model(input_ids=torch.arange(length)[None])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_rows_that_cannot_be_cut_are_refused() -> None:
+    for error in run_ranks(2, of_length, Case("cp2+fp64"), 18):
+        assert error.startswith("UserError: context parallelism cuts a row into 4 chunks: 2 x cp 2 does not divide 18")
+        assert "pad the rows to 20 tokens" in error
+
+
+def test_a_rotary_table_that_follows_the_length_is_refused_where_it_would_change() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    case = Case("cp2+fp64", overrides=(("rope_parameters", rope), ("max_position_embeddings", 16)))
+    assert run_ranks(2, of_length, case, 16) == [""] * 2
+    for error in run_ranks(2, of_length, case, 20):
+        assert "rope type dynamic takes other frequencies for documents longer than 16 tokens" in error
+
+
+def test_generation_says_what_transformers_says() -> None:
+    case = Case("cp2.tp2+fp32")
+    assert run_ranks(4, continue_greedily, case, 8) == [hf_greedy(case, 8)] * 4
+
+
+def test_a_run_evaluates_and_samples_as_on_one_process(tmp_path: Path) -> None:
+    bodies.write_corpus(tmp_path / "more.txt", characters=1009, seed=8)
+    columns = {}
+    for name, world, layout in (("one", 1, {}), ("cp", 2, {"cp": 2})):
+        tree = bodies.run_file(
+            tmp_path, run__name=name, train__max_steps=3, train__check_every=1, eval__every=2,
+            data__validation=str(tmp_path / "more.txt"), sample__every=2, sample__prompts=["der"],
+        ) | {"layout": layout}  # fmt: skip
+        assert bodies.train(tree, world).error is None
+        keys = ("train/loss", "train/grad_norm", "train/tokens_seen", "eval/loss")
+        columns[name] = [row[key] for row in bodies.metrics(tree) for key in keys if key in row]
+    assert len(columns["one"]) == 11
+    assert columns["cp"] == pytest.approx(columns["one"], rel=2e-6)
+
+
+def test_a_checkpoint_goes_from_layout_to_layout_bit_for_bit(tmp_path: Path) -> None:
+    """Saved under cp2, loaded under shard2 and one process; and back."""
+    layouts = [f"{layout}+fp64" for layout in ("cp2", "shard2+zero1", "single")]
+    saved = {}
+    for layout in layouts:
+        (tmp_path / layout).mkdir()
+        states = run_ranks(Case(layout).parsed.world, train_and_save, Case(layout), tmp_path / layout, 2, 1)
+        saved[layout] = newest(tmp_path / layout), whole_state(states), states[0].losses
+    for layout in layouts:
+        per_rank = run_ranks(
+            Case(layout).parsed.world, load_and_train, Case(layout), [folder for folder, *_ in saved.values()], 1
+        )
+        for (wrote, (_, state, losses)), states in zip(saved.items(), zip(*per_rank, strict=True), strict=True):
+            assert equal(whole_state(list(states)), state), f"{wrote} under {layout}"
+            np.testing.assert_allclose(states[0].losses, losses, rtol=1e-10, err_msg=f"{wrote} under {layout}")

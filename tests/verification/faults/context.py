@@ -1,0 +1,297 @@
+"""Bugs of context parallelism."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fivefold.data.batch import IGNORE
+from fivefold.models import rectangles
+from fivefold.parallel import context, exchange
+from fivefold.parallel.apply import spread_of
+from fivefold.parallel.context import ContextParallel, Job, row_blocks
+from fivefold.parallel.exchange import Ring
+from fivefold.training import step
+from tests.verification.faults.fault import Model, fault
+
+ATTENTION = r"self_attn\.o_proj input"  # what attention made
+KEYS = r"[kv]_proj"
+
+
+# ---- the cut of tokens -----------------------------------------------------------------------------------------------
+
+
+def _positions(of: Callable[[ContextParallel, Tensor], Tensor]) -> Any:
+    """The base is given other positions: `of(fold, those of whole rows)`."""
+    plain = context._cut_rows
+
+    def cut_rows(fold: ContextParallel) -> Any:
+        hook = plain(fold)
+
+        def wrong(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            args, cut = hook(base, args, kwargs)
+            return args, {**cut, "position_ids": of(fold, kwargs["position_ids"])} if fold.is_on else cut
+
+        return wrong
+
+    return patch.object(context, "_cut_rows", cut_rows)
+
+
+def _contiguous(fold: ContextParallel, x_BT: Tensor) -> Tensor:
+    return x_BT.chunk(fold.size, 1)[fold.rank]
+
+
+@fault(
+    "positions count from zero on every rank",
+    known="verl #6267; position_ids left to a model that counts its slice",
+    layout="cp2",
+    expects=[("output", r"rotary_emb")],
+)
+def positions_restart_on_every_rank() -> Any:
+    return _positions(lambda fold, x: torch.arange(x.shape[1] // fold.size, device=x.device).expand(len(x), -1))
+
+
+@fault(
+    "learnt positions (GPT-2) count from zero on every rank",
+    known="verl #6267, where positions are a table",
+    layout="cp2",
+    model=Model("gpt2"),
+    expects=[("output", r"transformer\.wpe")],
+)
+def learnt_positions_restart_on_every_rank() -> Any:
+    return _positions(lambda fold, x: torch.arange(x.shape[1] // fold.size, device=x.device).expand(len(x), -1))
+
+
+@fault(
+    "tokens in zigzag order, their positions in that of contiguous slices",
+    known="ms-swift #10071: zigzag order on one side, contiguous on the other",
+    layout="cp2",
+    expects=[("output", r"rotary_emb")],
+)
+def positions_of_contiguous_slices() -> Any:
+    return _positions(_contiguous)
+
+
+def _labels(of: Callable[[ContextParallel, Tensor], Tensor]) -> Any:
+    """Labels (what holds `IGNORE`) are cut otherwise."""
+    plain = ContextParallel.cut
+
+    def cut(fold: ContextParallel, x_BT: Tensor) -> Tensor:
+        is_labels = x_BT.dtype == torch.int64 and bool((x_BT == IGNORE).any())
+        return of(fold, x_BT) if is_labels else plain(fold, x_BT)
+
+    return patch.object(ContextParallel, "cut", cut)
+
+
+@fault(
+    "tokens in zigzag order, their labels in that of contiguous slices",
+    known="ms-swift #10071: zigzag order on one side, contiguous on the other",
+    layout="cp2",
+    expects=[("loss", "")],
+)
+def labels_of_contiguous_slices() -> Any:
+    return _labels(_contiguous)
+
+
+@fault(
+    "labels cut before they are shifted: the last token of every chunk has no target",
+    known="transformers #36607, bionemo-recipes #1449",
+    layout="cp2",
+    expects=[("loss", "")],
+)
+def labels_cut_before_the_shift() -> Any:
+    def cut(fold: ContextParallel, x_BT: Tensor) -> Tensor:
+        found = []
+        for start, stop in row_blocks(x_BT.shape[1], fold.size, fold.rank):
+            piece = x_BT[:, start:stop].clone()
+            piece[:, -1] = IGNORE
+            found.append(piece)
+        return torch.cat(found, 1)
+
+    return _labels(cut)
+
+
+@fault(
+    "the loss is a mean over each rank's own targets, then over ranks",
+    known="torchtitan #2206, prime-rl #1960",
+    layout="cp2",
+    expects=[("loss", "")],
+)
+def loss_is_a_mean_of_means_over_cp() -> Any:
+    plain = step.gradients
+
+    def gradients(model: Any, batch: Any, scale: Tensor) -> Tensor:
+        fold = spread_of(model).context
+        assert fold is not None
+        mine = sum(int((fold.cut(torch.from_numpy(each.labels)) != IGNORE).sum()) for each in batch)
+        return plain(model, batch, torch.tensor(1.0 / (mine * fold.size), dtype=scale.dtype))
+
+    return patch.object(step, "gradients", gradients)
+
+
+# ---- what attention sees ---------------------------------------------------------------------------------------------
+
+
+@fault(
+    "partial results of the ring added up without the rescale by their log-sum-exp",
+    known="ring attention written by hand: each block's softmax is its own",
+    layout="cp2+ring",
+    expects=[("output", ATTENTION)],
+)
+def partial_results_without_rescale() -> Any:
+    def merge(part: Any, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+        before, plain = lse[part.rows, part.queries], more.transpose(1, 2)
+        out[part.rows, part.queries] = (out[part.rows, part.queries] + plain) / 2
+        lse[part.rows, part.queries] = torch.logaddexp(before, more_lse.transpose(1, 2))
+
+    return patch.object(rectangles, "merge", merge)
+
+
+def _sees(**changes: Callable[[Job], Any]) -> Any:
+    """What queries see of other blocks is told from other documents or another window."""
+
+    def seen(job: Job, keys: Any) -> Any:
+        given = {name: change(job) for name, change in changes.items()}
+        window = given.get("window", job.rule.window)
+        return rectangles.rectangles(given.get("edges", job.edges), job.rows, job.length, job.mine, keys, window)
+
+    return patch.object(Job, "rectangles", seen)
+
+
+@fault(
+    "the document mask holds inside a block and is dropped between blocks",
+    known="trl #6843",
+    layout="cp2+ring",
+    expects=[("output", ATTENTION)],
+)
+def documents_see_each_other_across_ranks() -> Any:
+    return _sees(edges=lambda job: tuple(range(0, (job.rows + 1) * job.length, job.length)))
+
+
+@fault(
+    "the sliding window holds inside a block and is dropped between blocks",
+    known="accelerate #4177, a review of prime-rl #2828",
+    layout="cp2+ring",
+    model=Model("mistral"),
+    expects=[("output", ATTENTION)],
+)
+def the_window_ends_at_the_block() -> Any:
+    return _sees(window=lambda job: None)
+
+
+@fault(
+    "blocks are not seen beyond their own edge: every rank attends to its own tokens",
+    known="layers that the exchange does not reach, accelerate #4177",
+    layout="cp2",
+    expects=[("output", ATTENTION)],
+)
+def every_rank_for_itself() -> Any:
+    return patch.object(Job, "rectangles", lambda job, keys: ())
+
+
+@fault(
+    "the two chunks of a rank are attended to as one sequence, although tokens lie between them",
+    known="is_causal over the local zigzag sequence",
+    layout="cp2+ring",
+    expects=[("output", ATTENTION)],
+)
+def chunks_of_a_rank_as_one_sequence() -> Any:
+    plain = rectangles.local_bounds
+
+    def bounds(edges: Any, rows: int, length: int, blocks: Any) -> Tensor:
+        held = sum(stop - start for start, stop in blocks)
+        seams = {row * held + blocks[0][1] - blocks[0][0] for row in range(rows) if len(blocks) > 1}
+        edges_of_documents = {row * length + start for row in range(rows) for start, _ in blocks} & set(edges)
+        return torch.tensor(
+            [e for e in plain(edges, rows, length, blocks).tolist() if e not in seams or e in edges_of_documents],
+            dtype=torch.int32,
+        )
+
+    return patch.object(context, "_bounds", bounds)
+
+
+@fault(
+    "gathered keys and values left in the order of ranks, not of the row",
+    known="ms-swift #10071, for keys and values",
+    layout="cp2+allgather",
+    expects=[("output", ATTENTION)],
+)
+def gathered_keys_in_the_order_of_ranks() -> Any:
+    return patch.object(exchange, "in_order", lambda x, tokens, dim: torch.cat(list(x), dim))
+
+
+@fault(
+    "the heads that come back from Ulysses are in another order than those that went",
+    known="two all-to-alls that disagree",
+    layout="cp2+ulysses",
+    expects=[("output", ATTENTION)],
+)
+def heads_come_back_in_another_order() -> Any:
+    plain = exchange.tokens_for_heads
+    return patch.object(context, "tokens_for_heads", lambda *args: plain(*args).flip(2))
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@fault(
+    "gradients of keys and values that another rank used are not sent home",
+    known="diffusers #14265: the backward of a ring that knows its own keys only",
+    layout="cp2+ring",
+    expects=[("gradient of output", KEYS)],
+)
+def gradients_of_remote_keys_lost() -> Any:
+    def give_back(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
+        return (lambda: grad * 0) if at else (lambda: grad)
+
+    return patch.object(Ring, "give_back", give_back)
+
+
+@fault(
+    "gradients of keys and values are sent to the wrong rank",
+    known="Megatron-LM #1464 (gradients of attention wrong under cp); the ring turned round in backward",
+    layout="cp3+ring",
+    expects=[("gradient of output", KEYS)],
+)
+def gradients_of_keys_sent_the_wrong_way() -> Any:
+    def give_back(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
+        return ring._swap(grad, at) if at else (lambda: grad)
+
+    return patch.object(Ring, "give_back", give_back)
+
+
+@fault(
+    "key/value heads that Ulysses sends to several ranks get the gradient of one",
+    known="repeated key/value heads whose copies are not summed",
+    layout="cp2+ulysses",
+    model=Model(kv_heads=1),
+    expects=[("gradient of output", KEYS)],
+)
+def copies_of_key_value_heads_not_summed() -> Any:
+    plain = context._by_rank_of_heads
+
+    def dealt(x: Tensor, u: int) -> Tensor:
+        copies = plain(x, u)
+        return torch.cat([copies[:, :, :1], copies[:, :, 1:].detach()], 2) if x.shape[2] < u else copies
+
+    return patch.object(context, "_by_rank_of_heads", dealt)
+
+
+@fault(
+    "parts of a rectangle's backward weighed by its own log-sum-exp, not by the merged one",
+    known="diffusers #14265: a ring's backward reads what one of its steps saved",
+    layout="cp2+ring",
+    expects=[("gradient of output", r"self_attn")],
+)
+def backward_by_the_statistics_of_a_part() -> Any:
+    plain = rectangles.backward
+
+    def backward(part: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Any) -> Any:
+        own, own_lse = rectangles.forward(part, q, k, v, rule)
+        out, lse = out.clone(), lse.clone()
+        out[part.rows, part.queries], lse[part.rows, part.queries] = own.transpose(1, 2), own_lse.transpose(1, 2)
+        return plain(part, grad, q, k, v, out, lse, rule)
+
+    return patch.object(rectangles, "backward", backward)
