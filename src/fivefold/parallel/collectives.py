@@ -2,7 +2,8 @@
 
 Each fold declares its collectives beside the code that issues them (`declare` in data.py, tensor.py, loss.py,
 whole.py, training/step.py). `record` observes the dispatcher; a test holds the two equal. Bytes are those of the larger
-buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank sends.
+buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank sends; of a send and a
+receive, what travels.
 """
 
 from collections import Counter
@@ -84,6 +85,8 @@ _KINDS = {
     "all_reduce": ("all_reduce", "first"),
     "all_reduce_": ("all_reduce", "first"),
     "broadcast_": ("broadcast", "first"),
+    "send": ("send", "first"),
+    "recv_": ("recv", "first"),
     "alltoall_base_": ("all_to_all", "second"),
     "all_to_all_single": ("all_to_all", "first"),
 }
