@@ -27,7 +27,7 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
-from fivefold.parallel import data, loss, pipeline, tensor, trial
+from fivefold.parallel import data, deferred, loss, pipeline, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
@@ -177,6 +177,8 @@ def parallelize(
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
+    if staged and not compile_blocks:  # nothing is put off in compiled blocks
+        deferred.put_off_weights(model, own_layers, staged)
     _wrap_blocks(model, own_layers, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy)

@@ -1,12 +1,13 @@
 """Gradients of weights, put off: backward gives the gradients of the inputs first, and those of the matrices later.
 
-A zero-bubble pipeline cuts a backward in two. Inside `deferring`, every `F.linear` (and GPT-2's `torch.addmm`) is an
-autograd function that only notes what the gradient of its weight is made of; `compute` makes them all. What is small
-(biases, norms) and what the chunked loss has already is not put off. A compiled block is left as it is.
+A zero-bubble pipeline cuts a backward in two. In its blocks every `F.linear` (and GPT-2's `torch.addmm`) is an autograd
+function that only notes what the gradient of its weight is made of; `Deferred.compute` makes them all. What is small
+(biases, norms), and what the chunked loss has already, is not put off.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +32,27 @@ class Deferred:
         self._products.clear()
 
 
-class deferring(TorchFunctionMode):  # noqa: N801 - a context manager
-    """Inside, the gradients of weights go to `deferred` when backward runs. Backward itself has to run inside as well:
-    what is recomputed there must be what ran before."""
+class Holder(Protocol):
+    """Says where the gradients of weights go now; None: nothing is put off."""
 
+    deferred: Deferred | None
+
+
+def put_off_weights(model: nn.Module, layers: Sequence[str], holder: Holder) -> None:
+    """Let the blocks put off their weights' gradients while `holder` says so, a recomputed forward included."""
+    for name in layers:
+        block = model.get_submodule(name)
+        block.forward = partial(_forward, block.forward, holder)
+
+
+def _forward(plain: Callable[..., Any], holder: Holder, *args: Any, **kwargs: Any) -> Any:
+    if holder.deferred is None:
+        return plain(*args, **kwargs)
+    with _Deferring(holder.deferred):
+        return plain(*args, **kwargs)
+
+
+class _Deferring(TorchFunctionMode):
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
         self._deferred = deferred

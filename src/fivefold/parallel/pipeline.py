@@ -11,7 +11,7 @@ Legend: B rows, T tokens of a row on this rank, D hidden size.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from fivefold.layout import Layout
 from fivefold.parallel import data
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.deferred import Deferred, deferring
+from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel.stages import Staged
 from fivefold.parallel.tensor import local
@@ -126,7 +126,7 @@ class _Step:
         stage, at = slot.stage, slot.micro_batch
         hidden, out = self._kept.pop((stage, at))
         gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
-        self._fsdp.before_backward(stage)
+        self._fsdp.before_backward(slot)
         with self._deferring(stage, at):
             torch.autograd.backward(out, gradient)
         if hidden is not None:
@@ -137,12 +137,16 @@ class _Step:
 
     def _weights(self, slot: Slot) -> None:
         self._deferred.pop((slot.stage, slot.micro_batch)).compute()
-        self._fsdp.after_weights(slot.stage)
+        self._fsdp.after_weights(slot)
 
-    def _deferring(self, stage: int, at: int) -> AbstractContextManager[Any]:
-        if not self.plan.splits_backward:
-            return nullcontext()
-        return deferring(self._deferred.setdefault((stage, at), Deferred()))
+    @contextmanager
+    def _deferring(self, stage: int, at: int) -> Iterator[None]:
+        if self.plan.splits_backward:
+            self.staged.deferred = self._deferred.setdefault((stage, at), Deferred())
+        try:
+            yield
+        finally:
+            self.staged.deferred = None
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
@@ -185,40 +189,63 @@ def _irecv(buffer: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
 # ---- what FSDP is told -----------------------------------------------------------------------------------------------
 
 
+class _Progress:
+    """Which backwards of this rank are still to come, and after which one FSDP reduces a unit.
+
+    zero 1: after the last of the unit's. Else after every one, but for two reasons to wait: while weights' gradients of
+    the stage are put off, the unit's are not whole; and where several stages give to a unit, each has only some.
+    """
+
+    def __init__(self, plan: Plan, own: Sequence[int], zero: int) -> None:
+        self._zero = zero
+        self._left = {stage: plan.micro_batches for stage in own}
+        self._waiting = Counter[int]()
+
+    def note(self, slot: Slot) -> None:
+        """A backward, or a part of one, is done."""
+        self._waiting[slot.stage] += {"I": 1, "W": -1}.get(slot.kind, 0)
+        self._left[slot.stage] -= slot.kind in "BW"
+
+    def is_last(self, users: frozenset[int]) -> bool:
+        """Whether no backward is left in the stages that give to a unit."""
+        return not any(self._left[stage] for stage in users)
+
+    def reduces(self, slot: Slot, users: frozenset[int]) -> bool:
+        """Whether the unit to which `users` give is reduced now, after `slot` was noted."""
+        if slot.stage not in users or slot.kind not in "BW":
+            return False
+        return self.is_last(users) or (self._zero > 1 and len(users) == 1 and not self._waiting[slot.stage])
+
+
 class _Flags:
-    """Tells FSDP, unit by unit, what each backward keeps and reduces (the table of `data.py`, a unit's last backward
-    being that of all its stages). Where weights' gradients come later than FSDP's hooks, it is called when they have."""
+    """Tells FSDP, unit by unit, what each backward keeps and reduces. Where weights' gradients come later than FSDP's
+    hooks, it reduces when they have."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
         self._zero, self._splits = pipeline.layout.zero, plan.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
             (model.get_submodule(unit.name), pipeline.users(unit)) for unit in pipeline.units if unit.parameters
         ]
-        self._left = Counter({stage: plan.micro_batches for stage in pipeline.staged.own})
+        self._progress = _Progress(plan, pipeline.staged.own, self._zero)
 
-    def before_backward(self, stage: int) -> None:
+    def before_backward(self, slot: Slot) -> None:
         """Set what FSDP's hooks do in the backward that comes."""
-        if not self._splits:
-            self._left[stage] -= 1
+        if slot.kind == "I" or not self._splits:
+            self._progress.note(slot)
         for module, users in self._units:
-            is_used, last = stage in users, self._is_last(users)
-            reduces = is_used and not self._splits and (last or self._zero > 1)
+            reduces = not self._splits and self._progress.reduces(slot, users)
             module.set_requires_gradient_sync(reduces, recurse=False)
-            module.set_requires_all_reduce(reduces and last, recurse=False)
+            module.set_requires_all_reduce(reduces and self._progress.is_last(users), recurse=False)
             module.set_reshard_after_backward(self._zero == 3, recurse=False)
 
-    def after_weights(self, stage: int) -> None:
+    def after_weights(self, slot: Slot) -> None:
         """Reduce what the hooks have left."""
-        self._left[stage] -= 1
+        self._progress.note(slot)
         for module, users in self._units:
-            last = self._is_last(users)
-            if stage in users and (last or self._zero > 1):
+            if self._progress.reduces(slot, users):
                 module.set_requires_gradient_sync(True, recurse=False)
-                module.set_requires_all_reduce(last, recurse=False)
+                module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)
                 data.reduce_now(module)
-
-    def _is_last(self, users: frozenset[int]) -> bool:
-        return not any(self._left[stage] for stage in users)
 
 
 def prefetch_within_stages(model: Any, staged: Staged) -> None:
@@ -273,22 +300,20 @@ def declare(pipeline: Pipeline, shape: StepShape, tied_bytes: int) -> list[Colle
 
 
 def traffic(pipeline: Pipeline, micro_batches: int) -> data.Traffic:
-    """Of each unit of this rank: how often FSDP gathers and reduces it in a step."""
+    """Of each unit of this rank: how often FSDP gathers and reduces it in a step.
+
+    The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.
+    """
     plan, zero = pipeline.plan(micro_batches), pipeline.layout.zero
-    order = plan.orders[pipeline.staged.rank]
-    return {unit.name: _unit_traffic(unit, pipeline.users(unit), order, zero) for unit in pipeline.units}
-
-
-def _unit_traffic(
-    unit: data.Unit, users: frozenset[int], order: Sequence[Slot], zero: int
-) -> tuple[int, int]:
-    """The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward."""
-    is_root = unit.name == ""
-    gathers, is_gathered = 0, False
-    for slot in order:
-        if slot.kind == "W" or not (is_root or slot.stage in users):
-            continue
-        gathers += not is_gathered
-        is_gathered = zero < 3 or (is_root and slot.kind == "F")
-    backwards = sum(slot.kind in "BW" and slot.stage in users for slot in order)
-    return gathers, 1 if zero == 1 else backwards
+    users = {unit.name: pipeline.users(unit) for unit in pipeline.units}
+    progress = _Progress(plan, pipeline.staged.own, zero)
+    gathers, reductions, gathered = Counter[str](), Counter[str](), set[str]()
+    for slot in plan.orders[pipeline.staged.rank]:
+        progress.note(slot)
+        for name, stages in users.items():
+            reductions[name] += progress.reduces(slot, stages)
+            if slot.kind != "W" and (name == "" or slot.stage in stages):
+                gathers[name] += name not in gathered
+                stays = zero < 3 or (name == "" and slot.kind == "F")
+                (gathered.add if stays else gathered.discard)(name)
+    return {name: (gathers[name], reductions[name]) for name in users}

@@ -26,6 +26,7 @@ from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.trace import Trace
 from fivefold.parallel import schedule
+from fivefold.parallel.deferred import Deferred
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,10 @@ class _Zeros(StandIn):
 
 @dataclass
 class Staged:
-    """The stages of this rank in its model. `tokens(T)`: how many of T tokens a rank's hidden states have."""
+    """The stages of this rank in its model.
+
+    `tokens(T)`: how many of T tokens a rank's hidden states have.
+    """
 
     stages: Stages
     rank: int
@@ -183,6 +187,7 @@ class Staged:
     dtype: torch.dtype
     tokens: Callable[[int], int]
     hidden_size: int
+    deferred: Deferred | None = None  # where weights' gradients go in the slot under way, if they are put off
     views: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
     slots: dict[int, tuple[_Slot | None, _Slot | None]] = field(default_factory=dict)
 
