@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
+from fivefold.parallel import passes
 from fivefold.parallel.apply import Spread, spread_of
 from fivefold.parallel.data import COMPUTE_DTYPES, keeps_gathered
 
@@ -56,15 +57,10 @@ def decode(
 def next_logits(model: Any, ids_BT: Tensor, *, cache: Any = None, past: int = 0) -> Tensor:
     """Logits [V] of the token after the last one; `past` tokens are in the cache already, and `ids_BT` joins them."""
     positions_BT = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
-    out = model(
-        input_ids=ids_BT,
-        position_ids=positions_BT,
-        past_key_values=cache,
-        use_cache=cache is not None,
-        logits_to_keep=1,
+    logits_BTV = passes.logits(
+        model, ids_BT, positions_BT, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1
     )
-    logits: Tensor = out.logits[0, -1]
-    return logits
+    return logits_BTV[0, -1]
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
@@ -118,7 +114,7 @@ def _gathered(model: nn.Module, spread: Spread) -> Iterator[None]:
 
 def gathered_bytes(spread: Spread) -> int:
     """Bytes of this rank's parameters when FSDP has gathered all of them."""
-    numel = sum(prod(spread.gathered_shape(name)) for name in spread.shards)
+    numel = sum(prod(spread.gathered_shape(name)) for name in spread.shards if spread.holds(name))
     return numel * COMPUTE_DTYPES[spread.layout.precision].itemsize
 
 

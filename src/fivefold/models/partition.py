@@ -8,7 +8,7 @@ it. Nothing here knows a layout.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -74,8 +74,8 @@ class Region:
 class Partition:
     """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
 
-    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. `unfinished`: how many
-    blocks save nothing for backward after their last sum. A refusal says why something cannot be done, or is None.
+    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. `unfinished`: the blocks
+    that save nothing for backward after their last sum. A refusal says why something cannot be done, or is None.
     """
 
     roles: Mapping[str, Role]
@@ -83,7 +83,7 @@ class Partition:
     query: int
     kv: int
     across: Mapping[str, Deal]
-    unfinished: int
+    unfinished: tuple[str, ...]
     refusal: str | None
     sequence_parallel_refusal: str | None
     is_proved: bool
@@ -92,6 +92,16 @@ class Partition:
     def entries(self) -> tuple[Entry, ...]:
         """Of all regions, in order."""
         return tuple(entry for region in self.regions for entry in region.entries)
+
+    def of_layers(self, layers: Sequence[str]) -> "Partition":
+        """The part of these layers; roles stay whole."""
+        prefixes = tuple(f"{layer}." for layer in layers)
+        return replace(
+            self,
+            regions=tuple(region for region in self.regions if region.row.startswith(prefixes)),
+            across={name: deal for name, deal in self.across.items() if name.startswith(prefixes)},
+            unfinished=tuple(layer for layer in self.unfinished if layer in layers),
+        )
 
 
 def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition:
@@ -102,7 +112,7 @@ def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition
     except Untraceable as error:
         refusal = f"{name}: {error}"
         return Partition(
-            roles={}, regions=(), query=0, kv=0, across={}, unfinished=0, refusal=refusal,
+            roles={}, regions=(), query=0, kv=0, across={}, unfinished=(), refusal=refusal,
             sequence_parallel_refusal=refusal, is_proved=False,
         )  # fmt: skip
 
@@ -114,7 +124,7 @@ class _Derivation:
     traced: Trace
     regions: list[Region] = field(default_factory=list)
     across: dict[str, Deal] = field(default_factory=dict)
-    unfinished: int = 0
+    unfinished: list[str] = field(default_factory=list)
     heads: tuple[int, int] = (0, 0)
 
     def partition(self) -> Partition:
@@ -140,7 +150,7 @@ class _Derivation:
         return Partition(
             roles={name: roles[name] for name, _ in self.model.named_parameters()},
             regions=tuple(self.regions), query=self.heads[0], kv=self.heads[1], across=self.across,
-            unfinished=self.unfinished, refusal=refusal, sequence_parallel_refusal=refusal or alone,
+            unfinished=tuple(self.unfinished), refusal=refusal, sequence_parallel_refusal=refusal or alone,
             is_proved=family_of(self._name) is not None,
         )  # fmt: skip
 
@@ -191,7 +201,8 @@ class _Derivation:
                 roles |= self._linear_roles(name, "column", deals[name])
             roles |= self._linear_roles(row, "row", deals[row])
         last = max(block.events.index(block.linear(row)) for row in rows)
-        self.unfinished += not any(event.kind == "small" for event in block.events[last:])
+        if not any(event.kind == "small" for event in block.events[last:]):
+            self.unfinished.append(block.layer)
         for event in block.events:
             if event.kind == "small":
                 roles |= self._roles_of(event.name, self._small(event, block, rows, roles))

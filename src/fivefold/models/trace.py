@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +76,16 @@ class Trace:
     """The blocks, and the modules with parameters that ran before the first and after the last of them.
 
     `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
+    `in_tuples`: layers that give their hidden states in a tuple. `carried`: why hidden states are not all that a layer
+    has from those before it, if so.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     forgetful: list[tuple[str, str]] = field(default_factory=list)
+    in_tuples: set[str] = field(default_factory=set)
+    carried: str | None = None
 
 
 def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
@@ -204,7 +208,7 @@ class _Recorder:
     def _embedding(self, name: str, features: int) -> Any:
         def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self._outside(name)
-            return torch.randn(*ids.shape, features)
+            return torch.randn(*ids.shape, features, requires_grad=self.block is None)
 
         return forward
 
@@ -305,6 +309,7 @@ class _Recorder:
             if kwargs.get("bounds") is not self.bounds:
                 raise Untraceable("it does not hand the bounds of packed documents on to its layers")
             old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
+            self._note_carried(layer, [each for each in (*args, *kwargs.values()) if each is not old])
             leaf = old.detach().clone().requires_grad_()
             self.block = BlockTrace(layer, {RESIDUAL: leaf})
             self.trace.blocks.append(self.block)
@@ -317,10 +322,18 @@ class _Recorder:
 
     def _leave_block(self, _: nn.Module, args: Any, output: Any) -> Any:
         self._sources(output if isinstance(output, Tensor) else output[0])
-        self.block = None
+        layer, self.block = cast(BlockTrace, self.block).layer, None
         if isinstance(output, Tensor):
             return output.detach()
+        self.trace.in_tuples.add(layer)
+        if any(isinstance(each, Tensor) for each in output[1:]):
+            self.trace.carried = self.trace.carried or f"{layer} gives more than hidden states"
         return tuple(each.detach() if isinstance(each, Tensor) else each for each in output)
+
+    def _note_carried(self, layer: str, others: list[Any]) -> None:
+        """What a layer is given besides hidden states must not come from an embedding or another layer."""
+        if any(isinstance(each, Tensor) and each.requires_grad for value in others for each in _flat(value)):
+            self.trace.carried = self.trace.carried or f"{layer} is given more of the tokens than hidden states"
 
     def _note_arguments(self, name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -337,6 +350,11 @@ class _Recorder:
             for where, each in named
             if isinstance(each, Tensor) and tuple(each.shape) == shape and each.is_floating_point()
         ]
+
+
+def _flat(value: Any) -> list[Any]:
+    """The items of a tuple or list, or the value itself."""
+    return list(value) if isinstance(value, tuple | list) else [value]
 
 
 # ---- the attention function of the copy ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +29,11 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
-from fivefold.parallel import context, data, loss, tensor, trial
+from fivefold.parallel import context, data, deferred, loss, pipeline, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
+from fivefold.parallel.stages import Staged, Stages, assign, install
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,24 @@ class Spread:
     context: context.ContextParallel | None
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
+    holders: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
+    pipeline: pipeline.Pipeline | None  # None without pipeline parallelism
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
+        if not self.holds(name, rank):
+            return []
         cut = self.cut(name, rank)
         return local_regions(self.shards[name], cut.part, cut.row, cut.rows)
 
     def is_owner(self, name: str) -> bool:
         """True where this rank's values of `name` are counted once: in the gradient norm, in a checkpoint."""
-        return self.mesh.is_first_copy and self.shards[name].is_owner(self.cut(name).part)
+        is_first_end = self.holders[name][0] == self.mesh.pp_rank
+        return is_first_end and self.mesh.is_first_copy and self.shards[name].is_owner(self.cut(name).part)
+
+    def holds(self, name: str, rank: int | None = None) -> bool:
+        """Whether parameter `name` is on the pipeline rank of `rank`; None: this rank."""
+        return self.mesh.place(dist.get_rank() if rank is None else rank).pp in self.holders[name]
 
     def gathered_shape(self, name: str) -> tuple[int, ...]:
         """Shape of parameter `name` on this rank when FSDP has gathered it."""
@@ -88,20 +99,32 @@ class Spread:
     def declare(self, shape: StepShape) -> tuple[Collective, ...]:
         """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
         local_shapes = {name: self.gathered_shape(name) for name in self.shards}
-        parts = data.declare(self.units, local_shapes, self.layout, shape)
-        if self.tensor and self.partition:
-            parts += tensor.declare(self.tensor, self.partition, shape, self._partial_gradient_bytes(shape))
-            parts += loss.declare(shape)
+        piped, first, last, layers = self.pipeline, True, True, self.anatomy.layers
+        of_units = pipeline.traffic(piped, shape.micro_batches) if piped else data.traffic(self.units, shape)
+        parts = data.declare(self.units, local_shapes, self.layout, shape, of_units)
+        partition = self.partition
+        if piped:
+            (first, last), layers = piped.staged.has_ends, piped.staged.layers
+            partition = partition and partition.of_layers(layers)
+            parts += pipeline.declare(piped, shape, self._held_bytes(piped.tied, shape))
+        if self.tensor and partition:
+            partial = self._partial_gradient_bytes(shape)
+            parts += tensor.declare(self.tensor, partition, shape, partial, has_embedding=first, has_head=last)
+            parts += loss.declare(shape) if last else []
         if self.context:
-            parts += context.declare(self.context, shape)
+            parts += context.declare(self.context, shape, layers)
         return total(parts)
 
     def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
         volume = {"tp": 0, "tp_kv": 0}
         for name, axis in cast(tensor.TensorParallel, self.tensor).sums.items():
-            for _, local_region in self.regions(name):
-                volume[axis] += torch.Size([s.stop - s.start for s in local_region]).numel() * shape.master_bytes
+            volume[axis] += self._held_bytes(name, shape)
         return volume
+
+    def _held_bytes(self, name: str | None, shape: StepShape) -> int:
+        """Bytes of this rank's part of a parameter's gradient."""
+        regions = [local_region for _, local_region in (self.regions(name) if name else ())]
+        return sum(torch.Size([s.stop - s.start for s in region]).numel() for region in regions) * shape.master_bytes
 
 
 class LossInputs:
@@ -159,7 +182,10 @@ def parallelize(
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
     specs = tensor.shard_specs(model, partition, layout.tp)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
-    mesh = build_mesh(layout, device.type, kv_copies=copies)
+    stages = assign(model, anatomy, traced, layout)
+    holders = {name: stages.holders(name) for name in specs}
+    tied = f"{anatomy.embedding}.weight" if anatomy.tied else None
+    mesh = build_mesh(layout, device.type, kv_copies=copies, tied_ends=holders[tied] if tied else ())
     if partition and not partition.is_proved:
         trial.check(model, mesh, device)
     model.to("meta")
@@ -167,20 +193,33 @@ def parallelize(
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     hand_on_bounds(model, traced.forgetful)
-    _wrap_blocks(model, anatomy, recompute=layout.recompute, compile_blocks=compile_blocks)
+    staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
+    own_layers = staged.layers if staged else anatomy.layers
+    if staged and not compile_blocks:  # nothing is put off in compiled blocks
+        deferred.put_off_weights(model, own_layers, staged)
+    _wrap_blocks(model, own_layers, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy)
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, anatomy, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    spread = Spread(layout, mesh, anatomy, partition, specs, model_units, fold, rows, vocabulary, reduce_dtype)
+    piped = staged and pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied)
+    spread = Spread(
+        layout, mesh, anatomy, partition, specs, model_units, fold, rows, vocabulary, reduce_dtype, holders, piped
+    )
     model.fivefold = spread
     _materialise(model, spread, device)
     fill(model, source)
-    for name, values in buffers.items():
-        model.get_buffer(name).copy_(values)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
     model.loss_sum = MethodType(partial(_loss_sum, loss_chunks=loss_chunks), model)
     register_fsdp_forward_method(model, "loss_sum")
+    if staged:
+        model.run_stage = MethodType(partial(_run_stage, loss_chunks=loss_chunks), model)
+        model.stage_logits = MethodType(_stage_logits, model)
+        for method in ("run_stage", "stage_logits"):
+            register_fsdp_forward_method(model, method)
+        pipeline.prefetch_within_stages(model, staged)
     return model
 
 
@@ -202,9 +241,8 @@ def spread_of(model: nn.Module) -> Spread:
 def _checked(layout: Layout) -> Layout:
     """The layout with its -1 resolved for the current world."""
     layout = layout.resolve(dist.get_world_size())
-    for fold in ("pp", "ep"):
-        if getattr(layout, fold) > 1:
-            raise UserError(f"layout {layout}: {fold} is not built yet", fix="use dp_replicate, dp_shard, tp and cp")
+    if layout.ep > 1:
+        raise UserError(f"layout {layout}: ep is not built yet", fix="use dp_replicate, dp_shard, tp, cp and pp")
     return layout
 
 
@@ -238,9 +276,27 @@ def _tensor_parallel(
     )
 
 
-def _wrap_blocks(model: nn.Module, anatomy: Anatomy, *, recompute: str, compile_blocks: bool) -> None:
+def _staged(
+    model: Any, stages: Stages, mesh: Mesh, anatomy: Anatomy, traced: Trace, fold: tensor.TensorParallel | None,
+    rows: context.ContextParallel | None,
+) -> Staged:  # fmt: skip
+    """The model with the stages of this rank."""
+
+    def own_tokens(length: int) -> int:
+        return length // rows.size if rows and rows.is_on else length
+
+    def tokens(length: int) -> int:
+        return length // fold.size if fold and fold.sequence_parallel else length
+
+    return install(
+        model, stages, mesh.pp_rank, anatomy, traced, dtype=data.COMPUTE_DTYPES[mesh.layout.precision],
+        own_tokens=own_tokens, tokens=tokens, hidden_size=model.config.get_text_config().hidden_size,
+    )  # fmt: skip
+
+
+def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compile_blocks: bool) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
-    for name in anatomy.layers:
+    for name in layers:
         block = model.get_submodule(name)
         forward = torch.compile(block.forward) if compile_blocks else block.forward
         if recompute == "full":
@@ -256,20 +312,47 @@ def _materialise(model: nn.Module, spread: Spread, device: torch.device) -> None
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:
     """Tie the head to the embedding again: moving between devices gives each module a parameter of its own."""
-    if anatomy.tied:
-        head, embedding = (model.get_submodule(path) for path in (anatomy.head, anatomy.embedding))
+    head, embedding = (model.get_submodule(path) for path in (anatomy.head, anatomy.embedding))
+    if anatomy.tied and "weight" in head._parameters:
         head.weight = embedding.weight
 
 
 def _loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Tensor:
     """The summed cross entropy of this rank's tokens of a micro batch, times `inputs.scale`. Equal on all tp ranks."""
+    return _loss_of(model, _last_hidden(model, inputs), inputs, loss_chunks)
+
+
+def _run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
+    """A stage on a micro batch: hidden states [B, T, D] in and out; of the last stage, what `_loss_sum` gives."""
+    staged = cast(pipeline.Pipeline, spread_of(model).pipeline).staged
+    with staged.running(stage, hidden) as given_out:
+        out = _last_hidden(model, inputs)
+        return _loss_of(model, out, inputs, loss_chunks) if staged.is_last(stage) else given_out()
+
+
+def _stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
+    """A stage on `inputs` of the model's forward: hidden states in and out; of the last stage, the logits."""
+    spread = spread_of(model)
+    staged = cast(pipeline.Pipeline, spread.pipeline).staged
+    with staged.running(stage, hidden) as given_out:
+        if staged.is_last(stage):
+            return cast(Tensor, type(model).forward(model, **inputs, logits_to_keep=logits_to_keep).logits)
+        model.get_submodule(spread.anatomy.base)(**inputs)
+        return given_out()
+
+
+def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
+    """What the base model gives for a micro batch."""
+    base = model.get_submodule(spread_of(model).anatomy.base)
+    out = base(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds)
+    return cast(Tensor, out.last_hidden_state)
+
+
+def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | None) -> Tensor:
+    """From the last hidden states to the loss."""
     spread = spread_of(model)
     fold = spread.tensor
     labels = spread.context.cut(inputs.labels) if spread.context else inputs.labels
-    base = model.get_submodule(spread.anatomy.base)
-    hidden = base(
-        input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds
-    ).last_hidden_state
     if fold:
         hidden = fold.enter(hidden)
     sizes = loss.chunk_sizes(labels.numel(), spread.vocabulary, hidden.shape[-1], loss_chunks)

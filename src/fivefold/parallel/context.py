@@ -91,7 +91,7 @@ class ContextParallel:
     exchange: Exchange | None  # None: every rank has whole rows of its heads
     ulysses: dist.ProcessGroup | None
     ulysses_axis: str
-    attends: tuple[tuple[int, int, int], ...]  # of each attention module: a rank's query and kv heads, features of one
+    attends: dict[str, tuple[int, int, int]]  # attention module -> a rank's query and kv heads, features of one
     is_on: bool = True
     head_in_chunks: bool = False
     tokens: Callable[[int], tuple[Tokens, Tokens]] = field(init=False)
@@ -296,9 +296,12 @@ def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, me
     if layout.cp == 1:
         return None
     events = {event.name: event for block in traced.blocks for event in block.events if event.kind == "attention"}
-    counts = [(each.inputs[0].shape[1], each.inputs[1].shape[1], each.inputs[0].shape[3]) for each in events.values()]
-    attends = tuple((query // layout.tp, max(1, kv // layout.tp), size) for query, kv, size in counts)
-    method = heads.context_method(layout.cp_method, layout.cp, min(attends)[0], min(kv for _, kv, _ in attends))
+    attends = {}
+    for name, event in events.items():
+        (_, query, _, size), kv = event.inputs[0].shape, event.inputs[1].shape[1]
+        attends[name] = query // layout.tp, max(1, kv // layout.tp), size
+    fewest, fewest_kv = (min(each[at] for each in attends.values()) for at in (0, 1))
+    method = heads.context_method(layout.cp_method, layout.cp, fewest, fewest_kv)
     fold = ContextParallel(mesh.cp_group, mesh.cp_rank, layout.cp, method, *_groups(mesh, method), attends=attends)
     for name in events:
         setattr(model.get_submodule(name), CONTEXT, fold)
@@ -339,13 +342,15 @@ def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def declare(fold: ContextParallel, shape: StepShape) -> list[Collective]:
-    """Collectives of one optimizer step: those of attention. (The loss needs none: it is summed over the world.)"""
+def declare(fold: ContextParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
+    """Collectives of one optimizer step: those of attention in `layers`. (The loss needs none: it is summed over the
+    world.)"""
     forwards = 2 if shape.recompute == "full" else 1
     u = fold.method.ulysses
     token = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of a rank's tokens
     found = []
-    for query, kv, size in fold.attends:
+    own = [each for name, each in fold.attends.items() if name.startswith(tuple(f"{layer}." for layer in layers))]
+    for query, kv, size in own:
         dealt = max(kv, u)  # key/value heads that a rank sends
         if fold.exchange:
             found += fold.exchange.declare(2 * dealt * size * token, forwards)

@@ -10,6 +10,7 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 | 3    | twice a micro batch (forward, backward) | per micro batch |
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -39,11 +40,15 @@ class Unit:
 
 
 def units(model: nn.Module, anatomy: Anatomy) -> tuple[Unit, ...]:
-    """The embedding (unless tied), each layer, and last the rest: final norm and head (and a tied embedding)."""
+    """The embedding (unless tied), each layer, and last the rest: final norm and head (and a tied embedding).
+
+    What is on another pipeline rank has no parameters here: it is left out.
+    """
     names = [name for name, _ in model.named_parameters()]
     separate = (*anatomy.layers,) if anatomy.tied else (anatomy.embedding, *anatomy.layers)
     found = [Unit(module, tuple(n for n in names if n.startswith(module + "."))) for module in separate]
     taken = {name for unit in found for name in unit.parameters}
+    found = [unit for unit in found if unit.parameters]
     return (*found, Unit("", tuple(name for name in names if name not in taken)))
 
 
@@ -81,16 +86,36 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def reduce_now(module: FSDPModule) -> None:
+    """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        before = group._training_state
+        group.post_backward()
+        group.finalize_backward()
+        group._training_state = before
+
+
+Traffic = Mapping[str, tuple[int, int]]  # unit -> how often it is gathered and reduced in a step
+
+
+def traffic(model_units: tuple[Unit, ...], shape: StepShape) -> Traffic:
+    """The table at the top: of micro batches one after the other, each through the whole model."""
+    reductions = 1 if shape.zero == 1 else shape.micro_batches
+    twice = {unit.name: 1 if unit.name == "" else 2 for unit in model_units}
+    return {name: (1 if shape.zero < 3 else shape.micro_batches * times, reductions) for name, times in twice.items()}
+
+
 def declare(
-    model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], layout: Layout, shape: StepShape
-) -> list[Collective]:
+    model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], layout: Layout, shape: StepShape,
+    of_units: Traffic,
+) -> list[Collective]:  # fmt: skip
     """Those of one optimizer step. `local_shapes`: parameter -> its shape after tensor parallelism, before FSDP."""
     shards = layout.dp_shard * layout.cp
     found = []
-    for unit in model_units:
+    for unit in filter(lambda each: each.parameters, model_units):
         numel = sum(_padded_numel(local_shapes[name], shards) for name in unit.parameters)
-        gathers = 1 if shape.zero < 3 else shape.micro_batches * (1 if unit.name == "" else 2)
-        reductions = 1 if shape.zero == 1 else shape.micro_batches
+        gathers, reductions = of_units[unit.name]
         if shards > 1:
             found.append(Collective("dp_shard", "all_gather", gathers, gathers * numel * shape.compute_bytes))
             found.append(Collective("dp_shard", "reduce_scatter", reductions, reductions * numel * shape.reduce_bytes))

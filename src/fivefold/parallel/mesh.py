@@ -15,7 +15,8 @@ class Mesh:
     `dp_shard` always. (An axis of one rank would cost a process group per rank of the world.)
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
-    `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every rank has its own).
+    `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every rank has its own), `ends`
+    that of the two pipeline ranks that hold a tied embedding (None when one does, and on the ranks between them).
     """
 
     layout: Layout
@@ -23,6 +24,7 @@ class Mesh:
     fsdp: DeviceMesh
     kv_replicas: dist.ProcessGroup | None
     cp_parts: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # groups within cp, by their axis
+    ends: dist.ProcessGroup | None = None
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -125,30 +127,45 @@ class Mesh:
         if self.kv_replicas is not None:
             named[self.kv_replicas.group_name] = "tp_kv"
         named |= {group.group_name: axis for axis, group in self.cp_parts.items()}
+        if self.ends is not None:
+            named[self.ends.group_name] = "pp_ends"
         named[dist.distributed_c10d._get_default_group().group_name] = "world"
         return named.get(group_name, group_name)
 
 
-def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1) -> Mesh:
+def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1, tied_ends: tuple[int, ...] = ()) -> Mesh:
     """Build the mesh over the current world; every rank calls it.
 
-    `kv_copies`: how many neighbouring tp ranks share the same key/value heads.
+    `kv_copies`: how many neighbouring tp ranks share the same key/value heads. `tied_ends`: the pipeline ranks that
+    hold a tied embedding.
     """
     sizes = {axis: size for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size > 1 or axis == "dp_shard"}
     device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     fsdp = device["dp_shard", "cp"]._flatten("fsdp") if layout.cp > 1 else device["dp_shard"]
     if layout.dp_replicate > 1:
         fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
-    return Mesh(layout, device, fsdp, _kv_group(layout, kv_copies))
+    return Mesh(layout, device, fsdp, _kv_group(layout, kv_copies), ends=_ends_group(layout, tied_ends))
 
 
 def _kv_group(layout: Layout, copies: int) -> dist.ProcessGroup | None:
-    """Every rank makes every group (a rule of `new_group`); tp is innermost, so neighbours are consecutive ranks."""
+    """tp is innermost, so neighbours are consecutive ranks."""
     if copies == 1:
         return None
+    return _own_group([list(range(first, first + copies)) for first in range(0, layout.world, copies)])
+
+
+def _ends_group(layout: Layout, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """pp is outermost: the ranks of a pipeline are a fixed distance apart."""
+    if len(pipeline_ranks) < 2:
+        return None
+    size = layout.world // layout.pp
+    return _own_group([[at * size + place for at in pipeline_ranks] for place in range(size)])
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """The group that this rank is in; every rank makes all of them."""
     mine = None
-    for first in range(0, layout.world, copies):
-        ranks = list(range(first, first + copies))
+    for ranks in groups:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group

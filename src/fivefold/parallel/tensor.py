@@ -345,17 +345,19 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def declare(
-    fold: TensorParallel, partition: Partition, shape: StepShape, gradient_bytes: dict[str, int]
-) -> list[Collective]:
+    fold: TensorParallel, partition: Partition, shape: StepShape, gradient_bytes: dict[str, int], *,
+    has_embedding: bool = True, has_head: bool = True,
+) -> list[Collective]:  # fmt: skip
     """Collectives of one optimizer step; the loss declares its own.
 
-    `gradient_bytes`: axis ("tp", "tp_kv") -> bytes of the local gradients summed over it.
+    `partition`: of this rank's layers. `gradient_bytes`: axis ("tp", "tp_kv") -> bytes of the local gradients summed
+    over it.
     """
     entries, rows = len(partition.entries), len(partition.regions)
-    entered, left = entries + 1, rows + 1  # the head is entered, the embedding left
+    entered, left = entries + has_head, rows + has_embedding  # the head is entered, the embedding left
     is_twice = shape.recompute == "full"
     # A second forward of a block stops at the last tensor that backward needs.
-    again_entered, again_left = (entries, rows - partition.unfinished) if is_twice else (0, 0)
+    again_entered, again_left = (entries, rows - len(partition.unfinished)) if is_twice else (0, 0)
     size = shape.hidden_bytes
     if shape.sequence_parallel:
         per_pass = {"all_gather": entered + left + again_entered, "reduce_scatter": left + entered + again_left}

@@ -8,6 +8,7 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.data.rows import PackedRows
+from fivefold.parallel import passes
 from fivefold.parallel.apply import spread_of
 from fivefold.parallel.data import reshard
 from fivefold.training.optimizer import all_reduce_sum
@@ -28,7 +29,7 @@ def evaluate(model: Any, rows: PackedRows, config: RunConfig) -> float:
             row_multiple=layout.row_multiple,
             max_tokens=config.eval.max_tokens,
         ):
-            totals[0] += model.loss_sum(to_device(batch, device))
+            totals[0] += passes.loss(model, to_device(batch, device))
             totals[1] += batch.targets
     if spread.mesh.tp_rank:  # every tp rank computed the same loss
         totals[0] = 0

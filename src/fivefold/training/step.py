@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import data, tensor
+from fivefold.parallel import data, passes, tensor
 from fivefold.parallel.apply import LossInputs, Spread, spread_of
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.loss import chunk_sizes
@@ -67,12 +67,7 @@ def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
     """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
     spread = spread_of(model)
     device = next(model.parameters()).device
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    for index, micro_batch in enumerate(batch):
-        data.prepare_micro_batch(model, spread.layout, last=index == len(batch) - 1)
-        part = model.loss_sum(to_device(micro_batch, device, scale))
-        part.backward()
-        loss += part.detach()
+    loss = passes.backward(model, [to_device(micro_batch, device, scale) for micro_batch in batch])
     if spread.tensor:
         tensor.sum_partial_gradients(model, spread.tensor, spread.mesh.kv_replicas)
     return loss

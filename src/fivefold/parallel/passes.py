@@ -1,0 +1,52 @@
+"""Micro batches through the model, with a pipeline or without: what training, evaluation and generation call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.parallel import data, pipeline
+from fivefold.parallel.apply import LossInputs, spread_of
+
+
+def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
+    """Forward and backward of the micro batches of a step. Returns the sum of their losses, fp64: with a pipeline, 0
+    on the ranks that do not compute it."""
+    spread = spread_of(model)
+    if spread.pipeline:
+        return pipeline.run(model, spread.pipeline, batch)
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for index, inputs in enumerate(batch):
+        data.prepare_micro_batch(model, spread.layout, last=index == len(batch) - 1)
+        part = model.loss_sum(inputs)
+        part.backward()
+        total += part.detach()
+    return total
+
+
+def loss(model: Any, inputs: LossInputs) -> Tensor:
+    """The summed loss of a micro batch, forward only: with a pipeline, 0 on the ranks that do not compute it."""
+    piped = spread_of(model).pipeline
+    if piped is None:
+        return model.loss_sum(inputs)  # type: ignore[no-any-return]
+    found = pipeline.relay(piped, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden))
+    return torch.zeros((), dtype=torch.float64, device=inputs.input_ids.device) if found is None else found
+
+
+def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: int = 0, **options: Any) -> Tensor:
+    """Logits [B, T or `logits_to_keep`, V] of the model's own forward, on every rank. `options` go to it."""
+    spread = spread_of(model)
+    inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
+    if spread.pipeline is None:
+        return model(**inputs, logits_to_keep=logits_to_keep).logits  # type: ignore[no-any-return]
+    found = pipeline.relay(
+        spread.pipeline,
+        ids_BT,
+        lambda stage, hidden: model.stage_logits(stage, hidden, logits_to_keep=logits_to_keep, **inputs),
+    )
+    rows, length = ids_BT.shape
+    vocabulary = spread.shards[f"{spread.anatomy.embedding}.weight"].shape[0]
+    shape = (rows, logits_to_keep or length, vocabulary)
+    dtype = data.master_dtype(spread.layout.precision)  # holds what any forward gives
+    return pipeline.to_all(spread.pipeline, found, shape, dtype, ids_BT.device)

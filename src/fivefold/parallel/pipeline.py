@@ -1,0 +1,319 @@
+"""Pipeline parallelism: one optimizer step over the stages of this rank, in the order of a schedule.
+
+`run` carries out the rank's part of a `schedule.Plan`: slots (forward, backward) and transfers between them. Hidden
+states travel as they are, their gradients back; the last stage computes the loss. The orders are those of
+`torch.distributed.pipelining` (the tests hold them equal); they are carried out here because FSDP has to be told, unit
+by unit, which backward is the last, and because every transfer is known, and declared, before the step.
+
+Legend: B rows, T tokens of a row on this rank, D hidden size.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from fivefold.layout import Layout
+from fivefold.parallel import data
+from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.deferred import Deferred
+from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
+from fivefold.parallel.stages import Staged
+from fivefold.parallel.tensor import local
+
+
+@dataclass
+class Pipeline:
+    """The pipeline fold of one model on this rank.
+
+    `ends`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where one rank
+    has both ends. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it is a list.
+    """
+
+    layout: Layout
+    staged: Staged
+    units: tuple[data.Unit, ...]
+    group: dist.ProcessGroup
+    ends: dist.ProcessGroup | None
+    tied: str | None
+    running: Slot | None = None
+    timed: list[Timed] | None = None
+
+    def plan(self, micro_batches: int) -> Plan:
+        """The schedule of a step. Raises `UserError` where it does not take so many micro batches."""
+        return Plan.of(self.layout, micro_batches)
+
+    def users(self, unit: data.Unit) -> frozenset[int]:
+        """The stages of this rank in which a unit's parameters get a gradient."""
+        stages = self.staged.stages
+        modules = [each for each in stages.places if any(name.startswith(f"{each}.") for name in unit.parameters)]
+        return frozenset(stage for each in modules for stage in stages.places[each] if stage in self.staged.own)
+
+    def timeline(self, micro_batches: int) -> Timeline:
+        """What `timed` holds of the last step, of this rank; all ranks' put together. Every rank calls this."""
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, self.timed or [], group=self.group)
+        return Timeline(self.layout.pp, tuple(each for own in everyone for each in own))
+
+
+def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
+    """Forward and backward of every micro batch (`LossInputs`); gradients end up reduced. Returns the sum of the
+    losses, fp64: 0 on ranks without the last stage."""
+    plan = pipeline.plan(len(inputs))
+    step = _Step(model, pipeline, plan, inputs)
+    for action in plan.actions[pipeline.staged.rank]:
+        step.do(action)
+    step.finish()
+    return step.loss
+
+
+class _Step:
+    """One optimizer step on this rank: what has been received, and what backward still needs."""
+
+    def __init__(self, model: Any, pipeline: Pipeline, plan: Plan, inputs: Sequence[Any]) -> None:
+        self.model, self.pipeline, self.plan, self.inputs = model, pipeline, plan, inputs
+        self.staged = pipeline.staged
+        self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].input_ids.device)
+        self._fsdp = _Flags(model, pipeline, plan)
+        self._given: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}
+        self._outbox: dict[tuple[str, int, int], Tensor] = {}
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._deferred: dict[tuple[int, int], Deferred] = {}
+
+    def do(self, action: Slot | Transfer) -> None:
+        """A slot, or a transfer's beginning."""
+        if isinstance(action, Transfer):
+            (self._send if action.way == "send" else self._receive)(action)
+            return
+        self.pipeline.running, start = action, time.perf_counter()
+        {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[action.kind](action)
+        self.pipeline.running = None
+        if self.pipeline.timed is not None:
+            self.pipeline.timed.append(Timed(self.staged.rank, action, start, time.perf_counter()))
+
+    def finish(self) -> None:
+        """Everything has been sent; a tied embedding's two gradients are one."""
+        for work, _ in self._sent:
+            work.wait()
+        assert not (self._given or self._outbox or self._kept), "a pipeline step left something behind"
+        data.reshard(self.model)
+        if self.pipeline.ends is not None:
+            weight = dict(self.model.named_parameters())[self.pipeline.tied or ""]
+            dist.all_reduce(local(weight.grad), group=self.pipeline.ends)
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+
+    def _forward(self, slot: Slot) -> None:
+        stage, at = slot.stage, slot.micro_batch
+        hidden = self._take("F", stage, at).requires_grad_() if stage else None
+        with self._deferring(stage, at):
+            out = self.model.run_stage(self.inputs[at], stage, hidden)
+        if self.staged.is_last(stage):
+            self.loss += out.detach()
+        else:
+            self._give("F", stage + 1, at, out.detach())
+        self._kept[stage, at] = hidden, out
+
+    def _backward(self, slot: Slot) -> None:
+        stage, at = slot.stage, slot.micro_batch
+        hidden, out = self._kept.pop((stage, at))
+        gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
+        self._fsdp.before_backward(slot)
+        with self._deferring(stage, at):
+            torch.autograd.backward(out, gradient)
+        if hidden is not None:
+            assert hidden.grad is not None, f"no gradient reached the input of stage {stage}"
+            self._give("B", stage - 1, at, hidden.grad)
+        if self.plan.splits_backward and slot.kind == "B":
+            self._weights(slot)
+
+    def _weights(self, slot: Slot) -> None:
+        self._deferred.pop((slot.stage, slot.micro_batch)).compute()
+        self._fsdp.after_weights(slot)
+
+    @contextmanager
+    def _deferring(self, stage: int, at: int) -> Iterator[None]:
+        if self.plan.splits_backward:
+            self.staged.deferred = self._deferred.setdefault((stage, at), Deferred())
+        try:
+            yield
+        finally:
+            self.staged.deferred = None
+
+    # ---- transfers ---------------------------------------------------------------------------------------------------
+
+    def _give(self, of: str, stage: int, at: int, tensor: Tensor) -> None:
+        """To another stage: of this rank at once, of another when its transfer comes."""
+        if stage in self.staged.own:
+            self._given[of, stage, at] = tensor, None
+        else:
+            self._outbox[of, stage, at] = tensor.contiguous()
+
+    def _take(self, of: str, stage: int, at: int) -> Tensor:
+        tensor, work = self._given.pop((of, stage, at))
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def _send(self, transfer: Transfer) -> None:
+        tensor = self._outbox.pop((transfer.of, transfer.stage, transfer.micro_batch))
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        self._sent.append((_isend(tensor, self.pipeline.group, transfer.peer), tensor))
+
+    def _receive(self, transfer: Transfer) -> None:
+        buffer = self.staged.empty(self.inputs[transfer.micro_batch].input_ids)
+        work = _irecv(buffer, self.pipeline.group, transfer.peer)
+        self._given[transfer.of, transfer.stage, transfer.micro_batch] = buffer, work
+
+
+def _isend(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
+    work = dist.isend(tensor, group=group, group_dst=peer)
+    assert work is not None
+    return work
+
+
+def _irecv(buffer: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
+    work = dist.irecv(buffer, group=group, group_src=peer)
+    assert work is not None
+    return work
+
+
+# ---- what FSDP is told -----------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """Which backwards of this rank are still to come, and after which one FSDP reduces a unit.
+
+    zero 1: after the last of the unit's. Else after every one, but for two reasons to wait: while weights' gradients of
+    the stage are put off, the unit's are not whole; and where several stages give to a unit, each has only some.
+    """
+
+    def __init__(self, plan: Plan, own: Sequence[int], zero: int) -> None:
+        self._zero = zero
+        self._left = {stage: plan.micro_batches for stage in own}
+        self._waiting = Counter[int]()
+
+    def note(self, slot: Slot) -> None:
+        """A backward, or a part of one, is done."""
+        self._waiting[slot.stage] += {"I": 1, "W": -1}.get(slot.kind, 0)
+        self._left[slot.stage] -= slot.kind in "BW"
+
+    def is_last(self, users: frozenset[int]) -> bool:
+        """Whether no backward is left in the stages that give to a unit."""
+        return not any(self._left[stage] for stage in users)
+
+    def reduces(self, slot: Slot, users: frozenset[int]) -> bool:
+        """Whether the unit to which `users` give is reduced now, after `slot` was noted."""
+        if slot.stage not in users or slot.kind not in "BW":
+            return False
+        return self.is_last(users) or (self._zero > 1 and len(users) == 1 and not self._waiting[slot.stage])
+
+
+class _Flags:
+    """Tells FSDP, unit by unit, what each backward keeps and reduces. Where weights' gradients come later than FSDP's
+    hooks, it reduces when they have."""
+
+    def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
+        self._zero, self._splits = pipeline.layout.zero, plan.splits_backward
+        self._units: list[tuple[FSDPModule, frozenset[int]]] = [
+            (model.get_submodule(unit.name), pipeline.users(unit)) for unit in pipeline.units if unit.parameters
+        ]
+        self._progress = _Progress(plan, pipeline.staged.own, self._zero)
+
+    def before_backward(self, slot: Slot) -> None:
+        """Set what FSDP's hooks do in the backward that comes."""
+        if slot.kind == "I" or not self._splits:
+            self._progress.note(slot)
+        for module, users in self._units:
+            reduces = not self._splits and self._progress.reduces(slot, users)
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            module.set_requires_all_reduce(reduces and self._progress.is_last(users), recurse=False)
+            module.set_reshard_after_backward(self._zero == 3, recurse=False)
+
+    def after_weights(self, slot: Slot) -> None:
+        """Reduce what the hooks have left."""
+        self._progress.note(slot)
+        for module, users in self._units:
+            if self._progress.reduces(slot, users):
+                module.set_requires_gradient_sync(True, recurse=False)
+                module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)
+                data.reduce_now(module)
+
+
+def prefetch_within_stages(model: Any, staged: Staged) -> None:
+    """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last forward,
+    which may have been another stage's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
+    for stage in staged.own:
+        layers = [model.get_submodule(name) for name in staged.stages.layers[slice(*staged.stages.splits[stage])]]
+        for before, layer in zip(layers, layers[1:], strict=False):
+            layer.set_modules_to_backward_prefetch([before])
+
+
+# ---- forward only ----------------------------------------------------------------------------------------------------
+
+
+def relay(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
+    """Run `work(stage, hidden)` through all stages, one after the other; what the last gives, on its rank."""
+    staged, hidden = pipeline.staged, None
+    for stage in staged.own:
+        before, after = stage - 1, stage + 1
+        if stage and before not in staged.own:
+            hidden = staged.empty(ids_BT)
+            _irecv(hidden, pipeline.group, staged.stages.rank_of(before)).wait()
+        hidden = work(stage, hidden if stage else None)
+        if staged.is_last(stage):
+            return hidden
+        if after not in staged.own:
+            _isend(hidden.contiguous(), pipeline.group, staged.stages.rank_of(after)).wait()
+    return None
+
+
+def to_all(pipeline: Pipeline, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    """What the last stage's rank has, on all ranks of the pipeline."""
+    source = pipeline.staged.stages.rank_of(pipeline.staged.stages.count - 1)
+    shared = torch.empty(*shape, dtype=dtype, device=device) if tensor is None else tensor.to(dtype).contiguous()
+    dist.broadcast(shared, group=pipeline.group, group_src=source)
+    return shared
+
+
+# ---- what a step sends -----------------------------------------------------------------------------------------------
+
+
+def declare(pipeline: Pipeline, shape: StepShape, tied_bytes: int) -> list[Collective]:
+    """Transfers of one optimizer step on this rank, and the sum of a tied embedding's gradients."""
+    actions = pipeline.plan(shape.micro_batches).actions[pipeline.staged.rank]
+    ways = Counter(action.way for action in actions if isinstance(action, Transfer))
+    size = shape.rows * pipeline.staged.tokens(shape.tokens) * shape.hidden * shape.compute_bytes
+    sums = [Collective("pp_ends", "all_reduce", 1, tied_bytes)] if pipeline.ends is not None else []
+    return [*(Collective("pp", way, count, count * size) for way, count in ways.items()), *sums]
+
+
+def traffic(pipeline: Pipeline, micro_batches: int) -> data.Traffic:
+    """Of each unit of this rank: how often FSDP gathers and reduces it in a step.
+
+    The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.
+    """
+    plan, zero = pipeline.plan(micro_batches), pipeline.layout.zero
+    users = {unit.name: pipeline.users(unit) for unit in pipeline.units}
+    progress = _Progress(plan, pipeline.staged.own, zero)
+    gathers, reductions, gathered = Counter[str](), Counter[str](), set[str]()
+    for slot in plan.orders[pipeline.staged.rank]:
+        progress.note(slot)
+        for name, stages in users.items():
+            reductions[name] += progress.reduces(slot, stages)
+            if slot.kind != "W" and (name == "" or slot.stage in stages):
+                gathers[name] += name not in gathered
+                stays = zero < 3 or (name == "" and slot.kind == "F")
+                (gathered.add if stays else gathered.discard)(name)
+    return {name: (gathers[name], reductions[name]) for name in users}

@@ -1,0 +1,300 @@
+"""Which layers this rank has, and the model with others in their places.
+
+A rank keeps the one Hugging Face model with its parameters' names. The layers of other ranks are replaced by modules
+that hand hidden states on (never removed: models read settings by a layer's place), and so are the embedding, the last
+norm and the head where they are not. While a stage runs, the rank's other stages are out of the way too, and the places
+before and after its layers take in and give out what travels: the model's own forward does the rest.
+
+    stage of layers 2, 3 of 6:   zeros -> hand on -> take in -> layer 2 -> layer 3 -> give out -> hand on -> hand on
+                                 embedding   0          1          2          3          4          5       norm
+
+Legend: B rows, T tokens of a row (of this rank, under sequence parallel), D hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.models import surfaces
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.trace import Trace
+from fivefold.parallel import schedule
+from fivefold.parallel.deferred import Deferred
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where every module with parameters of its own runs. Without a pipeline: all of them in the one stage of rank 0.
+
+    `splits`: layers of each stage, first and past the last. `places`: module -> the stages that it is part of.
+    """
+
+    layout: Layout
+    layers: tuple[str, ...]
+    splits: tuple[tuple[int, int], ...]
+    places: Mapping[str, tuple[int, ...]]
+
+    @property
+    def count(self) -> int:
+        return len(self.splits)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank of a stage."""
+        return schedule.rank_of(self.layout.pp_schedule, self.layout.pp, stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank."""
+        return tuple(stage for stage in range(self.count) if self.rank_of(stage) == rank)
+
+    def layers_of(self, rank: int) -> tuple[str, ...]:
+        """The layers of a pipeline rank."""
+        return tuple(layer for stage in self.stages_of(rank) for layer in self.layers[slice(*self.splits[stage])])
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The pipeline ranks that hold a parameter; of a tied embedding there may be two."""
+        if self.layout.pp == 1:
+            return (0,)
+        owner = max((each for each in self.places if name.startswith(f"{each}.")), key=len)
+        return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.places[owner]))
+
+
+def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> Stages:
+    """Cut `model` into the stages of `layout`.
+
+    Raises `UserError` when layers do not suffice, or something would have to travel besides hidden states.
+    """
+    schedule.check(layout, layers=len(anatomy.layers))
+    if layout.pp == 1:
+        return Stages(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
+    if traced.carried:
+        raise UserError(
+            f"pp {layout.pp} is refused: in {type(model).__name__}, {traced.carried}, and a stage is sent no more",
+            fix="use dp_shard and tp instead",
+        )
+    count = layout.pp * schedule.stages_per_rank(layout)
+    split = _split(model, anatomy, layout, count)
+    splits = tuple(pairwise(accumulate(split, initial=0)))
+    places: dict[str, tuple[int, ...]] = {}
+    for stage, (first, last) in enumerate(splits):
+        places |= dict.fromkeys(anatomy.layers[first:last], (stage,))
+    first_too = (count - 1,) if anatomy.tied else ()
+    places |= dict.fromkeys(traced.before, (0,)) | dict.fromkeys((*traced.after, anatomy.head), (count - 1,))
+    places[anatomy.embedding] = (0, *first_too)
+    _check_places(model, places, twice=set(traced.before) & set(traced.after))
+    return Stages(layout, anatomy.layers, splits, places)
+
+
+def _split(model: Any, anatomy: Anatomy, layout: Layout, count: int) -> tuple[int, ...]:
+    """Layers of each stage; `auto`: by the multiplications of a token, which parameters of two dimensions count. (An
+    embedding is looked up, and costs none.)"""
+    if layout.pp_split != "auto":
+        return schedule.read_split(layout, len(anatomy.layers))
+    matrices = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
+    costs = tuple(
+        float(sum(size for name, size in matrices.items() if name.startswith(f"{layer}."))) for layer in anatomy.layers
+    )
+    return schedule.balanced(costs, count, last=float(matrices.get(f"{anatomy.head}.weight", 0)))
+
+
+def _check_places(model: nn.Module, places: Mapping[str, Any], *, twice: set[str]) -> None:
+    for name, _ in model.named_parameters():
+        if not any(name.startswith(f"{each}.") for each in places):
+            raise UserError(
+                f"pp is refused: {name} of {type(model).__name__} is in none of its layers, and not of the modules "
+                "that run before or after them",
+                fix="use dp_shard and tp instead",
+            )
+    if twice:
+        raise UserError(
+            f"pp is refused: {sorted(twice)[0]} of {type(model).__name__} runs both before and after its layers",
+            fix="use dp_shard and tp instead",
+        )
+
+
+# ---- what stands in for a module of another stage --------------------------------------------------------------------
+
+
+class StandIn(nn.Module):
+    """Hands hidden states on, as the module of another stage whose place it has would give them.
+
+    It has that module's settings, which some models read off their layers.
+    """
+
+    def __init__(self, original: nn.Module, *, in_tuple: bool = False) -> None:
+        super().__init__()
+        plain = vars(nn.Module())
+        for name, value in vars(original).items():
+            if name not in plain and name != "forward":
+                self.__dict__.setdefault(name, value)
+        self._in_tuple = in_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states given, after `passing`."""
+        hidden = self.passing(args[0] if args else kwargs["hidden_states"])
+        return (hidden,) if self._in_tuple else hidden
+
+    def passing(self, hidden: Tensor) -> Tensor:
+        """What becomes of the hidden states: nothing."""
+        return hidden
+
+
+class _Slot(StandIn):
+    """Before a stage's first layer: gives what was received. After its last: keeps what it was given."""
+
+    value: Tensor | None = None
+    takes_in = False
+
+    def passing(self, hidden: Tensor) -> Tensor:
+        if self.takes_in:
+            assert self.value is not None, "no hidden states were received"
+            return self.value
+        self.value = hidden
+        return hidden
+
+
+class _Zeros(StandIn):
+    """Of an embedding or a linear: zeros as it would give them, [*, features]."""
+
+    def __init__(self, original: nn.Module, shape: Callable[[Tensor], Sequence[int]], dtype: torch.dtype) -> None:
+        super().__init__(original)
+        self._shape, self._dtype = shape, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given: Tensor = args[0] if args else next(iter(kwargs.values()))
+        return torch.zeros(*self._shape(given), dtype=self._dtype, device=given.device)
+
+
+# ---- the model of this rank ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Staged:
+    """The stages of this rank in its model.
+
+    `tokens(T)`: how many of T tokens a rank's hidden states have.
+    """
+
+    stages: Stages
+    rank: int
+    model: nn.Module
+    dtype: torch.dtype
+    own_tokens: Callable[[int], int]
+    tokens: Callable[[int], int]
+    hidden_size: int
+    deferred: Deferred | None = None  # where weights' gradients go in the slot under way, if they are put off
+    views: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
+    slots: dict[int, tuple[_Slot | None, _Slot | None]] = field(default_factory=dict)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The stages of this rank, in their order."""
+        return self.stages.stages_of(self.rank)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of this rank."""
+        return self.stages.layers_of(self.rank)
+
+    @property
+    def has_ends(self) -> tuple[bool, bool]:
+        """Whether the first stage is here, and whether the last one is."""
+        return 0 in self.own, self.stages.count - 1 in self.own
+
+    def is_last(self, stage: int) -> bool:
+        """Whether the loss is computed there."""
+        return stage == self.stages.count - 1
+
+    def empty(self, ids_BT: Tensor) -> Tensor:
+        """Memory for the hidden states of a micro batch [B, T, D]."""
+        rows, length = ids_BT.shape
+        tokens = self.tokens(self.own_tokens(length))
+        return torch.empty(rows, tokens, self.hidden_size, dtype=self.dtype, device=ids_BT.device)
+
+    @contextmanager
+    def running(self, stage: int, hidden: Tensor | None) -> Iterator[Callable[[], Tensor]]:
+        """Inside, the model's forward is that of `stage` on `hidden`; the yielded function has what it gives out."""
+        taken, given = self.slots[stage]
+        if taken:
+            taken.value = hidden
+        before = {path: self.model.get_submodule(path) for path in self.views[stage]}
+        _place(self.model, self.views[stage])
+        try:
+            yield lambda: _given_out(given)
+        finally:
+            _place(self.model, before)
+            for slot in (taken, given):
+                if slot:
+                    slot.value = None
+
+
+def _given_out(slot: _Slot | None) -> Tensor:
+    assert slot is not None and slot.value is not None, "the stage gave no hidden states"
+    return slot.value
+
+
+def install(
+    model: nn.Module, stages: Stages, rank: int, anatomy: Anatomy, traced: Trace, *, dtype: torch.dtype,
+    own_tokens: Callable[[int], int], tokens: Callable[[int], int], hidden_size: int,
+) -> Staged:  # fmt: skip
+    """Put stand-ins into `model`, in place, where other ranks have the modules."""
+    staged = Staged(stages, rank, model, dtype, own_tokens, tokens, hidden_size)
+    originals = {path: model.get_submodule(path) for path in stages.places}
+    shared = stages.places[anatomy.embedding] if anatomy.tied else ()
+
+    def stand_in(path: str) -> nn.Module:
+        original = originals[path]
+        if isinstance(original, nn.Embedding):
+            split = tokens if path == anatomy.embedding else (lambda length: length)
+            return _Zeros(original, lambda x: (*x.shape[:-1], split(x.shape[-1]), original.embedding_dim), dtype)
+        if path not in stages.layers and (dims := surfaces.linear_dims(original)) is not None:
+            features = original.weight.shape[dims[0]]  # type: ignore[union-attr,index]
+            return _Zeros(original, lambda x: (*x.shape[:-1], features), dtype)
+        return StandIn(original, in_tuple=path in traced.in_tuples)
+
+    stand_ins = {path: stand_in(path) for path in originals}
+    for stage in staged.own:
+        # A tied embedding is at work in the first stage only; in the last one the head has its weight.
+        view = {
+            path: originals[path]
+            if stage == (where[0] if path == anatomy.embedding else where[-1])
+            else stand_ins[path]
+            for path, where in stages.places.items()
+        }
+        first, last = stages.splits[stage]
+        taken = _slot(anatomy.layers[first - 1], originals, traced, takes_in=True) if first else None
+        given = None if staged.is_last(stage) else _slot(anatomy.layers[last], originals, traced, takes_in=False)
+        for layer, slot in ((first - 1, taken), (last, given)):
+            if slot:
+                view[anatomy.layers[layer]] = slot
+        staged.views[stage], staged.slots[stage] = view, (taken, given)
+    at_rest = {
+        path: originals[path] if set(where) & set(staged.own) else stand_ins[path]
+        for path, where in stages.places.items()
+    }
+    if shared and staged.own[0] != 0 and set(shared) & set(staged.own):
+        # Only the head is here: the weight keeps the embedding's name in a module that does not look it up.
+        holder = stand_ins[anatomy.embedding]
+        holder.register_parameter("weight", originals[anatomy.embedding].weight)  # type: ignore[arg-type]
+        at_rest[anatomy.embedding] = holder
+    _place(model, at_rest)
+    return staged
+
+
+def _slot(path: str, originals: Mapping[str, nn.Module], traced: Trace, *, takes_in: bool) -> _Slot:
+    slot = _Slot(originals[path], in_tuple=path in traced.in_tuples)
+    slot.takes_in = takes_in
+    return slot
+
+
+def _place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put modules where their paths say; children of the model, of a module or of a list."""
+    for path, module in modules.items():
+        parent, _, leaf = path.rpartition(".")
+        model.get_submodule(parent)._modules[leaf] = module
