@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 # How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
@@ -92,6 +94,7 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), dtype=dtype, attn_implementation=_own_attention(config), trust_remote_code=False
     )
+    select_experts(model, "eager")
     return model
 
 
@@ -102,6 +105,7 @@ def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         folder, config=config, dtype=dtype, attn_implementation=_own_attention(config), local_files_only=True,
         use_safetensors=True, trust_remote_code=False,
     )  # fmt: skip
+    select_experts(model, "eager")
     return model
 
 
@@ -111,8 +115,9 @@ def no_progress_bars() -> None:
 
 
 def _own_attention(config: PreTrainedConfig) -> str:
-    """The attention of PyTorch, or the model's own code where that has no soft cap."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
+    serves = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    return "sdpa" if serves and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 
 def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -124,6 +129,22 @@ def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..
 def select_attention(model: PreTrainedModel, name: str) -> None:
     """Make every attention module of `model` call the function registered under `name`."""
     model.set_attn_implementation(name)
+
+
+def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
+    """Offer an experts function to every model under `name`."""
+    ExpertsInterface.register(name, forward)
+
+
+def select_experts(model: PreTrainedModel, name: str) -> None:
+    """Make every module of experts of `model` call the function registered under `name` ("eager": its own code)."""
+    if any(is_experts(module) for module in model.modules()):
+        model.set_experts_implementation(name)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of all experts of a layer, and calls the experts function for them."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
 
 
 def base_prefix(model: PreTrainedModel) -> str:

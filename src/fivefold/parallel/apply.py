@@ -26,7 +26,7 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
-from fivefold.parallel import data, loss, tensor, trial
+from fivefold.parallel import data, expert, loss, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
@@ -43,6 +43,7 @@ class Spread:
     shards: dict[str, ShardSpec]
     units: tuple[data.Unit, ...]
     tensor: tensor.TensorParallel | None
+    experts: expert.ExpertParallel | None  # None for a dense model
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
 
@@ -73,10 +74,12 @@ class Spread:
     def declare(self, shape: StepShape) -> tuple[Collective, ...]:
         """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
         local_shapes = {name: self.gathered_shape(name) for name in self.shards}
-        parts = data.declare(self.units, local_shapes, self.layout, shape)
+        parts = data.declare(self.units, local_shapes, self.mesh, shape)
         if self.tensor and self.partition:
             parts += tensor.declare(self.tensor, self.partition, shape, self._partial_gradient_bytes(shape))
             parts += loss.declare(shape)
+        if self.experts:
+            parts += expert.declare(self.experts, shape)
         return total(parts)
 
     def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
@@ -140,22 +143,23 @@ def parallelize(
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     traced = _traced(model, anatomy)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    specs = tensor.shard_specs(model, partition, layout.tp)
+    specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout.ep)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
-    mesh = build_mesh(layout, device.type, kv_copies=copies)
+    mesh = build_mesh(layout, device.type, kv_copies=copies, experts=bool(traced.experts))
     if partition and not partition.is_proved:
         trial.check(model, mesh, device)
     model.to("meta")
     _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
+    experts = expert.apply_expert_parallel(model, traced.experts, specs, mesh.ep_group, fold)
     hand_on_bounds(model, traced.forgetful)
     _wrap_blocks(model, anatomy, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
-    model_units = data.units(model, anatomy)
+    model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
-    data.apply_data_parallel(model, anatomy, mesh, reduce_dtype=reduce_dtype)
+    data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    spread = Spread(layout, mesh, anatomy, partition, specs, model_units, fold, vocabulary, reduce_dtype)
+    spread = Spread(layout, mesh, anatomy, partition, specs, model_units, fold, experts, vocabulary, reduce_dtype)
     model.fivefold = spread
     _materialise(model, spread, device)
     fill(model, source)
@@ -184,9 +188,11 @@ def spread_of(model: nn.Module) -> Spread:
 def _checked(layout: Layout) -> Layout:
     """The layout with its -1 resolved for the current world."""
     layout = layout.resolve(dist.get_world_size())
-    for fold in ("pp", "cp", "ep"):
+    for fold in ("pp", "cp"):
         if getattr(layout, fold) > 1:
-            raise UserError(f"layout {layout}: {fold} is not built yet", fix="use dp_replicate, dp_shard and tp")
+            raise UserError(f"layout {layout}: {fold} is not built yet", fix="use dp_replicate, dp_shard, tp and ep")
+    if layout.expert_tp:
+        raise UserError(f"layout {layout}: expert_tp is not built yet", fix="set layout.expert_tp: false")
     return layout
 
 
