@@ -20,6 +20,7 @@ from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.merged import Merged, split
 from fivefold.models.recipe import stored_buffers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -77,18 +78,20 @@ def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the class of a model says of its files: names that differ from the model's own, and buffers kept in them."""
+    """What the class of a model says of its files: names that differ from the model's own, tensors that are split there,
+    and buffers kept in them."""
 
     names: Mapping[str, str]
+    pieces: Merged
     buffers: Mapping[str, torch.Tensor]
 
 
 def _known(model_folder: Path) -> _Known:
     try:
         model = build_meta(load_model_config(model_folder))
-        return _Known(surfaces.saved_names(model), stored_buffers(model))
+        return _Known(surfaces.saved_names(model), surfaces.saved_pieces(model), stored_buffers(model))
     except UserError:  # a class that is registered only where it was trained
-        return _Known({}, {})
+        return _Known({}, {}, {})
 
 
 def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, file_bytes: int, known: _Known) -> int:
@@ -101,6 +104,8 @@ def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, f
         tensors = {name: source.whole(name).to(dtype) for name in names}
         if number == 1:
             tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.buffers.items()}
+        for name in [each for each in tensors if each in known.pieces]:
+            tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, file)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fivefold import safetensors_header, strict_json
 from fivefold.errors import UserError
 from fivefold.models import recipe as recipes
-from fivefold.models import surfaces
+from fivefold.models import merged, surfaces
 from fivefold.models.random_stream import Region
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -100,8 +100,14 @@ class SafetensorsFolder:
         in_files = _entries(located)
         entries = {name: in_files[stored] for name, stored in self._stored.items()}
         self._shapes = {name: entry.shape for name, entry in entries.items()}
+        self._merged = surfaces.merged_names(model, located)
+        for name, pieces in self._merged.items():
+            shape = merged.shape_of(pieces, self._shapes)
+            if shape is not None:
+                self._shapes[name], entries[name] = shape, entries[pieces[0].stored]
+        inner = {piece.stored for pieces in self._merged.values() for piece in pieces}
         expected = stored_tensors(model)
-        _check_names(self._folder, set(self._files), set(expected), model)
+        _check_names(self._folder, (set(self._shapes) - inner), set(expected), model)
         _check_shapes(self._folder, self._shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
         _check_types(self._folder, entries, expected)
         self._names = set(expected)
@@ -124,6 +130,9 @@ class SafetensorsFolder:
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """See `TensorSource`."""
+        if name in self._merged:
+            pieces = self._merged[name]
+            return merged.read(pieces, self._shapes[name][1] // pieces[0].parts, region, self.read)
         with _open(self._files[name]) as file:
             if not region:
                 return torch.as_tensor(file.get_tensor(self._stored[name]))

@@ -40,7 +40,6 @@ class Unit:
     name: str
     parameters: tuple[str, ...]
     over: Over = "tp"  # whose ranks the blocks of its parameters go to
-    extra_gathers: int = 0  # under full recompute: run again before its own backward pass begins
 
 
 def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -> tuple[Unit, ...]:
@@ -49,7 +48,7 @@ def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -
     names = [name for name, _ in model.named_parameters()]
     separate = (*anatomy.layers,) if anatomy.tied else (anatomy.embedding, *anatomy.layers)
     found = [
-        Unit(each.name, tuple(n for n in names if n.startswith(each.name + ".")), "ep", int(not each.is_last))
+        Unit(each.name, tuple(n for n in names if n.startswith(each.name + ".")), "ep")
         for each in experts
     ]
     inner = {name for unit in found for name in unit.parameters}
@@ -105,8 +104,7 @@ def declare(
     for unit in model_units:
         shards, axis = mesh.rows(unit.over), mesh.fsdp_axis(unit.over)
         numel = sum(_padded_numel(local_shapes[name], shards) for name in unit.parameters)
-        passes = 1 if unit.name == "" else 2 + unit.extra_gathers * (shape.recompute == "full")
-        gathers = 1 if shape.zero < 3 else shape.micro_batches * passes
+        gathers = 1 if shape.zero < 3 else shape.micro_batches * (1 if unit.name == "" else 2)
         reductions = 1 if shape.zero == 1 else shape.micro_batches
         if shards > 1:
             found.append(Collective(axis, "all_gather", gathers, gathers * numel * shape.compute_bytes))
