@@ -22,6 +22,7 @@ from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.layout import Layout
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta
+from fivefold.models.experts import router_buffers
 from fivefold.models.families import families
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize, spread_of
@@ -106,6 +107,8 @@ def reference_model(case: Case, dtype: torch.dtype = torch.float64) -> nn.Module
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.08 * noise)
+        for name in router_buffers(model):
+            model.get_buffer(name).normal_(std=0.08)
     return model.to(dtype)
 
 

@@ -58,14 +58,16 @@ def export(
     try:
         temporary.mkdir(parents=True)
         _write_model_files(checkpoint.model_folder, temporary, target)
-        size = _write_weights(source, temporary, target, file_bytes, _known(checkpoint.model_folder))
+        known = _known(checkpoint.model_folder)
+        size = _write_weights(source, temporary, target, file_bytes, known)
         if out.exists():
             out.rmdir()
         os.rename(temporary, out)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunFailed(f"{out} could not be written: {error}") from error
-    return Exported(out, checkpoint.manifest.step, sum(prod(source.shape(name)) for name in source.ordered), size)
+    parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
+    return Exported(out, checkpoint.manifest.step, parameters, size)
 
 
 def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -98,12 +100,13 @@ def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, f
     """Write the tensors into as few files as `file_bytes` allows, with an index when there are several."""
     files = list(_files(source, dtype, file_bytes))
     where: dict[str, str] = {}
+    computed = {name: values for name, values in known.buffers.items() if name not in source.names()}
     total = 0
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         tensors = {name: source.whole(name).to(dtype) for name in names}
         if number == 1:
-            tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.buffers.items()}
+            tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in computed.items()}
         for name in [each for each in tensors if each in known.pieces]:
             tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}

@@ -142,7 +142,7 @@ class Saver:
         return _Snapshot(
             about=about,
             layout=str(spread.layout),
-            shapes={name: spec.shape for name, spec in spread.shards.items()},
+            shapes={name: spec.shape for name, spec in spread.shards.items()} | buffer_shapes(model),
             slices=slices,
             scalars=_scalars(model, optimizer),
             texts=_texts(model, about) if dist.get_rank() == 0 else {},
@@ -213,6 +213,13 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Owne
         for kind, tensor in tensors.items():
             for global_region, local_region in spread.regions(name):
                 yield OwnedSlice(kind, name, tuple(s.start for s in global_region), local(tensor)[local_region])
+    for name in spread.buffers if dist.get_rank() == 0 else ():
+        yield OwnedSlice(WEIGHT, name, (0,) * model.get_buffer(name).ndim, model.get_buffer(name))
+
+
+def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of what routers keep beside their weights."""
+    return {name: tuple(model.get_buffer(name).shape) for name in spread_of(model).buffers}
 
 
 def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -38,9 +38,9 @@ def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int
     """Each token's row to its K experts, and the sum of what they make of it, weighted."""
     count, picks = index_NK.shape
     order_S, counts_E = sort_by_expert(index_NK, experts)
-    repeated_SD = hidden_ND.unsqueeze(1).expand(-1, picks, -1).reshape(count * picks, -1)
+    repeated_SD = hidden_ND.unsqueeze(1).expand(-1, picks, -1).flatten(0, 1)
     made_SD = compute(Permute.apply(repeated_SD, order_S), counts_E)  # type: ignore[no-untyped-call]
-    back_NKD = Permute.apply(made_SD, inverse(order_S)).view(count, picks, -1)  # type: ignore[no-untyped-call]
+    back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, picks))  # type: ignore[no-untyped-call]
     return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)
 
 
@@ -71,6 +71,14 @@ class Permute(torch.autograd.Function):
 
 
 # ---- what an expert computes -----------------------------------------------------------------------------------------
+
+
+def router_buffers(model: nn.Module) -> list[str]:
+    """Persistent buffers beside experts: a router's state, which is trained though it has no gradient (DeepSeek's
+    `e_score_correction_bias`). All others a model computes for itself."""
+    stored = model.state_dict(keep_vars=True)
+    beside = tuple(f"{n.rpartition('.')[0]}." for n, module in model.named_modules() if surfaces.is_experts(module))
+    return [name for name, _ in model.named_buffers() if name in stored and beside and name.startswith(beside)]
 
 
 def number_of_experts(module: nn.Module) -> int:

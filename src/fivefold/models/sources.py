@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from fivefold import safetensors_header, strict_json
 from fivefold.errors import UserError
 from fivefold.models import recipe as recipes
 from fivefold.models import merged, surfaces
+from fivefold.models.experts import router_buffers
 from fivefold.models.random_stream import Region
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -111,6 +113,7 @@ class SafetensorsFolder:
         _check_shapes(self._folder, self._shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
         _check_types(self._folder, entries, expected)
         self._names = set(expected)
+        self._trained = router_buffers(model)
         self._check_buffers(recipes.stored_buffers(model))
 
     def names(self) -> set[str]:
@@ -124,6 +127,8 @@ class SafetensorsFolder:
     def _check_buffers(self, computed: Mapping[str, torch.Tensor]) -> None:
         """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
         for name, values in computed.items():
+            if name in self._trained:
+                continue
             found = read_whole(self, name)
             if not torch.equal(found, values.to(found.dtype)):
                 raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
@@ -132,11 +137,18 @@ class SafetensorsFolder:
         """See `TensorSource`."""
         if name in self._merged:
             pieces = self._merged[name]
-            return merged.read(pieces, self._shapes[name][1] // pieces[0].parts, region, self.read)
+            with ExitStack() as stack:
+                files = {path: stack.enter_context(_open(path)) for path in {self._files[p.stored] for p in pieces}}
+                rows = self._shapes[name][1] // pieces[0].parts
+                return merged.read(pieces, rows, region, lambda part, place: self._read(part, place, files))
         with _open(self._files[name]) as file:
-            if not region:
-                return torch.as_tensor(file.get_tensor(self._stored[name]))
-            return torch.as_tensor(file.get_slice(self._stored[name])[tuple(region)])
+            return self._read(name, region, {self._files[name]: file})
+
+    def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> torch.Tensor:
+        file = files[self._files[name]]
+        if not region:
+            return torch.as_tensor(file.get_tensor(self._stored[name]))
+        return torch.as_tensor(file.get_slice(self._stored[name])[tuple(region)])
 
 
 def _locate(folder: Path) -> dict[str, Path]:

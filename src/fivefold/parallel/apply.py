@@ -21,6 +21,7 @@ from fivefold.launch.world import open_world
 from fivefold.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import use_our_attention
+from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
@@ -46,6 +47,7 @@ class Spread:
     experts: expert.ExpertParallel | None  # None for a dense model
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
+    buffers: tuple[str, ...] = ()  # of routers: trained without a gradient, the same on every rank
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
@@ -159,25 +161,31 @@ def parallelize(
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    spread = Spread(layout, mesh, anatomy, partition, specs, model_units, fold, experts, vocabulary, reduce_dtype)
+    spread = Spread(
+        layout, mesh, anatomy, partition, specs, model_units, fold, experts, vocabulary, reduce_dtype,
+        tuple(router_buffers(model)),
+    )  # fmt: skip
     model.fivefold = spread
     _materialise(model, spread, device)
-    fill(model, source)
     for name, values in buffers.items():
         model.get_buffer(name).copy_(values)
+    fill(model, source)
     model.loss_sum = MethodType(partial(_loss_sum, loss_chunks=loss_chunks), model)
     register_fsdp_forward_method(model, "loss_sum")
     return model
 
 
 def fill(model: nn.Module, source: TensorSource) -> None:
-    """Overwrite every parameter with this rank's part of `source`, reading nothing else."""
+    """Overwrite every parameter with this rank's part of `source`, and what routers keep, reading nothing else."""
     spread = spread_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = tensor.local(parameter)
             for global_region, local_region in spread.regions(name):
                 local[local_region].copy_(source.read(name, global_region))
+        for name in spread.buffers:
+            buffer = model.get_buffer(name)
+            buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
 
 
 def spread_of(model: nn.Module) -> Spread:
