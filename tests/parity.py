@@ -15,16 +15,18 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from fivefold.config import OptimizerSection
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.layout import Layout
+from fivefold.models import surfaces
 from fivefold.models.build import build_meta
+from fivefold.models.experts import router_buffers
 from fivefold.models.families import families
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize, spread_of
-from fivefold.parallel.collectives import by_group, record, total
+from fivefold.parallel.collectives import by_group, differing, record, total
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import local
 from fivefold.training import step as training_step
@@ -100,12 +102,13 @@ def reference_model(case: Case, dtype: torch.dtype = torch.float64) -> nn.Module
     """The unmodified model with every parameter random, fp32 values held in `dtype`."""
     torch.manual_seed(7)
     config = hf_config(case)
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"  # which has no soft cap
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = surfaces.unmodified_model(config, torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.08 * noise)
+        for name in router_buffers(model):
+            model.get_buffer(name).normal_(std=0.08)
     return model.to(dtype)
 
 
@@ -283,8 +286,7 @@ def assert_proved(found: Outcome, expected: Outcome, per_rank: list[dict[str, An
     np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-10)
     for name, weights in expected.weights.items():
         np.testing.assert_allclose(found.weights[name], weights, rtol=0, atol=1e-10, err_msg=name)
-    for result in per_rank:
-        assert result["ran"] == result["declared"]
+    assert not differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
 
 
 __all__ = ["IGNORE", "Case", "Outcome", "assert_proved", "gradient_error", "on_rank", "outcome", "reference"]

@@ -390,8 +390,7 @@ def check_supported(config: RunConfig) -> None:
     layout, memory = config.layout, config.memory
     check_method(layout.cp_method, layout.cp)
     for key, asked, instead in (
-        ("layout.pp", layout.pp > 1, "1"),
-        ("layout.ep", layout.ep > 1, "1"),
+        ("layout.expert_tp", layout.expert_tp, "false"),
         ("precision.fp8", config.precision.fp8 != "none", "none"),
         ("memory.recompute", memory.recompute == "selective", "none or full"),
         ("memory.offload_activations", memory.offload_activations, "false"),

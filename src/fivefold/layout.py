@@ -170,13 +170,25 @@ class Layout:
         """
         fixed = prod(getattr(self, axis) for axis in MESH_AXES if axis != "dp_shard")
         if self.dp_shard == -1 and world % fixed == 0:
-            return replace(self, dp_shard=world // fixed)
+            return replace(self, dp_shard=world // fixed).resolve(world)
         if self.dp_shard != -1 and self.world == world:
+            self._check_experts()
             return self
         product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in MESH_AXES if getattr(self, axis) != 1)
         total = "" if self.dp_shard == -1 else f" = {self.world}"
         fits = f"dp_shard {world // fixed} fits" if world % fixed == 0 else f"{fixed} does not divide {world}"
         raise UserError(f"{product or 'single'}{total}, but {world} workers started; {fits}")
+
+    def _check_experts(self) -> None:
+        """Raise `UserError` with the arithmetic when `ep` does not divide the ranks that it is taken from."""
+        ranks = self.dp_shard * self.cp * self.tp
+        if ranks % self.ep:
+            fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            raise UserError(
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} = {ranks}, the "
+                "ranks that experts are dealt to",
+                fix=f"try ep {', '.join(map(str, fits))}",
+            )
 
     def accumulation(self, global_batch_size: int) -> int:
         """Micro batches per optimizer step: `global_batch_size / (micro_batch_size * data ranks)`.

@@ -20,6 +20,7 @@ from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.merged import Merged, split
 from fivefold.models.recipe import stored_buffers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -57,14 +58,16 @@ def export(
     try:
         temporary.mkdir(parents=True)
         _write_model_files(checkpoint.model_folder, temporary, target)
-        size = _write_weights(source, temporary, target, file_bytes, _known(checkpoint.model_folder))
+        known = _known(checkpoint.model_folder)
+        size = _write_weights(source, temporary, target, file_bytes, known)
         if out.exists():
             out.rmdir()
         os.rename(temporary, out)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunFailed(f"{out} could not be written: {error}") from error
-    return Exported(out, checkpoint.manifest.step, sum(prod(source.shape(name)) for name in source.ordered), size)
+    parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
+    return Exported(out, checkpoint.manifest.step, parameters, size)
 
 
 def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -77,30 +80,35 @@ def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the class of a model says of its files: names that differ from the model's own, and buffers kept in them."""
+    """What the class of a model says of its files: names that differ from the model's own, tensors that are split there,
+    and buffers kept in them."""
 
     names: Mapping[str, str]
+    pieces: Merged
     buffers: Mapping[str, torch.Tensor]
 
 
 def _known(model_folder: Path) -> _Known:
     try:
         model = build_meta(load_model_config(model_folder))
-        return _Known(surfaces.saved_names(model), stored_buffers(model))
+        return _Known(surfaces.saved_names(model), surfaces.saved_pieces(model), stored_buffers(model))
     except UserError:  # a class that is registered only where it was trained
-        return _Known({}, {})
+        return _Known({}, {}, {})
 
 
 def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, file_bytes: int, known: _Known) -> int:
     """Write the tensors into as few files as `file_bytes` allows, with an index when there are several."""
     files = list(_files(source, dtype, file_bytes))
     where: dict[str, str] = {}
+    computed = {name: values for name, values in known.buffers.items() if name not in source.names()}
     total = 0
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         tensors = {name: source.whole(name).to(dtype) for name in names}
         if number == 1:
-            tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in known.buffers.items()}
+            tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in computed.items()}
+        for name in [each for each in tensors if each in known.pieces]:
+            tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, file)

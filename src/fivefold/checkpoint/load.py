@@ -248,13 +248,15 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Chec
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
-    parameters = dict(model.named_parameters())
+    spread = spread_of(model)
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters |= {name: model.get_buffer(name) for name in spread.buffers}
     if missing := sorted(parameters.keys() - source.names()):
         raise UserError(f"{where} does not hold {_listing(missing)}", fix="was it written by another model?")
     if unknown := sorted(source.names() - parameters.keys()):
         raise UserError(f"{where} holds {_listing(unknown)}, which this model does not have")
     for name, parameter in parameters.items():
-        shape = spread_of(model).shards[name].shape
+        shape = spread.shards[name].shape if name in spread.shards else tuple(parameter.shape)
         if source.shape(name) != shape:
             raise UserError(f"{where}: {name} is {list(source.shape(name))}, and this model has {list(shape)}")
         if source.dtype(name) != parameter.dtype:

@@ -142,7 +142,7 @@ class Saver:
         return _Snapshot(
             about=about,
             layout=str(spread.layout),
-            shapes={name: spec.shape for name, spec in spread.shards.items()},
+            shapes={name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers),
             slices=slices,
             scalars=_scalars(model, optimizer),
             texts=_texts(model, about) if dist.get_rank() == 0 else {},
@@ -213,6 +213,10 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Owne
         for kind, tensor in tensors.items():
             for global_region, local_region in spread.regions(name):
                 yield OwnedSlice(kind, name, tuple(s.start for s in global_region), local(tensor)[local_region])
+    mesh, buffers = spread.mesh, dict(model.named_buffers())
+    if mesh.is_first_copy and mesh.fsdp_rank == mesh.tp_rank == 0:  # of those of a pipeline rank
+        for name in spread.buffers.keys() & buffers.keys():
+            yield OwnedSlice(WEIGHT, name, (0,) * buffers[name].ndim, buffers[name])
 
 
 def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:

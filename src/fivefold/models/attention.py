@@ -57,6 +57,8 @@ def attention_forward(
     Raises `UserError` for dropout, masks, and forms of attention that would otherwise be dropped without a word.
     """
     _refuse(module, attention_mask, dropout, sliding_window, kwargs)
+    if value.shape[-1] != query.shape[-1]:
+        return _with_equal_heads(module, query, key, value, scaling, bounds, sliding_window, softcap, s_aux), None
     context = getattr(module, CONTEXT, None)
     if context is not None and context.is_on:
         rule = kernels.Rule(_scale(scaling, query), sliding_window, softcap)
@@ -74,6 +76,20 @@ def attention_forward(
     window = sliding_window if bites else None
     out_BTHD, _ = packed_attention(query, key, value, bounds, _scale(scaling, query), window, softcap, s_aux)
     return out_BTHD, None
+
+
+def _with_equal_heads(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
+    bounds: torch.Tensor | None, window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Latent attention (DeepSeek) has heads of two sizes: the narrower are filled up with zeros, which add nothing."""
+    size, given = value.shape[-1], query.shape[-1]
+    query, key, value = (F.pad(each, (0, max(size, given) - each.shape[-1])) for each in (query, key, value))
+    scale = float(given) ** -0.5 if scaling is None else scaling
+    out_BTHD, _ = attention_forward(
+        module, query, key, value, None, scale, bounds=bounds, sliding_window=window, softcap=softcap, s_aux=sinks
+    )
+    return out_BTHD[..., :size]
 
 
 def _plain_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:

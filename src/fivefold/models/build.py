@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fivefold.errors import UserError
 from fivefold.hub import is_hub_id
 from fivefold.models import attention as own_attention
+from fivefold.models import experts as own_experts
 from fivefold.models import surfaces
 from fivefold.models.shapes import shape_folder, shape_names
 
@@ -56,6 +57,7 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
     own_attention.register()
+    own_experts.register()
     try:
         model = surfaces.causal_lm_on_meta(hf_config, attention)
     except ValueError as error:
@@ -66,6 +68,7 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
             fix="use a model that calls the attention functions of transformers",
         ) from error
     model.config.use_cache = False
+    surfaces.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
 
@@ -76,8 +79,10 @@ def use_our_attention(model: PreTrainedModel) -> None:
     Where rotary frequencies depend on lengths, the model refuses packed documents that would change each other.
     """
     own_attention.register()
+    own_experts.register()
     _refuse_dropout(model)
     surfaces.select_attention(model, own_attention.NAME)
+    surfaces.select_experts(model, own_experts.NAME)
     if any(_rope_limits(model.config)):
         model.base_model.register_forward_pre_hook(_check_documents, with_kwargs=True)
 

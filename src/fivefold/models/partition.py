@@ -21,7 +21,17 @@ from fivefold.models.families import family_of
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
-    "vocab_embedding", "vocab_head", "column", "row", "row_bias", "norm", "local", "across", "replicated"
+    "vocab_embedding",
+    "vocab_head",
+    "column",
+    "row",
+    "row_bias",
+    "norm",
+    "local",
+    "across",
+    "router",
+    "experts",
+    "replicated",
 ]
 
 
@@ -39,6 +49,8 @@ class Role:
     | `norm` | whole on every rank | acts on the residual stream, split over the sequence under sequence parallel |
     | `local` | whole on every rank | acts on data that differs by rank (q_norm): gradients are summed over tp |
     | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
+    | `router` | whole on every rank | says where tokens go, of which a rank has a part under sequence parallelism |
+    | `experts` | dealt to the ranks of ep, expert by expert | acts on the tokens that come to it |
     | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
 
     `deal` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
@@ -183,6 +195,7 @@ class _Derivation:
         feeds, roles = _pairs(block), {}
         attention = [event for event in block.events if event.kind == "attention"]
         rows = {row for row, _ in feeds}
+        experts = {event.name for event in block.events if event.kind == "experts"}
         for row, columns in feeds:
             called = next((e for e in attention if f"{e.name} (attention)" in block.linear(row).sources), None)
             key = (called and tuple(e.shape[1] for e in called.inputs[:2]), self._shape_key(block, row, columns))
@@ -205,7 +218,11 @@ class _Derivation:
             self.unfinished.append(block.layer)
         for event in block.events:
             if event.kind == "small":
-                roles |= self._roles_of(event.name, self._small(event, block, rows, roles))
+                roles |= self._roles_of(event.name, self._small(event, block, rows | experts, roles))
+        for each in self.traced.experts:
+            if each.name in experts:
+                roles |= self._roles_of(each.name, Role("experts", "expert by expert"))
+                roles |= self._roles_of(each.router, Role("router", "says where tokens go"))
         return roles
 
     def _shape_key(self, block: BlockTrace, row: str, columns: Sequence[str]) -> object:
@@ -284,13 +301,15 @@ def _pairs(block: BlockTrace) -> list[tuple[str, tuple[str, ...]]]:
     columns: list[str] = []
     rows: dict[str, tuple[str, ...]] = {}
     called = {f"{event.name} (attention)": event.sources for event in block.events if event.kind == "attention"}
+    experts = {event.name for event in block.events if event.kind == "experts"}
+    routers = {name for event in block.events if event.kind == "experts" for name in event.sources}
     for event in block.events:
         if event.kind == "opaque":
             raise Untraceable(f"{event.name} holds weights that are no linear's")
-        if event.kind != "linear":
+        if event.kind != "linear" or (event.name in routers and not _is_hidden(event, block)):
             continue
         direct = frozenset().union(*(called.get(name, {name}) for name in event.sources))
-        on_residual = {name for name in direct if name == RESIDUAL or name in rows}
+        on_residual = {name for name in direct if name == RESIDUAL or name in rows or name in experts}
         if on_residual and on_residual == direct:
             columns.append(event.name)
         elif direct and direct <= set(columns) and event.leaf is not None and _is_hidden(event, block):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +13,9 @@ from transformers import PreTrainedModel
 
 from fivefold import safetensors_header, strict_json
 from fivefold.errors import UserError
+from fivefold.models import merged, surfaces
 from fivefold.models import recipe as recipes
-from fivefold.models import surfaces
+from fivefold.models.experts import router_buffers
 from fivefold.models.random_stream import Region
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -100,11 +102,18 @@ class SafetensorsFolder:
         in_files = _entries(located)
         entries = {name: in_files[stored] for name, stored in self._stored.items()}
         self._shapes = {name: entry.shape for name, entry in entries.items()}
+        self._merged = surfaces.merged_names(model, located)
+        for name, pieces in self._merged.items():
+            shape = merged.shape_of(pieces, self._shapes)
+            if shape is not None:
+                self._shapes[name], entries[name] = shape, entries[pieces[0].stored]
+        inner = {piece.stored for pieces in self._merged.values() for piece in pieces}
         expected = stored_tensors(model)
-        _check_names(self._folder, set(self._files), set(expected), model)
+        _check_names(self._folder, (set(self._shapes) - inner), set(expected), model)
         _check_shapes(self._folder, self._shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
         _check_types(self._folder, entries, expected)
         self._names = set(expected)
+        self._trained = router_buffers(model)
         self._check_buffers(recipes.stored_buffers(model))
 
     def names(self) -> set[str]:
@@ -118,16 +127,28 @@ class SafetensorsFolder:
     def _check_buffers(self, computed: Mapping[str, torch.Tensor]) -> None:
         """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
         for name, values in computed.items():
+            if name in self._trained:
+                continue
             found = read_whole(self, name)
             if not torch.equal(found, values.to(found.dtype)):
                 raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """See `TensorSource`."""
+        if name in self._merged:
+            pieces = self._merged[name]
+            with ExitStack() as stack:
+                files = {path: stack.enter_context(_open(path)) for path in {self._files[p.stored] for p in pieces}}
+                rows = self._shapes[name][1] // pieces[0].parts
+                return merged.read(pieces, rows, region, lambda part, place: self._read(part, place, files))
         with _open(self._files[name]) as file:
-            if not region:
-                return torch.as_tensor(file.get_tensor(self._stored[name]))
-            return torch.as_tensor(file.get_slice(self._stored[name])[tuple(region)])
+            return self._read(name, region, {self._files[name]: file})
+
+    def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> torch.Tensor:
+        file = files[self._files[name]]
+        if not region:
+            return torch.as_tensor(file.get_tensor(self._stored[name]))
+        return torch.as_tensor(file.get_slice(self._stored[name])[tuple(region)])
 
 
 def _locate(folder: Path) -> dict[str, Path]:

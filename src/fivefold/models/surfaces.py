@@ -5,6 +5,7 @@ these surfaces, those tests fail and this file is the only one to mend.
 """
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,21 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
+
+from fivefold.models.merged import Piece, merged
 
 # How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
 PLAN_STYLES: Mapping[str, str] = {
@@ -92,6 +104,7 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), dtype=dtype, attn_implementation=_own_attention(config), trust_remote_code=False
     )
+    select_experts(model, "eager")
     return model
 
 
@@ -102,6 +115,7 @@ def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         folder, config=config, dtype=dtype, attn_implementation=_own_attention(config), local_files_only=True,
         use_safetensors=True, trust_remote_code=False,
     )  # fmt: skip
+    select_experts(model, "eager")
     return model
 
 
@@ -111,8 +125,9 @@ def no_progress_bars() -> None:
 
 
 def _own_attention(config: PreTrainedConfig) -> str:
-    """The attention of PyTorch, or the model's own code where that has no soft cap."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
+    serves = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    return "sdpa" if serves and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 
 def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -124,6 +139,22 @@ def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..
 def select_attention(model: PreTrainedModel, name: str) -> None:
     """Make every attention module of `model` call the function registered under `name`."""
     model.set_attn_implementation(name)
+
+
+def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
+    """Offer an experts function to every model under `name`."""
+    ExpertsInterface.register(name, forward)
+
+
+def select_experts(model: PreTrainedModel, name: str) -> None:
+    """Make every module of experts of `model` call the function registered under `name` ("eager": its own code)."""
+    if any(is_experts(module) for module in model.modules()):
+        model.set_experts_implementation(name)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of all experts of a layer, and calls the experts function for them."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
 
 
 def base_prefix(model: PreTrainedModel) -> str:
@@ -161,6 +192,41 @@ def model_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, st
         if converter is None and renamed in known and renamed not in (*stored, *found.values()):
             found[name] = renamed
     return found
+
+
+def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+    """{name in the model: the pieces of it under `stored` names} for tensors that `transformers` merges, expert by
+    expert, when it loads. What it computes in any other way is left out."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    patterns = {
+        pattern: (index, len(each.source_patterns))
+        for each in converters
+        if _merges(each)
+        for index, pattern in enumerate(each.source_patterns)
+    }
+    known = model.state_dict()
+    found = []
+    for name in sorted(set(stored) - set(known)):
+        renamed, pattern = rename_source_key(name, renamings, converters, base_prefix(model), known)
+        if pattern in patterns and renamed in known:
+            number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+            if number:
+                found.append((renamed, Piece(name, int(number[1]), *patterns[pattern])))
+    return merged(found)
+
+
+def _merges(converter: WeightConverter) -> bool:
+    """Whether it stacks experts along dimension 0, several tensors of each one after the other."""
+    kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    several = len(converter.source_patterns) > 1
+    return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
+
+
+def saved_pieces(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+    """{name in the model: the pieces of it that `transformers` saves in its place}."""
+    return merged_names(model, revert_weight_conversion(model, dict(model.state_dict())))
 
 
 def saved_names(model: PreTrainedModel) -> dict[str, str]:

@@ -26,7 +26,7 @@ _ONE = 2  # the token whose dependencies are looked at
 RESIDUAL = "the residual stream"
 MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
 
-Kind = Literal["linear", "small", "attention", "opaque"]
+Kind = Literal["linear", "small", "attention", "experts", "opaque"]
 
 
 class Untraceable(Exception):
@@ -42,7 +42,8 @@ class Event:
     """One call: what a module read and gave, and the leaves that its input depends on, by name.
 
     `small`: a module with few parameters of its own, such as a norm. `wide`: one that sees all features of a projection
-    at once. `opaque`: one that holds many weights and is no linear, such as a module of experts. Of an attention call
+    at once. `experts`: one that holds the weights of all experts of a layer; `inputs` are tokens and their weights.
+    `opaque`: any other that holds many weights and is no linear. Of an attention call
     `inputs` are query [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed
     along, one number per query head.
     """
@@ -54,6 +55,7 @@ class Event:
     sources: frozenset[str]
     wide: bool = False
     parameters: tuple[str, ...] = ()
+    experts: int = 0
 
 
 @dataclass
@@ -86,6 +88,40 @@ class Trace:
     forgetful: list[tuple[str, str]] = field(default_factory=list)
     in_tuples: set[str] = field(default_factory=set)
     carried: str | None = None
+
+    @property
+    def experts(self) -> list["Experts"]:
+        """The modules of experts, in order."""
+        return [
+            Experts(
+                event.name, _router(block, event), event.experts, event.inputs[1].shape[-1], event is block.events[-1]
+            )
+            for block in self.blocks
+            for event in block.events
+            if event.kind == "experts"
+        ]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`: nothing with
+    weights runs after it in its layer."""
+
+    name: str
+    router: str
+    experts: int
+    picks: int
+    is_last: bool
+
+
+def _router(block: BlockTrace, experts: Event) -> str:
+    """The module that says where tokens go: the last that ran beside the experts before them."""
+    parent = experts.name.rpartition(".")[0] + "."
+    before = block.events[: block.events.index(experts)]
+    beside = [event.name for event in before if event.kind in ("small", "linear") and event.name.startswith(parent)]
+    if not beside:
+        raise Untraceable(f"nothing beside {experts.name} says where tokens go")
+    return beside[-1]
 
 
 def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
@@ -187,6 +223,9 @@ class _Recorder:
         else:
             module.register_forward_pre_hook(self._note_arguments(name), with_kwargs=True)
         own = list(module.named_parameters(recurse=False))
+        if surfaces.is_experts(module):
+            module.forward = self._experts(name, next(module.parameters()).shape[0])
+            return
         if isinstance(module, nn.modules.conv._ConvNd):
             raise MixesTokens(f"{name} is a convolution, which lets tokens meet outside of the attention function")
         if any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
@@ -209,6 +248,16 @@ class _Recorder:
         def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self._outside(name)
             return torch.randn(*ids.shape, features, requires_grad=self.block is None)
+
+        return forward
+
+    def _experts(self, name: str, experts: int) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            read = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+            out = self._record("experts", name, read, torch.randn(read[0].shape))
+            if self.block is not None:
+                self.block.events[-1].experts = experts
+            return out
 
         return forward
 
@@ -241,8 +290,6 @@ class _Recorder:
         if self.block is None:
             raise Untraceable("it attends outside of its layers")
         query, _, value = tensors
-        if value.shape[-1] != query.shape[-1]:
-            raise Untraceable(f"its values have heads of {value.shape[-1]}, its queries of {query.shape[-1]}")
         mine = {id(parameter): name for name, parameter in module.named_parameters(recurse=False)}
         name = self.names[id(module)]
         if extra.get("bounds") is not self.bounds:

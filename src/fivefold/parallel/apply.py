@@ -24,12 +24,13 @@ from fivefold.launch.world import open_world
 from fivefold.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import use_our_attention
+from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
-from fivefold.parallel import context, data, deferred, loss, pipeline, tensor, trial
+from fivefold.parallel import context, data, deferred, expert, loss, pipeline, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
@@ -48,10 +49,14 @@ class Spread:
     units: tuple[data.Unit, ...]
     tensor: tensor.TensorParallel | None
     context: context.ContextParallel | None
+    experts: expert.ExpertParallel | None  # None for a dense model
+    pipeline: pipeline.Pipeline | None  # None without pipeline parallelism
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
     holders: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
-    pipeline: pipeline.Pipeline | None  # None without pipeline parallelism
+    buffers: Mapping[
+        str, tuple[int, ...]
+    ]  # of routers, with their shapes: trained without a gradient, whole everywhere
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
@@ -101,7 +106,7 @@ class Spread:
         local_shapes = {name: self.gathered_shape(name) for name in self.shards}
         piped, first, last, layers = self.pipeline, True, True, self.anatomy.layers
         of_units = pipeline.traffic(piped, shape.micro_batches) if piped else data.traffic(self.units, shape)
-        parts = data.declare(self.units, local_shapes, self.layout, shape, of_units)
+        parts = data.declare(self.units, local_shapes, self.mesh, shape, of_units)
         partition = self.partition
         if piped:
             (first, last), layers = piped.staged.has_ends, piped.staged.layers
@@ -113,6 +118,8 @@ class Spread:
             parts += loss.declare(shape) if last else []
         if self.context:
             parts += context.declare(self.context, shape, layers)
+        if self.experts:
+            parts += expert.declare(self.experts, shape, layers)
         return total(parts)
 
     def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
@@ -180,18 +187,22 @@ def parallelize(
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     traced = _traced(model, anatomy)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    specs = tensor.shard_specs(model, partition, layout.tp)
+    specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout.ep)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     stages = assign(model, anatomy, traced, layout)
     holders = {name: stages.holders(name) for name in specs}
     tied = f"{anatomy.embedding}.weight" if anatomy.tied else None
-    mesh = build_mesh(layout, device.type, kv_copies=copies, tied_ends=holders[tied] if tied else ())
+    mesh = build_mesh(
+        layout, device.type, kv_copies=copies, experts=bool(traced.experts), tied_ends=holders[tied] if tied else ()
+    )
     if partition and not partition.is_proved:
         trial.check(model, mesh, device)
     model.to("meta")
     _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
+    experts = expert.apply_expert_parallel(model, traced.experts, specs, mesh.ep_group, fold)
+    router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
@@ -199,19 +210,20 @@ def parallelize(
         deferred.put_off_weights(model, own_layers, staged)
     _wrap_blocks(model, own_layers, recompute=layout.recompute, compile_blocks=compile_blocks)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
-    model_units = data.units(model, anatomy)
+    model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
-    data.apply_data_parallel(model, anatomy, mesh, reduce_dtype=reduce_dtype)
+    data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    piped = staged and pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied)
+    piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied) if staged else None
     spread = Spread(
-        layout, mesh, anatomy, partition, specs, model_units, fold, rows, vocabulary, reduce_dtype, holders, piped
-    )
+        layout, mesh, anatomy, partition, specs, model_units, fold, rows, experts, piped, vocabulary, reduce_dtype,
+        holders, router_state,
+    )  # fmt: skip
     model.fivefold = spread
     _materialise(model, spread, device)
-    fill(model, source)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+    fill(model, source)
     model.loss_sum = MethodType(partial(_loss_sum, loss_chunks=loss_chunks), model)
     register_fsdp_forward_method(model, "loss_sum")
     if staged:
@@ -224,13 +236,16 @@ def parallelize(
 
 
 def fill(model: nn.Module, source: TensorSource) -> None:
-    """Overwrite every parameter with this rank's part of `source`, reading nothing else."""
+    """Overwrite every parameter with this rank's part of `source`, and what routers keep, reading nothing else."""
     spread = spread_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = tensor.local(parameter)
             for global_region, local_region in spread.regions(name):
                 local[local_region].copy_(source.read(name, global_region))
+        for name in spread.buffers:
+            buffer = model.get_buffer(name)
+            buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
 
 
 def spread_of(model: nn.Module) -> Spread:
@@ -241,8 +256,8 @@ def spread_of(model: nn.Module) -> Spread:
 def _checked(layout: Layout) -> Layout:
     """The layout with its -1 resolved for the current world."""
     layout = layout.resolve(dist.get_world_size())
-    if layout.ep > 1:
-        raise UserError(f"layout {layout}: ep is not built yet", fix="use dp_replicate, dp_shard, tp, cp and pp")
+    if layout.expert_tp:
+        raise UserError(f"layout {layout}: expert_tp is not built yet", fix="set layout.expert_tp: false")
     return layout
 
 

@@ -7,7 +7,7 @@ between two ranks, of the message.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,26 @@ def by_group(declared: Iterable[Collective], mesh: Mesh) -> tuple[Collective, ..
     """Declared collectives under the names a recording gives them: an axis that spans the world is the world."""
     spanning = mesh.spanning_axes
     return total(Collective("world", c.kind, c.count, c.bytes) if c.axis in spanning else c for c in declared)
+
+
+def differing(ran: Sequence[Sequence[Collective]], declared: Sequence[Sequence[Collective]]) -> list[str]:
+    """What ran otherwise than declared, given both of every rank: kind, count and bytes on each.
+
+    The bytes of all-to-alls are held equal in their sum over ranks: what one sends depends on where tokens go.
+    """
+    wrong: set[str] = set()
+    for found, expected in zip(ran, declared, strict=True):
+        wrong |= {f"{axis}/{kind}" for axis, kind, *_ in set(map(_fixed, found)) ^ set(map(_fixed, expected))}
+    sums: Counter[str] = Counter()
+    for each, sign in [*((each, 1) for each in ran), *((each, -1) for each in declared)]:
+        for row in each:
+            sums[f"{row.axis}/{row.kind}"] += sign * row.bytes
+    return sorted(wrong | {name for name, difference in sums.items() if difference})
+
+
+def _fixed(row: Collective) -> tuple[str, str, int, int]:
+    """What is fixed on each rank."""
+    return row.axis, row.kind, row.count, 0 if row.kind == "all_to_all" else row.bytes
 
 
 # Operator name (namespaces c10d and _c10d_functional) -> (kind, which buffer is the larger one).

@@ -298,7 +298,7 @@ def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, me
     events = {event.name: event for block in traced.blocks for event in block.events if event.kind == "attention"}
     attends = {}
     for name, event in events.items():
-        (_, query, _, size), kv = event.inputs[0].shape, event.inputs[1].shape[1]
+        (query, kv), size = (each.shape[1] for each in event.inputs[:2]), max(each.shape[3] for each in event.inputs)
         attends[name] = query // layout.tp, max(1, kv // layout.tp), size
     fewest, fewest_kv = (min(each[at] for each in attends.values()) for at in (0, 1))
     method = heads.context_method(layout.cp_method, layout.cp, fewest, fewest_kv)

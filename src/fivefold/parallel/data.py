@@ -10,7 +10,7 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 | 3    | twice a micro batch (forward, backward) | per micro batch |
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,8 +20,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fivefold.layout import Layout
 from fivefold.models.anatomy import Anatomy
+from fivefold.models.trace import Experts
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.sharding import Over
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -37,33 +39,42 @@ class Unit:
 
     name: str
     parameters: tuple[str, ...]
+    over: Over = "tp"  # whose ranks the blocks of its parameters go to
 
 
-def units(model: nn.Module, anatomy: Anatomy) -> tuple[Unit, ...]:
-    """The embedding (unless tied), each layer, and last the rest: final norm and head (and a tied embedding).
+def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -> tuple[Unit, ...]:
+    """The experts of each layer, the embedding (unless tied), each layer, and last the rest: final norm and head (and a
+    tied embedding). An inner unit stands before the one around it.
 
     What is on another pipeline rank has no parameters here: it is left out.
     """
     names = [name for name, _ in model.named_parameters()]
     separate = (*anatomy.layers,) if anatomy.tied else (anatomy.embedding, *anatomy.layers)
-    found = [Unit(module, tuple(n for n in names if n.startswith(module + "."))) for module in separate]
+    found = [Unit(each.name, tuple(n for n in names if n.startswith(each.name + ".")), "ep") for each in experts]
+    inner = {name for unit in found for name in unit.parameters}
+    found += [Unit(m, tuple(n for n in names if n.startswith(m + ".") and n not in inner)) for m in separate]
     taken = {name for unit in found for name in unit.parameters}
     found = [unit for unit in found if unit.parameters]
     return (*found, Unit("", tuple(name for name in names if name not in taken)))
 
 
-def apply_data_parallel(model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, reduce_dtype: torch.dtype) -> None:
+def apply_data_parallel(
+    model: nn.Module, model_units: Sequence[Unit], mesh: Mesh, *, reduce_dtype: torch.dtype
+) -> None:
     """Shard `model` in place with FSDP2, one group per unit. On one process the same path casts and accumulates."""
     layout = mesh.layout
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[layout.precision], reduce_dtype=reduce_dtype)
-    for unit in units(model, anatomy):
+    for unit in model_units:
+        policy = MixedPrecisionPolicy(
+            param_dtype=COMPUTE_DTYPES[layout.precision],
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=unit.over != "ep",  # the router's weights stay in its type
+        )
+        module, fsdp = model.get_submodule(unit.name), mesh.fsdp_mesh(unit.over)
         drop = not keeps_gathered(layout, unit.name)
-        fully_shard(model.get_submodule(unit.name), mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=drop)
-    if mesh.fsdp.size() > 1:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+        sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)
+        if fsdp.size() > 1:
+            sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_gradient_divide_factor(1.0)
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
@@ -107,19 +118,19 @@ def traffic(model_units: tuple[Unit, ...], shape: StepShape) -> Traffic:
 
 
 def declare(
-    model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], layout: Layout, shape: StepShape,
+    model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], mesh: Mesh, shape: StepShape,
     of_units: Traffic,
 ) -> list[Collective]:  # fmt: skip
     """Those of one optimizer step. `local_shapes`: parameter -> its shape after tensor parallelism, before FSDP."""
-    shards = layout.dp_shard * layout.cp
     found = []
     for unit in filter(lambda each: each.parameters, model_units):
+        shards, axis = mesh.rows(unit.over), mesh.fsdp_axis(unit.over)
         numel = sum(_padded_numel(local_shapes[name], shards) for name in unit.parameters)
         gathers, reductions = of_units[unit.name]
         if shards > 1:
-            found.append(Collective("dp_shard", "all_gather", gathers, gathers * numel * shape.compute_bytes))
-            found.append(Collective("dp_shard", "reduce_scatter", reductions, reductions * numel * shape.reduce_bytes))
-        if layout.dp_replicate > 1:
+            found.append(Collective(axis, "all_gather", gathers, gathers * numel * shape.compute_bytes))
+            found.append(Collective(axis, "reduce_scatter", reductions, reductions * numel * shape.reduce_bytes))
+        if mesh.layout.dp_replicate > 1:
             found.append(Collective("dp_replicate", "all_reduce", 1, numel // shards * shape.reduce_bytes))
     return found
 

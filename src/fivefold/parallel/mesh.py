@@ -15,16 +15,20 @@ class Mesh:
     `dp_shard` always. (An axis of one rank would cost a process group per rank of the world.)
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
-    `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every rank has its own), `ends`
-    that of the two pipeline ranks that hold a tied embedding (None when one does, and on the ranks between them).
+    `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp (None: `fsdp`, where
+    that is all the same); `ep_group` the ranks that the experts are dealt to (None for one). `kv_replicas` is the group
+    of tp ranks that hold the same key/value heads (None when every rank has its own), `ends` that of the two pipeline
+    ranks that hold a tied embedding (None when one does, and on the ranks between them).
     """
 
     layout: Layout
     device: DeviceMesh
     fsdp: DeviceMesh
     kv_replicas: dist.ProcessGroup | None
-    cp_parts: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # groups within cp, by their axis
+    experts: DeviceMesh
+    ep_group: dist.ProcessGroup | None = None
     ends: dist.ProcessGroup | None = None
+    cp_parts: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # groups within cp, by their axis
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -75,7 +79,19 @@ class Mesh:
         if over == "tp":
             return Cut(place.tp, place.fsdp, self.fsdp_size)
         row, part = divmod(place.fsdp * self.layout.tp + place.tp, self.layout.ep)
-        return Cut(part, row, self.fsdp_size * self.layout.tp // self.layout.ep)
+        return Cut(part, row, self.rows("ep"))
+
+    def rows(self, over: Over) -> int:
+        """How many ranks FSDP shards a parameter over whose blocks go to the ranks of `over`."""
+        return self.fsdp_size if over == "tp" else self.fsdp_size * self.layout.tp // self.layout.ep
+
+    def fsdp_mesh(self, over: Over) -> DeviceMesh:
+        """The mesh that `fully_shard` takes for such a parameter."""
+        return self.fsdp if over == "tp" else self.experts
+
+    def fsdp_axis(self, over: Over) -> str:
+        """The name of the axis that it shards over."""
+        return "dp_shard" if self.fsdp_mesh(over) is self.fsdp else "ep_shard"
 
     @property
     def data_rank(self) -> int:
@@ -118,12 +134,19 @@ class Mesh:
         """Axes of several ranks whose group is the whole world: torch gives them the world's own group."""
         layout = self.layout
         sizes = {axis: getattr(layout, axis) for axis in MESH_AXES} | {"dp_shard": self.fsdp_size}
+        sizes |= {"ep": layout.ep, "ep_shard": self.rows("ep")}
         return {axis for axis, size in sizes.items() if size == layout.world > 1}
 
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has this name: how recorded collectives are told apart."""
         named: dict[str, str] = {self.device.get_group(axis).group_name: axis for axis in reversed(self._axes)}
         named[self.fsdp.get_group(self.fsdp.ndim - 1).group_name] = "dp_shard"
+        if self.experts is not self.fsdp:
+            shard = self.experts.ndim - 1
+            named.update({self.experts.get_group(0).group_name: "dp_replicate"} if shard else {})
+            named[self.experts.get_group(shard).group_name] = "ep_shard"
+        if self.ep_group is not None:
+            named[self.ep_group.group_name] = "ep"
         if self.kv_replicas is not None:
             named[self.kv_replicas.group_name] = "tp_kv"
         named |= {group.group_name: axis for axis, group in self.cp_parts.items()}
@@ -133,18 +156,33 @@ class Mesh:
         return named.get(group_name, group_name)
 
 
-def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1, tied_ends: tuple[int, ...] = ()) -> Mesh:
+def build_mesh(
+    layout: Layout, device_type: str, *, kv_copies: int = 1, experts: bool = False, tied_ends: tuple[int, ...] = ()
+) -> Mesh:
     """Build the mesh over the current world; every rank calls it.
 
-    `kv_copies`: how many neighbouring tp ranks share the same key/value heads. `tied_ends`: the pipeline ranks that
-    hold a tied embedding.
+    `kv_copies`: how many neighbouring tp ranks share the same key/value heads; `experts`: the model has some;
+    `tied_ends`: the pipeline ranks that hold a tied embedding.
     """
     sizes = {axis: size for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size > 1 or axis == "dp_shard"}
     device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     fsdp = device["dp_shard", "cp"]._flatten("fsdp") if layout.cp > 1 else device["dp_shard"]
     if layout.dp_replicate > 1:
         fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
-    return Mesh(layout, device, fsdp, _kv_group(layout, kv_copies), ends=_ends_group(layout, tied_ends))
+    kv_group, ends = _kv_group(layout, kv_copies), _ends_group(layout, tied_ends)
+    if not experts or layout.ep == layout.tp == 1:
+        return Mesh(layout, device, fsdp, kv_group, fsdp, ends=ends)
+    return Mesh(layout, device, fsdp, kv_group, *_expert_meshes(layout, device_type), ends)
+
+
+def _expert_meshes(layout: Layout, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """What experts are sharded over, and the group that they are dealt to: the same ranks in another shape."""
+    shard = layout.dp_shard * layout.cp * layout.tp // layout.ep
+    shape = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "ep_shard": shard, "ep": layout.ep}
+    sizes = {axis: size for axis, size in shape.items() if size > 1 or axis == "ep_shard"}
+    device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    fsdp = device[("dp_replicate", "ep_shard")] if layout.dp_replicate > 1 else device["ep_shard"]
+    return fsdp, device.get_group("ep") if layout.ep > 1 else None
 
 
 def _kv_group(layout: Layout, copies: int) -> dist.ProcessGroup | None:

@@ -1,4 +1,5 @@
-"""The three collectives that tensor parallelism is made of, over dimension 1, as functional operators.
+"""The collectives that tensor parallelism (over dimension 1) and expert parallelism (rows) are made of, as functional
+operators.
 
 Functional (they return new tensors) so that `torch.compile` traces through them; called at the operator level, whose
 names are the same in torch 2.11 to 2.13 (the Python wrappers were renamed in between).
@@ -30,3 +31,10 @@ def scatter_sum(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group's ranks, on every rank."""
     return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
+
+
+def exchange(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows of dimension 0 to every rank, `sent[r]` of them to rank r, in order; `received[r]` come from it."""
+    return _functional.wait_tensor(  # type: ignore[no-any-return]
+        _functional.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
+    )

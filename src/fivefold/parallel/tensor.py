@@ -203,7 +203,7 @@ def gradient_sums(partition: Partition, specs: dict[str, ShardSpec], *, sequence
         kind = partition.roles[name].kind
         if spec.dim is not None and spec.replicas > 1:
             sums[name] = "tp_kv"
-        elif kind in ("local", "across") or (sequence_parallel and kind in ("norm", "row_bias")):
+        elif kind in ("local", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
             sums[name] = "tp"
     return sums
 
@@ -214,6 +214,8 @@ def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) ->
     names = {parameter: name for name, parameter in model.named_parameters()}
     for module in model.modules():
         for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if specs[names[parameter]].over != "tp":  # another fold's
+                continue
             if parameter not in cut:
                 shape = specs[names[parameter]].local_shape(rank)
                 cut[parameter] = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)

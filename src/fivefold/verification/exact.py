@@ -22,6 +22,7 @@ def exact() -> Iterator[None]:
 
     with (
         patch.object(torch.Tensor, "to", instead(torch.Tensor.to)),
+        patch.object(torch.Tensor, "type", instead(torch.Tensor.type)),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
         patch.object(nn.functional, "softmax", instead(nn.functional.softmax)),
     ):

@@ -99,8 +99,9 @@ class Observer:
     def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
         """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
         whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
-        if name in self._raw and (copies or spec.is_owner(self._tp_rank)):
-            for global_region, local_region in local_regions(spec, self._tp_rank, 0, 1):
+        part = self._spread.cut(name).part
+        if name in self._raw and (copies or spec.is_owner(part)):
+            for global_region, local_region in local_regions(spec, part, 0, 1):
                 whole[global_region] += self._raw[name][local_region]
         dist.all_reduce(whole)
         return whole

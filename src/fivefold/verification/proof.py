@@ -18,7 +18,7 @@ from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize, spread_of
-from fivefold.parallel.collectives import by_group, record, total
+from fivefold.parallel.collectives import by_group, differing, record, total
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.tensor import local
 from fivefold.training import checks
@@ -300,9 +300,9 @@ class Proof:
         declared = by_group(
             training.declare(self.model, shape, optimizer=self.subject.optimizer.name), self.spread.mesh
         )
-        different = set(declared) ^ set(total(ran))
-        names = sorted({f"{each.kind} over {each.axis}" for each in different})
-        self.compare.count("collectives", {name: name for name in names})
+        both = everywhere((total(ran), declared))
+        wrong = [name.split("/") for name in differing([each[0] for each in both], [each[1] for each in both])]
+        self.compare.count("collectives", {kind + axis: f"{kind} over {axis}" for axis, kind in wrong})
 
     def _state(self) -> dict[str, Tensor]:
         """Every parameter and moment, as this rank holds it."""

@@ -16,9 +16,11 @@ from fivefold.config import RunConfig
 from fivefold.errors import UserError
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.experts import router_buffers
 
 BYTES_PER_PARAMETER = 300  # of a proof: three runs of the reference and what is kept of them, a run of the layout
 HEAD_DIM, VOCABULARY, WINDOW = 8, 101, 11  # of a thin model
+EXPERTS = 12  # at least, where there are as many: sorted as text, 10 would come before 2
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,18 @@ def fewer_layers(config: Any) -> Any:
     small.num_hidden_layers = min(config.num_hidden_layers, max(2, len(kinds)))
     if types:
         small.layer_types = kinds[: small.num_hidden_layers]
+    _keep_experts(small)
     return small
+
+
+def _keep_experts(small: Any) -> None:
+    """Models with experts say in their own ways which layers have none: the first of those that are left."""
+    if getattr(small, "first_k_dense_replace", None):
+        small.first_k_dense_replace = 1
+    if getattr(small, "mlp_only_layers", None):
+        small.mlp_only_layers = [0]
+    if (getattr(small, "decoder_sparse_step", None) or 1) > 1:
+        small.decoder_sparse_step = 2
 
 
 def narrow(config: Any, vocabulary: int) -> Any | None:
@@ -94,7 +107,12 @@ def narrow(config: Any, vocabulary: int) -> Any | None:
     _set(small, "head_dim", HEAD_DIM)
     for name in ("intermediate_size", "n_inner", "ffn_dim", "shared_intermediate_size"):
         _set(small, name, _prime_above(heads * HEAD_DIM * 3 // 2))
-    _set(small, "moe_intermediate_size", 4 * HEAD_DIM)
+    _set(small, "moe_intermediate_size", _prime_above(2 * HEAD_DIM))
+    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
+        groups = getattr(config, "n_group", None) or 1
+        _set(small, name, -(-max(EXPERTS, 2 * (getattr(config, "num_experts_per_tok", None) or 1)) // groups) * groups)
+    for name, size in (("q_lora_rank", 13), ("kv_lora_rank", 11), ("qk_nope_head_dim", 6), ("v_head_dim", 7)):
+        _set(small, name, size)
     _set(small, "sliding_window", WINDOW)
     _set(small, "attention_window", WINDOW)
     small.vocab_size = min(config.vocab_size, max(VOCABULARY, vocabulary))
@@ -154,6 +172,8 @@ def fill(model: Any, seed: int) -> None:
         for name, parameter in _parameters(model):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if _is_norm(name, parameter) else 0.08 * noise)
+        for name in router_buffers(model):
+            model.get_buffer(name).copy_(0.08 * torch.randn(model.get_buffer(name).shape, generator=generator))
 
 
 def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

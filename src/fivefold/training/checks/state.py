@@ -47,8 +47,11 @@ def _copies(spread: Spread, names: Sequence[str]) -> Iterator[tuple[str, dist.Pr
     """
     mesh, layout = spread.mesh, spread.layout
     if layout.tp > 1:
-        blocks = [spread.shards[name].blocks for name in names]
-        alike = [[each[rank] == each[mesh.tp_rank] for each in blocks] for rank in range(layout.tp)]
+        specs = [spread.shards[name] for name in names]
+        alike = [
+            [rank == mesh.tp_rank if s.over != "tp" else s.blocks[rank] == s.blocks[mesh.tp_rank] for s in specs]
+            for rank in range(layout.tp)
+        ]
         yield "tp", mesh.tp_group, torch.tensor(alike)
     if layout.dp_replicate > 1:
         yield "dp_replicate", mesh.replicate_group, torch.ones(layout.dp_replicate, len(names), dtype=torch.bool)

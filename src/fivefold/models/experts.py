@@ -1,0 +1,146 @@
+"""The experts of every model: dropless, tokens sorted by expert, one grouped matmul for all of them.
+
+`transformers` calls `experts_forward` in place of its own loop (see `register`), with the experts' weights as the
+model keeps them: one tensor for all, [E, outputs, inputs] or transposed, with biases or not. Which experts a token goes
+to, and with which weights, is the model's own router's business.
+
+Legend: N tokens, K experts per token, S = N * K rows sorted by expert, E experts, D hidden size, I and O inputs and
+outputs of an expert's matmul.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.models import surfaces
+
+NAME = "fivefold"
+ALIGNED = 16  # bytes: what the strides of a grouped matmul must be multiples of
+
+Compute = Callable[
+    [Tensor, Tensor], Tensor
+]  # rows [S, D] sorted by expert, counts [E] -> what the experts make of them
+
+
+def register() -> None:
+    """Offer this function to `transformers` under `NAME`. Calling it again changes nothing."""
+    surfaces.register_experts(NAME, experts_forward)
+
+
+@torch.compiler.disable  # rows per expert depend on the data
+def experts_forward(module: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """The experts function of the models, in the signature of `transformers`: [N, D]."""
+    return routed(hidden_ND, index_NK, weights_NK, number_of_experts(module), lambda x, c: expert_mlp(module, x, c))
+
+
+def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int, compute: Compute) -> Tensor:
+    """Each token's row to its K experts, and the sum of what they make of it, weighted."""
+    count, picks = index_NK.shape
+    order_S, counts_E = sort_by_expert(index_NK, experts)
+    repeated_SD = hidden_ND.unsqueeze(1).expand(-1, picks, -1).flatten(0, 1)
+    made_SD = compute(Permute.apply(repeated_SD, order_S), counts_E)  # type: ignore[no-untyped-call]
+    back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, picks))  # type: ignore[no-untyped-call]
+    return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)
+
+
+def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Which of the N * K rows stands at each place once they are sorted by expert, int64 [S]; rows per expert [E]."""
+    flat = index_NK.reshape(-1)
+    return flat.argsort(stable=True), torch.bincount(flat, minlength=experts)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The order that undoes `order`."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
+class Permute(torch.autograd.Function):
+    """Rows in another order; backward puts them back, without adding anything up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, order_S: Tensor) -> Tensor:
+        ctx.back = inverse(order_S)
+        return rows_SD[order_S]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][ctx.back], None
+
+
+# ---- what an expert computes -----------------------------------------------------------------------------------------
+
+
+def router_buffers(model: nn.Module) -> list[str]:
+    """Persistent buffers beside experts: a router's state, which is trained though it has no gradient (DeepSeek's
+    `e_score_correction_bias`). All others a model computes for itself."""
+    stored = model.state_dict(keep_vars=True)
+    beside = tuple(f"{n.rpartition('.')[0]}." for n, module in model.named_modules() if surfaces.is_experts(module))
+    return [name for name, _ in model.named_buffers() if name in stored and beside and name.startswith(beside)]
+
+
+def number_of_experts(module: nn.Module) -> int:
+    """How many experts this module holds: after expert parallelism has cut it, those of this rank."""
+    return next(module.parameters()).shape[0]
+
+
+def expert_mlp(module: Any, x_SD: Tensor, counts_E: Tensor) -> Tensor:
+    """What the experts of `module` make of rows that are sorted by expert: its own gate and activation between two
+    grouped matmuls."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    made = _linear(module, first, x_SD, counts_E)
+    made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
+    made = _linear(module, "down_proj", made, counts_E)
+    return module.post_expert_norm(made) if module.has_post_expert_norm else made  # type: ignore[no-any-return]
+
+
+def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor) -> Tensor:
+    weight = getattr(module, name)
+    out_SO = grouped_matmul(x_SI, weight if module.is_transposed else weight.transpose(1, 2), counts_E)
+    if not module.has_bias:
+        return out_SO
+    return out_SO + getattr(module, f"{name}_bias").repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
+
+
+def grouped_matmul(x_SI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:
+    """Rows sorted by expert, each times its expert's matrix: [S, O]. One kernel where it serves these tensors."""
+    if _is_served(x_SI, weight_EIO):
+        ends = counts_E.cumsum(0).to(torch.int32)
+        return _KERNEL(x_SI.to(weight_EIO.dtype), weight_EIO, offs=ends)  # type: ignore[misc,no-any-return]
+    return _ByExpert.apply(x_SI.to(weight_EIO.dtype), weight_EIO, counts_E.tolist())  # type: ignore[no-any-return,no-untyped-call]
+
+
+_KERNEL: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def _is_served(x_SI: Tensor, weight_EIO: Tensor) -> bool:
+    """Whether PyTorch's grouped matmul takes these: 16-bit types (on a CPU fp32 too), aligned rows, and some of them."""
+    types = {torch.bfloat16} | ({torch.float32, torch.float16} if weight_EIO.device.type == "cpu" else set())
+    if _KERNEL is None or weight_EIO.dtype not in types or not len(x_SI):
+        return False
+    if weight_EIO.device.type == "cuda" and torch.cuda.get_device_capability(weight_EIO.device) < (8, 0):
+        return False
+    return all(size * weight_EIO.element_size() % ALIGNED == 0 for size in weight_EIO.shape[1:])
+
+
+class _ByExpert(torch.autograd.Function):
+    """`grouped_matmul` in a loop: any type and size. An expert without rows gets a gradient of zeros, not none: the
+    ranks that hold its other shards wait for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x_SI, weight_EIO)
+        ctx.counts = counts
+        parts = torch.split(x_SI, counts)
+        return torch.cat([part @ weight for part, weight in zip(parts, weight_EIO, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_SI, weight_EIO = ctx.saved_tensors
+        each = list(zip(torch.split(x_SI, ctx.counts), torch.split(grads[0], ctx.counts), weight_EIO, strict=True))
+        dx = torch.cat([grad @ weight.T for _, grad, weight in each])
+        return dx, torch.stack([x.T @ grad for x, grad, _ in each]), None

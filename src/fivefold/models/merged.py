@@ -1,0 +1,74 @@
+"""Tensors that a model keeps as one and its files expert by expert: which file's tensor is which part.
+
+`transformers` merges `experts.0.w1.weight`, `experts.0.w3.weight`, `experts.1.w1.weight`... into one `experts.gate_up_proj`
+[E, 2I, D] when it loads. Here a region is read from the tensors that it lies in, and no others, in numeric order of the
+experts (sorted as text, 10 would come before 2).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.models.random_stream import Region
+
+Read = Callable[[str, Region], torch.Tensor]  # a tensor of a file by its name there, and a region of it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor [R, ...] of a file: expert `expert`, rows [part * R, (part + 1) * R) of `parts` * R."""
+
+    stored: str
+    expert: int
+    part: int
+    parts: int
+
+
+Merged = Mapping[str, tuple[Piece, ...]]  # name in the model -> its pieces, by expert and part
+
+
+def merged(found: Sequence[tuple[str, Piece]]) -> dict[str, tuple[Piece, ...]]:
+    """Pieces by the model's name, in order; what is not a full set (experts 0 to E - 1, each part once) is left out."""
+    by_name: dict[str, list[Piece]] = {}
+    for name, piece in found:
+        by_name.setdefault(name, []).append(piece)
+    ordered = {name: sorted(pieces, key=lambda each: (each.expert, each.part)) for name, pieces in by_name.items()}
+    return {name: tuple(pieces) for name, pieces in ordered.items() if _is_full(pieces)}
+
+
+def _is_full(pieces: Sequence[Piece]) -> bool:
+    parts = pieces[0].parts
+    return [(each.expert, each.part) for each in pieces] == [divmod(at, parts) for at in range(len(pieces))] and (
+        len(pieces) % parts == 0
+    )
+
+
+def shape_of(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The merged shape, from those of the files; None where they are not all the same."""
+    different = {shapes[each.stored] for each in pieces}
+    if len(different) != 1 or not (one := different.pop()):
+        return None
+    return (len(pieces) // pieces[0].parts, pieces[0].parts * one[0], *one[1:])
+
+
+def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> torch.Tensor:
+    """A region of the merged tensor. `rows`: of one piece."""
+    experts, inner, *rest = region
+    parts = pieces[0].parts
+    whole = []
+    for expert in range(experts.start, experts.stop):
+        of_expert = []
+        for part in range(parts):
+            first, last = max(inner.start, part * rows), min(inner.stop, (part + 1) * rows)
+            if first < last:
+                place = (slice(first - part * rows, last - part * rows), *rest)
+                of_expert.append(stored(pieces[expert * parts + part].stored, place))
+        whole.append(torch.cat(of_expert))
+    return torch.stack(whole)
+
+
+def split(pieces: Sequence[Piece], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A merged tensor as its files have it: name there -> tensor."""
+    rows = tensor.shape[1] // pieces[0].parts
+    return {each.stored: tensor[each.expert, each.part * rows : (each.part + 1) * rows].contiguous() for each in pieces}

@@ -1,0 +1,230 @@
+"""Expert parallelism: the experts of a layer dealt to ranks, each token's rows sent to them and back.
+
+Ranks are taken innermost first from dp_shard, cp and tp: they have different tokens already, so that the world does not
+grow. What is left of these three shards the experts' parameters (`data.py`), and their gradients are sums of every
+token's, like all others. Dropless: counts first, then as many rows as the router asked for.
+
+    tokens [N, D] --sort--> rows [S, D] by expert --all-to-all--> rows of this rank's experts --grouped matmuls-->
+    --all-to-all--> rows [S, D] --weights, sum--> tokens [N, D]
+
+With replicated activations (tp without sequence parallelism) each tp rank takes its share of the tokens, and the
+results are gathered; with one expert rank, nothing is sent.
+
+Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden size, E experts, n expert ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.errors import UserError
+from fivefold.models.experts import Permute, expert_mlp, inverse, routed
+from fivefold.models.trace import Experts
+from fivefold.parallel import ops
+from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.sharding import Block, ShardSpec, split_even
+from fivefold.parallel.tensor import TensorParallel
+
+# ---- what every parameter becomes ------------------------------------------------------------------------------------
+
+
+def shard_specs(model: nn.Module, experts: Sequence[Experts], ep: int) -> dict[str, ShardSpec]:
+    """The shards of the experts' parameters: dimension 0 in blocks over `ep`.
+
+    Raises `UserError` for more ranks than experts, or a model that has none.
+    """
+    if ep > 1 and not experts:
+        raise UserError(f"ep {ep}: {type(model).__name__} has no experts to deal to ranks", fix="set layout.ep: 1")
+    specs = {}
+    for each in experts:
+        for leaf, parameter in model.get_submodule(each.name).named_parameters():
+            name, shape = f"{each.name}.{leaf}", tuple(parameter.shape)
+            if shape[0] < ep:
+                raise UserError(f"ep {ep} is more than the {shape[0]} experts of {each.name}", fix=_fix(shape[0]))
+            blocks = tuple((block,) for block in split_even(shape[0], ep))
+            specs[name] = ShardSpec(name, shape, 0, blocks, over="ep")
+    return specs
+
+
+def _fix(experts: int) -> str:
+    return f"use ep {experts} or less"
+
+
+# ---- placing them in a model -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The expert parallel fold of one model on this rank. `group` None: every rank has all experts. `tensor`: where
+    activations may be replicated. `blocks`: the experts of each rank of the group."""
+
+    modules: tuple[Experts, ...]
+    group: dist.ProcessGroup | None
+    rank: int
+    tensor: TensorParallel | None
+
+    def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
+        """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
+        hidden_ND, index_NK, weights_NK = _arguments(given, named)
+        if weights_NK.dtype != torch.float64:
+            weights_NK = weights_NK.float()
+        if self._is_replicated:
+            return self._share(module, experts, hidden_ND, index_NK, weights_NK)
+        return routed(hidden_ND, index_NK, weights_NK, experts, partial(self.compute, module))
+
+    @property
+    def _is_replicated(self) -> bool:
+        return self.tensor is not None and not self.tensor.sequence_parallel
+
+    def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """All tp ranks have all tokens: each sends its share of them."""
+        assert self.tensor is not None
+        blocks = split_even(len(hidden), self.tensor.size)
+        group, mine = self.tensor.group, slice(*blocks[self.tensor.rank])
+        hidden, weights = (TakeShare.apply(each, group, blocks) for each in (hidden, weights))  # type: ignore[no-untyped-call]
+        out = routed(hidden, index[mine], weights, experts, partial(self.compute, module))
+        return JoinShares.apply(out, group, blocks)  # type: ignore[no-any-return,no-untyped-call]
+
+    def compute(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
+        """What the experts make of rows that are sorted by expert."""
+        if self.group is None:
+            return expert_mlp(module, rows_SD, counts_E)
+        size = dist.get_world_size(self.group)
+        held = [stop - start for start, stop in split_even(len(counts_E), size)]
+        counts_nE = exchange_counts(counts_E, held, self.rank, self.group)  # of this rank's experts, by who sends
+        sent = [int(part.sum()) for part in torch.split(counts_E.cpu(), held)]
+        received = counts_nE.sum(1).tolist()
+        order, counts = by_expert(counts_nE)
+        rows = AllToAll.apply(rows_SD, received, sent, self.group)  # type: ignore[no-untyped-call]
+        made = expert_mlp(module, Permute.apply(rows, order), counts)  # type: ignore[no-untyped-call]
+        back = Permute.apply(made, inverse(order))  # type: ignore[no-untyped-call]
+        return AllToAll.apply(back, sent, received, self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def apply_expert_parallel(
+    model: nn.Module,
+    modules: Sequence[Experts],
+    specs: dict[str, ShardSpec],
+    group: dist.ProcessGroup | None,
+    tensor: TensorParallel | None,
+) -> ExpertParallel:
+    """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward."""
+    rank = dist.get_rank(group) if group else 0
+    fold = ExpertParallel(tuple(modules), group, rank, tensor)
+    for each in modules:
+        module = model.get_submodule(each.name)
+        experts = 0
+        for leaf, parameter in list(module.named_parameters()):
+            experts = parameter.shape[0]
+            owner, _, attribute = leaf.rpartition(".")
+            empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(rank))
+            setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
+        module.forward = torch.compiler.disable(partial(fold.forward, module, experts))
+    return fold
+
+
+def _arguments(given: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, indices and weights, whatever a model calls the last two and in whatever order."""
+    hidden, *others = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
+    weights, index = sorted(others, key=lambda each: not each.is_floating_point())
+    return hidden, index, weights
+
+
+# ---- sending rows ----------------------------------------------------------------------------------------------------
+
+
+def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+    """How many rows come from each of n ranks to each of this rank's experts, int64 [n, experts held here]."""
+    mine = held[rank]
+    received = ops.exchange(counts_E, [mine] * len(held), list(held), group)
+    return received.view(len(held), mine)
+
+
+def by_expert(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows arrive by sender, then by expert. The order that sorts them by expert, then by sender; rows per expert."""
+    experts = torch.arange(counts_nE.shape[1], device=counts_nE.device).repeat(len(counts_nE))
+    return experts.repeat_interleave(counts_nE.flatten()).argsort(stable=True), counts_nE.sum(0)
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows to other ranks, `sent[r]` of them to rank r, for `received[r]` of theirs; backward sends gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return ops.exchange(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ops.exchange(grads[0], ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+class TakeShare(torch.autograd.Function):
+    """[N, ...] that all tp ranks have -> this rank's share of the rows; backward gathers the gradients of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
+        ctx.group, ctx.blocks = group, blocks
+        return x[slice(*blocks[dist.get_rank(group)])]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(grads[0], ctx.group, ctx.blocks), None, None
+
+
+class JoinShares(torch.autograd.Function):
+    """The shares of all tp ranks -> [N, ...] on each; backward keeps this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
+        ctx.block = blocks[dist.get_rank(group)]
+        return _joined(x, group, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0][slice(*ctx.block)], None, None
+
+
+def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
+    longest = max(stop - start for start, stop in blocks)
+    padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, longest - len(x)))
+    parts = ops.gather(padded[None], group)[0].split(longest)
+    return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, blocks, strict=True)])
+
+
+# ---- once a step -----------------------------------------------------------------------------------------------------
+
+
+def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
+    """Collectives of one optimizer step, of the experts in `layers`. The bytes of the all-to-alls are those that a rank would send if as many rows
+    came back to it as it sends: right when summed over ranks, and on each for its own rows.
+    """
+    found: list[Collective] = []
+    tensor_size = fold.tensor.size if fold.tensor else 1
+    tokens = shape.rows * shape.tokens // tensor_size
+    for each in fold.modules:
+        if not each.name.startswith(tuple(f"{layer}." for layer in layers)):
+            continue
+        rows_bytes = tokens * each.picks * shape.hidden * shape.compute_bytes
+        forwards = (2 if shape.recompute == "full" else 1) * shape.micro_batches
+        backwards = shape.micro_batches
+        if fold.group is not None:
+            found.append(Collective("ep", "all_to_all", forwards, forwards * each.experts * 8))
+            passes = 2 * forwards + 2 * backwards
+            found.append(Collective("ep", "all_to_all", passes, passes * rows_bytes))
+        if fold.tensor is not None and not shape.sequence_parallel:
+            longest = -(-shape.rows * shape.tokens // tensor_size) * tensor_size
+            joins = shape.micro_batches if each.is_last else forwards
+            found.append(Collective("tp", "all_gather", joins, joins * longest * shape.hidden * shape.compute_bytes))
+            found.append(
+                Collective("tp", "all_gather", backwards, backwards * longest * shape.hidden * shape.compute_bytes)
+            )
+            weights = longest * each.picks * max(4, shape.compute_bytes)
+            found.append(Collective("tp", "all_gather", backwards, backwards * weights))
+    return found

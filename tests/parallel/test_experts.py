@@ -1,0 +1,214 @@
+"""Models with experts compute under every layout what their unmodified class computes in one process, in fp64 to 1e-10.
+
+Families x layouts x ZeRO x sequence parallel x recompute x accumulation x optimizer by all-pairs; and routers at their
+worst: all tokens to the same experts, and experts without a token.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.models.experts import expert_mlp, grouped_matmul, routed, sort_by_expert
+from fivefold.parallel.apply import spread_of
+from tests.allpairs import all_pairs
+from tests.parallel.test_parity import run
+from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal
+from tests.pool import run_ranks
+
+ROWS = 8
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+LAYOUTS = ("shard2.ep2", "shard4.ep2", "shard4.ep4", "tp2.ep2", "shard2.tp2.ep2", "shard2.tp2.ep4", "dp2.shard2.ep2",
+           "shard2.tp2")  # fmt: skip
+
+OPTIONS: dict[str, Any] = {
+    "family": FAMILIES,
+    "layout": LAYOUTS,
+    "zero": (1, 2, 3),
+    "sequence_parallel": (True, False),
+    "recompute": ("none", "full"),
+    "accumulation": (1, 2),
+    "optimizer": ("adamw", "muon"),
+}
+
+
+def is_legal(choice: dict[str, Any]) -> bool:
+    has_tp = "tp" in choice["layout"]
+    return (choice["family"] != "deepseek_v3" or not has_tp) and (has_tp or choice["sequence_parallel"])
+
+
+def case_of(choice: dict[str, Any]) -> Case:
+    micro = ROWS // (Case(choice["layout"]).parsed.data_ranks * choice["accumulation"])
+    text = f"{choice['layout']}+zero{choice['zero']}+mb{micro}+fp64"
+    text += "" if choice["sequence_parallel"] else "+nosp"
+    text += "+full" if choice["recompute"] == "full" else ""
+    return Case(text, choice["family"], rows=ROWS, steps=2, optimizer=choice["optimizer"])
+
+
+CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.layout}-{case.optimizer}")
+def test_layout_equals_one_process(case: Case) -> None:
+    found, expected, per_rank = run(case)
+    assert_proved(found, expected, per_rank)
+
+
+# ---- routers at their worst ------------------------------------------------------------------------------------------
+
+
+def lopsided(case: Case, dtype: torch.dtype = torch.float64) -> Any:
+    """Every token goes to experts 10 and 11, so that whole ranks are left without: mixtral, whose last experts' router
+    rows are the only ones that agree with a large part that all hidden states share."""
+    model = reference_model(case, torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("post_attention_layernorm.weight"):
+                parameter[0] = 40.0
+            if name.endswith("o_proj.weight"):
+                parameter[0] = 0.0
+            if name.endswith("embed_tokens.weight"):
+                parameter[:, 0] = 3.0
+            if name.endswith("gate.weight"):
+                parameter[:10, 0], parameter[10:, 0] = -1.0, 1.0
+            if name.endswith("down_proj"):
+                parameter[:, 0] = 0.0  # nothing changes the shared part on the way
+    return model.to(dtype)
+
+
+def on_rank_lopsided(case: Case) -> dict[str, Any]:
+    with patch("tests.parity.reference_model", lopsided):
+        return on_rank(case)
+
+
+def test_ranks_without_a_token_and_ranks_with_all() -> None:
+    from tests.parity import reference
+
+    case = Case("shard4.ep4+mb2+fp64", "mixtral", rows=ROWS, steps=2)
+    with patch("tests.parity.reference_model", lopsided):
+        expected = reference(case)
+    used = expected.gradients["model.layers.1.mlp.experts.down_proj"]
+    assert np.abs(used).sum((1, 2)).nonzero()[0].tolist() == [10, 11]
+    per_rank = run_ranks(4, on_rank_lopsided, case)
+    assert_proved(outcome(case, per_rank, {n: g.shape for n, g in expected.gradients.items()}), expected, per_rank)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def saved(case: Case, folder: str) -> None:
+    from pathlib import Path
+
+    from fivefold.checkpoint import save
+    from fivefold.training.optimizer import build_optimizer
+
+    model = build(case)
+    save(model, build_optimizer(model, case.options), Path(folder), step=1, state={}, keep=1)
+
+
+def loaded(case: Case, folder: str) -> Any:
+    from pathlib import Path
+
+    from fivefold.checkpoint import Checkpoint, restore
+    from fivefold.training.optimizer import build_optimizer
+
+    with patch("tests.parity.reference_model", lambda case, dtype: lopsided_zero(case)):
+        model = build(case)
+    restore(model, build_optimizer(model, case.options), Checkpoint.open(Path(folder) / "step-000001"))
+    buffers = {name: model.get_buffer(name).numpy().copy() for name in spread_of(model).buffers}
+    return pieces(model, dict(model.named_parameters())), buffers
+
+
+def lopsided_zero(case: Case) -> Any:
+    """Another model, so that what is loaded shows."""
+    model = reference_model(case, torch.float32)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if "correction" in n)):
+            tensor.fill_(9.0)
+    return model
+
+
+def test_a_checkpoint_of_one_ep_degree_loads_under_another_bit_for_bit(tmp_path: Any) -> None:
+    first = Case("shard4.ep4+fp32", "deepseek_v3")
+    run_ranks(4, saved, first, str(tmp_path))
+    expected = reference_model(first, torch.float32)
+    tensors = dict(expected.named_parameters())
+    for text in ("shard2.ep2+fp32", "dp2+fp32"):
+        for parts, buffers in run_ranks(2, loaded, Case(text, "deepseek_v3"), str(tmp_path)):
+            for name, region, values in parts:
+                place = tuple(slice(*edges) for edges in region)
+                assert np.array_equal(tensors[name][place].detach().double().numpy(), values), name
+            assert len(buffers) == 2
+            for name, values in buffers.items():
+                assert values.any() and np.array_equal(values, expected.get_buffer(name).numpy())
+
+
+# ---- the experts function --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_experts_are_those_of_transformers(family: str, dtype: torch.dtype) -> None:
+    """Forward and every gradient, against the module's own loop; with sizes that the kernel takes in bf16."""
+    sizes = (("hidden_size", 32), ("intermediate_size", 48), ("moe_intermediate_size", 48))
+    model = reference_model(Case("single", family, overrides=sizes), dtype)
+    module = model.model.layers[2].mlp.experts
+    torch.manual_seed(1)
+    x = torch.randn(37, 32, dtype=dtype)
+    index = torch.stack([torch.randperm(11)[:3] for _ in range(37)])
+    weights = torch.rand(37, 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    results = []
+    for ours in (False, True):
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        module.zero_grad()
+        if ours:
+            out = routed(leaves[0], index, leaves[1], len(module.down_proj), lambda r, c: expert_mlp(module, r, c))
+        else:
+            out = module(leaves[0], index, leaves[1])
+        out.square().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves), *(p.grad.clone() for p in module.parameters())])
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-2
+    for theirs, own in zip(*results, strict=True):
+        assert (own - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zeros() -> None:
+    weight = torch.randn(3, 4, 5, requires_grad=True)
+    grouped_matmul(torch.zeros(0, 4), weight, torch.zeros(3, dtype=torch.int64)).sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_rows_are_sorted_by_number_and_not_as_text() -> None:
+    order, counts = sort_by_expert(torch.tensor([[10, 2], [1, 11], [2, 10]]), 12)
+    assert order.tolist() == [2, 1, 4, 0, 5, 3]
+    assert counts.tolist() == [0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 2, 1]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (Case("shard2.ep2", "llama"), "LlamaForCausalLM has no experts"),
+        (Case("tp2", "deepseek_v3"), "q_b_proj reads model.layers.0.self_attn.q_a_proj: neither column nor row"),
+        (Case("shard2+etp", "mixtral"), "expert_tp is not built yet"),
+        (Case("shard2.ep2", "mixtral", overrides=(("num_local_experts", 1), ("num_experts_per_tok", 1))), "ep 2 is more than the 1"),
+    ],
+)  # fmt: skip
+def test_refusals(case: Case, said: str) -> None:
+    for error in run_ranks(2, refusal, case):
+        assert error.startswith("UserError") and said in error, error
+
+
+def test_ep_must_divide_the_ranks_that_it_is_taken_from() -> None:
+    with pytest.raises(UserError, match="ep 4 does not divide dp_shard 3 x cp 1 x tp 2 = 6") as raised:
+        Layout.parse("shard3.tp2.ep4").resolve(6)
+    assert raised.value.fix == "try ep 1, 2, 3, 6"
+    with pytest.raises(UserError, match="ep 3 does not divide dp_shard 4"):
+        Layout.parse("shard-1.ep3").resolve(4)
+    assert Layout.parse("dp2.shard3.tp2.ep6").resolve(12).ep == 6
