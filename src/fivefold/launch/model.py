@@ -11,8 +11,10 @@ from fivefold.config import RunConfig
 from fivefold.errors import UserError
 from fivefold.heads import check_heads
 from fivefold.hub import is_hub_id
+from fivefold.layout import Layout
 from fivefold.models.shapes import shape_folder, shape_names
 from fivefold.nearby import runs
+from fivefold.parallel.schedule import check as check_pipeline
 
 READ_MORE = "fivefold train --keys"
 
@@ -34,6 +36,7 @@ def check_model(config: RunConfig, *, weights: bool = True) -> None:
         )
     values = _config_of(path) | config.model.overrides
     _check_heads(values, config.layout.tp)
+    _check_layers(values, config.layout)
     _check_positions(values, config.data.seq_length)
     if weights and config.model.init == "pretrained":
         _check_weights(name, path)
@@ -61,6 +64,12 @@ def _check_heads(values: dict[str, Any], tp: int) -> None:
     kv = values.get("num_key_value_heads") or query
     if tp > 1 and isinstance(query, int) and isinstance(kv, int) and query > 0 and kv > 0:
         check_heads(query, kv, tp)
+
+
+def _check_layers(values: dict[str, Any], layout: Layout) -> None:
+    count = next((values[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in values), None)
+    if isinstance(count, int):
+        check_pipeline(layout, layers=count)
 
 
 def _check_positions(values: dict[str, Any], seq_length: int) -> None:

@@ -185,7 +185,7 @@ def parallelize(
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, anatomy, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    piped = staged and pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied)
+    piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied) if staged else None
     spread = Spread(
         layout, mesh, anatomy, partition, specs, model_units, fold, vocabulary, reduce_dtype, holders, piped
     )
@@ -301,9 +301,7 @@ def _loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Ten
     return _loss_of(model, _last_hidden(model, inputs), inputs, loss_chunks)
 
 
-def _run_stage(
-    model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None
-) -> Tensor:
+def _run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
     """A stage on a micro batch: hidden states [B, T, D] in and out; of the last stage, what `_loss_sum` gives."""
     staged = cast(pipeline.Pipeline, spread_of(model).pipeline).staged
     with staged.running(stage, hidden) as given_out:

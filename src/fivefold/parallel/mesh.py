@@ -117,9 +117,7 @@ class Mesh:
         return named.get(group_name, group_name)
 
 
-def build_mesh(
-    layout: Layout, device_type: str, *, kv_copies: int = 1, tied_ends: tuple[int, ...] = ()
-) -> Mesh:
+def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1, tied_ends: tuple[int, ...] = ()) -> Mesh:
     """Build the mesh over the current world; every rank calls it.
 
     `kv_copies`: how many neighbouring tp ranks share the same key/value heads. `tied_ends`: the pipeline ranks that

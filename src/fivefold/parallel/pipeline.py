@@ -10,14 +10,15 @@ Legend: B rows, T tokens of a row on this rank, D hidden size.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.layout import Layout
@@ -45,10 +46,13 @@ class Pipeline:
     tied: str | None
     running: Slot | None = None
     timed: list[Timed] | None = None
+    plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, micro_batches: int) -> Plan:
-        """The schedule of a step. Raises `UserError` where it does not take so many micro batches."""
-        return Plan.of(self.layout, micro_batches)
+        """The schedule of a step, made once. Raises `UserError` where it does not take so many micro batches."""
+        if micro_batches not in self.plans:
+            self.plans[micro_batches] = Plan.of(self.layout, micro_batches)
+        return self.plans[micro_batches]
 
     def users(self, unit: data.Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
@@ -249,14 +253,14 @@ class _Flags:
 
 
 def prefetch_within_stages(model: Any, staged: Staged) -> None:
-    """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last forward,
-    which may have been another stage's."""
+    """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last
+    forward, which may have been another stage's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
     for stage in staged.own:
         layers = [model.get_submodule(name) for name in staged.stages.layers[slice(*staged.stages.splits[stage])]]
-        for before, layer in zip(layers, layers[1:], strict=False):
+        for before, layer in pairwise(layers):
             layer.set_modules_to_backward_prefetch([before])
 
 

@@ -252,7 +252,7 @@ def install(
             split = tokens if path == anatomy.embedding else (lambda length: length)
             return _Zeros(original, lambda x: (*x.shape[:-1], split(x.shape[-1]), original.embedding_dim), dtype)
         if path not in stages.layers and (dims := surfaces.linear_dims(original)) is not None:
-            features = original.weight.shape[dims[0]]  # type: ignore[union-attr,index]
+            features = original.weight.shape[dims[0]]  # type: ignore[index]
             return _Zeros(original, lambda x: (*x.shape[:-1], features), dtype)
         return StandIn(original, in_tuple=path in traced.in_tuples)
 
@@ -260,7 +260,9 @@ def install(
     for stage in staged.own:
         # A tied embedding is at work in the first stage only; in the last one the head has its weight.
         view = {
-            path: originals[path] if stage == (where[0] if path == anatomy.embedding else where[-1]) else stand_ins[path]
+            path: originals[path]
+            if stage == (where[0] if path == anatomy.embedding else where[-1])
+            else stand_ins[path]
             for path, where in stages.places.items()
         }
         first, last = stages.splits[stage]
