@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.layout import Layout
@@ -60,8 +60,8 @@ class Pipeline:
         modules = [each for each in stages.places if any(name.startswith(f"{each}.") for name in unit.parameters)]
         return frozenset(stage for each in modules for stage in stages.places[each] if stage in self.staged.own)
 
-    def timeline(self, micro_batches: int) -> Timeline:
-        """What `timed` holds of the last step, of this rank; all ranks' put together. Every rank calls this."""
+    def timeline(self) -> Timeline:
+        """What `timed` holds, of all ranks of the pipeline. Each calls this; clocks are those of one machine."""
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, self.timed or [], group=self.group)
         return Timeline(self.layout.pp, tuple(each for own in everyone for each in own))
@@ -109,9 +109,7 @@ class _Step:
             work.wait()
         assert not (self._given or self._outbox or self._kept), "a pipeline step left something behind"
         data.reshard(self.model)
-        if self.pipeline.ends is not None:
-            weight = dict(self.model.named_parameters())[self.pipeline.tied or ""]
-            dist.all_reduce(local(weight.grad), group=self.pipeline.ends)
+        _sum_ends(self.model, self.pipeline)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
@@ -176,6 +174,14 @@ class _Step:
         buffer = self.staged.empty(self.inputs[transfer.micro_batch].input_ids)
         work = _irecv(buffer, self.pipeline.group, transfer.peer)
         self._given[transfer.of, transfer.stage, transfer.micro_batch] = buffer, work
+
+
+def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
+    """Each end of the pipeline has its part of a tied embedding's gradient: both get the whole."""
+    if pipeline.ends is not None:
+        gradient = dict(model.named_parameters())[pipeline.tied or ""].grad
+        assert gradient is not None, f"{pipeline.tied} has no gradient"
+        dist.all_reduce(local(gradient), group=pipeline.ends)
 
 
 def _isend(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
