@@ -301,7 +301,6 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "layout.pp=2",
         "layout=cp4+2x3",
         "layout=tp2.ep2",
         "precision.fp8=tensorwise",

@@ -20,6 +20,7 @@ from fivefold.errors import UserError
 from fivefold.heads import check_method
 from fivefold.layout import Layout
 from fivefold.models.shapes import shape_folder
+from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.runfile import READ_MORE, RunFile
 from fivefold.units import parse_count, parse_fraction, parse_length
 
@@ -385,8 +386,11 @@ def parse_config(text: str) -> RunConfig:
     return RunConfig.model_validate(yaml.safe_load(text))
 
 
-def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not built yet, or not installed."""
+def check_supported(config: RunConfig, *, batch: bool = True) -> None:
+    """Raise `UserError` for what the run file may say but cannot be run: not built yet, or not installed.
+
+    `batch`: its batch is what a step will have.
+    """
     layout, memory = config.layout, config.memory
     check_method(layout.cp_method, layout.cp)
     for key, asked, instead in (
@@ -399,6 +403,8 @@ def check_supported(config: RunConfig) -> None:
         if asked:
             value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
+    known = batch and layout.dp_shard != -1
+    check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
     for package in config.log.to:  # each is called as its package
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(

@@ -15,7 +15,7 @@ LAYOUTS = tuple(
     f"{layout}+fp64"
     for layout in (
         "single", "dp2", "dp4", "shard2", "shard2+zero1", "shard4+zero2", "dp2.shard2+zero1", "tp2", "tp4", "dp2.tp2",
-        "shard2.tp2",
+        "shard2.tp2", "pp2", "pp2.tp2",
     )
 )  # fmt: skip
 CASE = Case("single+fp64")

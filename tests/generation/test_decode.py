@@ -24,6 +24,9 @@ CASES = [
     Case("tp2+nosp+fp32", tied=True),
     Case("shard2.tp2+fp32+full", kv_heads=1),
     Case("tp4+fp32", "qwen3", kv_heads=2, tied=True),
+    Case("pp2+fp32", tied=True),
+    Case("pp2.tp2+zb+fp32", "gemma3"),
+    Case("pp2+interleaved+v2+fp32", overrides=(("num_hidden_layers", 4),)),
 ]
 
 
@@ -41,7 +44,7 @@ def test_greedy_is_that_of_transformers_on_every_rank(case: Case) -> None:
     assert run_ranks(case.parsed.world, continue_greedily, case, 24) == [expected] * case.parsed.world
 
 
-@pytest.mark.parametrize("layout", ["single+fp64", "tp2+fp64", "shard2.tp2+fp64"])
+@pytest.mark.parametrize("layout", ["single+fp64", "tp2+fp64", "shard2.tp2+fp64", "pp2+fp64"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_cache_changes_nothing(layout: str, family: str) -> None:
     case = Case(layout, family)

@@ -248,19 +248,17 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Chec
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
-    spread = spread_of(model)
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    parameters |= {name: model.get_buffer(name) for name in spread.buffers}
-    if missing := sorted(parameters.keys() - source.names()):
+    spread, dtype = spread_of(model), next(model.parameters()).dtype
+    shapes = {name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers)
+    if missing := sorted(shapes.keys() - source.names()):
         raise UserError(f"{where} does not hold {_listing(missing)}", fix="was it written by another model?")
-    if unknown := sorted(source.names() - parameters.keys()):
+    if unknown := sorted(source.names() - shapes.keys()):
         raise UserError(f"{where} holds {_listing(unknown)}, which this model does not have")
-    for name, parameter in parameters.items():
-        shape = spread.shards[name].shape if name in spread.shards else tuple(parameter.shape)
+    for name, shape in shapes.items():
         if source.shape(name) != shape:
             raise UserError(f"{where}: {name} is {list(source.shape(name))}, and this model has {list(shape)}")
-        if source.dtype(name) != parameter.dtype:
-            kept, now = (str(dtype).removeprefix("torch.") for dtype in (source.dtype(name), parameter.dtype))
+        if source.dtype(name) != dtype:
+            kept, now = (str(each).removeprefix("torch.") for each in (source.dtype(name), dtype))
             raise UserError(
                 f"{where} keeps {name} in {kept}, and this run in {now}",
                 fix=f"set precision.compute: {'fp64' if kept == 'float64' else 'fp32 or bf16'}",

@@ -14,6 +14,7 @@ from fivefold.hub import is_hub_id
 from fivefold.layout import Layout
 from fivefold.models.shapes import shape_folder, shape_names
 from fivefold.nearby import runs
+from fivefold.parallel.schedule import check as check_pipeline
 
 READ_MORE = "fivefold train --keys"
 
@@ -35,6 +36,7 @@ def check_model(config: RunConfig, *, weights: bool = True) -> None:
         )
     values = _config_of(path) | config.model.overrides
     _check_heads(values, config.layout)
+    _check_layers(values, config.layout)
     _check_positions(values, config.data.seq_length)
     if weights and config.model.init == "pretrained":
         _check_weights(name, path)
@@ -63,6 +65,12 @@ def _check_heads(values: dict[str, Any], layout: Layout) -> None:
     if isinstance(query, int) and isinstance(kv, int) and query > 0 and kv > 0:
         check_heads(query, kv, layout.tp)
         context_method(layout.cp_method, layout.cp, query // layout.tp, max(1, kv // layout.tp))
+
+
+def _check_layers(values: dict[str, Any], layout: Layout) -> None:
+    count = next((values[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in values), None)
+    if isinstance(count, int):
+        check_pipeline(layout, layers=count)
 
 
 def _check_positions(values: dict[str, Any], seq_length: int) -> None:

@@ -54,9 +54,7 @@ class Spread:
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
     holders: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
-    buffers: Mapping[
-        str, tuple[int, ...]
-    ]  # of routers, with their shapes: trained without a gradient, whole everywhere
+    buffers: Mapping[str, tuple[int, ...]]  # of routers, with shapes: trained without a gradient, whole on every rank
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
@@ -243,9 +241,9 @@ def fill(model: nn.Module, source: TensorSource) -> None:
             local = tensor.local(parameter)
             for global_region, local_region in spread.regions(name):
                 local[local_region].copy_(source.read(name, global_region))
-        for name in spread.buffers:
-            buffer = model.get_buffer(name)
-            buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
+        for name, buffer in model.named_buffers():
+            if name in spread.buffers:
+                buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
 
 
 def spread_of(model: nn.Module) -> Spread:

@@ -60,16 +60,20 @@ class _Deferring(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and not kwargs and _is_trained(args[1]):
-            product = _Linear.apply(args[0], args[1], False, self._deferred)
+            product = _linear(args[0], args[1], False, self._deferred)
             bias = args[2] if len(args) > 2 else None
             return product if bias is None else product + bias
         if func is torch.addmm and not kwargs and _is_trained(args[2]):
-            return args[0] + _Linear.apply(args[1], args[2], True, self._deferred)
+            return args[0] + _linear(args[1], args[2], True, self._deferred)
         return func(*args, **kwargs)
 
 
 def _is_trained(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
+
+
+def _linear(x: Tensor, weight: Tensor, is_transposed: bool, deferred: Deferred) -> Tensor:
+    return _Linear.apply(x, weight, is_transposed, deferred)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):

@@ -202,8 +202,8 @@ def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> T
 
 
 def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """Collectives of one optimizer step, of the experts in `layers`. The bytes of the all-to-alls are those that a rank would send if as many rows
-    came back to it as it sends: right when summed over ranks, and on each for its own rows.
+    """Collectives of one optimizer step, of the experts in `layers`. The bytes of the all-to-alls are those that a rank
+    would send if as many rows came back to it as it sends: right when summed over ranks, and on each for its own rows.
     """
     found: list[Collective] = []
     tensor_size = fold.tensor.size if fold.tensor else 1

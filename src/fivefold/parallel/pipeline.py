@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,10 +46,13 @@ class Pipeline:
     tied: str | None
     running: Slot | None = None
     timed: list[Timed] | None = None
+    plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, micro_batches: int) -> Plan:
-        """The schedule of a step. Raises `UserError` where it does not take so many micro batches."""
-        return Plan.of(self.layout, micro_batches)
+        """The schedule of a step, made once. Raises `UserError` where it does not take so many micro batches."""
+        if micro_batches not in self.plans:
+            self.plans[micro_batches] = Plan.of(self.layout, micro_batches)
+        return self.plans[micro_batches]
 
     def users(self, unit: data.Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
@@ -56,8 +60,8 @@ class Pipeline:
         modules = [each for each in stages.places if any(name.startswith(f"{each}.") for name in unit.parameters)]
         return frozenset(stage for each in modules for stage in stages.places[each] if stage in self.staged.own)
 
-    def timeline(self, micro_batches: int) -> Timeline:
-        """What `timed` holds of the last step, of this rank; all ranks' put together. Every rank calls this."""
+    def timeline(self) -> Timeline:
+        """What `timed` holds, of all ranks of the pipeline. Each calls this; clocks are those of one machine."""
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, self.timed or [], group=self.group)
         return Timeline(self.layout.pp, tuple(each for own in everyone for each in own))
@@ -105,9 +109,7 @@ class _Step:
             work.wait()
         assert not (self._given or self._outbox or self._kept), "a pipeline step left something behind"
         data.reshard(self.model)
-        if self.pipeline.ends is not None:
-            weight = dict(self.model.named_parameters())[self.pipeline.tied or ""]
-            dist.all_reduce(local(weight.grad), group=self.pipeline.ends)
+        _sum_ends(self.model, self.pipeline)
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
@@ -172,6 +174,14 @@ class _Step:
         buffer = self.staged.empty(self.inputs[transfer.micro_batch].input_ids)
         work = _irecv(buffer, self.pipeline.group, transfer.peer)
         self._given[transfer.of, transfer.stage, transfer.micro_batch] = buffer, work
+
+
+def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
+    """Each end of the pipeline has its part of a tied embedding's gradient: both get the whole."""
+    if pipeline.ends is not None:
+        gradient = dict(model.named_parameters())[pipeline.tied or ""].grad
+        assert gradient is not None, f"{pipeline.tied} has no gradient"
+        dist.all_reduce(local(gradient), group=pipeline.ends)
 
 
 def _isend(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
@@ -249,14 +259,14 @@ class _Flags:
 
 
 def prefetch_within_stages(model: Any, staged: Staged) -> None:
-    """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last forward,
-    which may have been another stage's."""
+    """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last
+    forward, which may have been another stage's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
     for stage in staged.own:
         layers = [model.get_submodule(name) for name in staged.stages.layers[slice(*staged.stages.splits[stage])]]
-        for before, layer in zip(layers, layers[1:], strict=False):
+        for before, layer in pairwise(layers):
             layer.set_modules_to_backward_prefetch([before])
 
 

@@ -246,6 +246,13 @@ def micro_batches_for(layout: Layout) -> tuple[int, int]:
     return (2 * layout.pp if layout.pp_schedule == "dualpipev" and layout.pp > 1 else 1), unit
 
 
+def layers_for(layout: Layout) -> int:
+    """The fewest layers, and at least 2, that a model is cut to where the pipeline of a layout is proved."""
+    if layout.pp == 1:
+        return 2
+    return max(2, layout.pp * stages_per_rank(layout) if layout.pp_split == "auto" else sum(read_split(layout)))
+
+
 def read_split(layout: Layout, layers: int | None = None) -> tuple[int, ...]:
     """The layers of each stage as `pp_split` says, such as 4-3-5. Raises `UserError` where they do not fit."""
     stages = layout.pp * stages_per_rank(layout)
@@ -299,7 +306,7 @@ def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last:
 def _gpipe(plan: Plan, rank: int) -> Iterator[Slot]:
     for kind in ("F", "B"):
         for mb in range(plan.micro_batches):
-            yield Slot(rank, kind, mb)  # type: ignore[arg-type]
+            yield Slot(rank, kind, mb)
 
 
 def _rounds(plan: Plan, rank: int) -> Iterator[Slot]:
@@ -392,7 +399,7 @@ def _zbv(plan: Plan, rank: int) -> Iterator[Slot]:
 
 
 def _dualpipev(plan: Plan, rank: int) -> Iterator[Slot]:
-    """The eight steps of DeepSeek's schedule, cut in half; forwards and backwards that it overlaps follow each other."""
+    """The eight steps of DeepSeek's schedule, cut in half; what it overlaps comes one after the other."""
     v, left = _V(plan, rank), plan.ranks - rank - 1
     for _ in range(2 * left):
         v.add(0, "F")

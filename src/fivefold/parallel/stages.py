@@ -254,7 +254,7 @@ def install(
             split = tokens if path == anatomy.embedding else (lambda length: length)
             return _Zeros(original, lambda x: (*x.shape[:-1], split(x.shape[-1]), original.embedding_dim), dtype)
         if path not in stages.layers and (dims := surfaces.linear_dims(original)) is not None:
-            features = original.weight.shape[dims[0]]  # type: ignore[union-attr,index]
+            features = original.weight.shape[dims[0]]  # type: ignore[index]
             return _Zeros(original, lambda x: (*x.shape[:-1], features), dtype)
         return StandIn(original, in_tuple=path in traced.in_tuples)
 

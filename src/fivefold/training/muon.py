@@ -42,13 +42,14 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float, momentum: float, ns_steps: int,
     ) -> None:  # fmt: skip
         parameters = dict(model.named_parameters())
-        self._matrices = {name: parameters[name] for name in names}
+        self._matrices = {name: parameters[name] for name in names if name in parameters}  # of this pipeline rank
         options = {"lr": learning_rate, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
         super().__init__(list(self._matrices.values()), options)
         self._adamw, self._own = adamw, self.param_groups[0]
         self.param_groups.extend(adamw.param_groups)  # the same dicts: a learning rate set here is set there
         self.state = adamw.state
         spread = spread_of(model)
+        self._device = next(model.parameters()).device
         self._dtype = COMPUTE_DTYPES[spread.layout.precision]
         self._whole = WholeMatrices(spread, names)
         self._shapes = {name: spread.shards[name].shape for name in names}
@@ -60,15 +61,17 @@ class Muon(torch.optim.Optimizer):
         rate, decay = self._own["lr"], self._own["weight_decay"]
         work = partial(orthogonal, steps=self._own["ns_steps"])
         for name, update in self._whole.map(self._advance, work):
-            parameter = self._matrices[name]
-            if parameter.grad is not None:
+            parameter = self._matrices.get(name)
+            if parameter is not None and parameter.grad is not None:
                 weight = local(parameter)
                 weight.mul_(1 - rate * decay)
                 weight.add_(update, alpha=-rate * 0.2 * max(self._shapes[name]) ** 0.5)
 
     def _advance(self, name: str) -> Tensor:
         """This rank's part of what is orthogonalised: the momentum, looked at one step ahead (Nesterov)."""
-        parameter, momentum = self._matrices[name], self._own["momentum"]
+        parameter, momentum = self._matrices.get(name), self._own["momentum"]
+        if parameter is None:  # another pipeline rank's
+            return torch.empty(0, dtype=self._dtype, device=self._device)
         if parameter.grad is None:
             return torch.zeros_like(local(parameter), dtype=self._dtype)
         state = self.state[parameter]

@@ -28,6 +28,7 @@ from fivefold.generation.text import sample_text
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.training import checks, flops, header, record
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
@@ -94,7 +95,7 @@ class Job:
         check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
-        layout.accumulation(config.train.global_batch_size)
+        check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(model)
         total_steps = config.train.max_steps or steps_for(config.train.max_tokens or 0, config, data)

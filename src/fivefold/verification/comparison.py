@@ -37,7 +37,8 @@ class Comparison:
             distance = distances.setdefault(key, Distance())
             for region, place in self._spread.regions(name):
                 distance.add(local(tensor)[place], self._evidence.read(key, region))
-        lacking = {name: name for name in self._evidence.names(kind) if must and f"{kind}/{name}" not in distances}
+        held = [name for name in self._evidence.names(kind) if must and self._spread.holds(name)]
+        lacking = {name: name for name in held if f"{kind}/{name}" not in distances}
         self.count(f"{kind} without values", lacking, say=False)
         self.in_order(kind, distances, names)
 

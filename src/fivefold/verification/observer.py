@@ -17,6 +17,7 @@ from fivefold.models import surfaces
 from fivefold.parallel.apply import spread_of
 from fivefold.parallel.context import row_blocks
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
+from fivefold.parallel.stages import StandIn
 from fivefold.parallel.tensor import local
 from fivefold.verification.evidence import Distance, Evidence
 from fivefold.verification.subject import Documents, row_numbers, tokens_of
@@ -51,7 +52,7 @@ class Observer:
         self._tp_rank = self._spread.mesh.tp_rank if layout.tp > 1 else 0
         self._token_dims: Mapping[str, int] = evidence.about["token_dims"]
         self._handles: list[Any] = []
-        self._micro_batch, self._inside = -1, False
+        self._micro_batch, self._passes, self._inside = -1, 0, False
         self._seen: set[str] = set()
         self._splits: dict[tuple[str, int, int], ShardSpec] = {}
         self._raw: dict[str, Tensor] = {}
@@ -67,6 +68,8 @@ class Observer:
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
         for name, module in self._model.named_modules():
+            if isinstance(module, StandIn):
+                continue  # another stage's module is compared where it is
             own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
             if own:
                 self._handles.append(module.register_forward_pre_hook(self._parameters(own)))
@@ -108,14 +111,17 @@ class Observer:
 
     @property
     def micro_batches(self) -> tuple[int, int]:
-        """How many passes were seen, and how many a global batch has."""
-        return self._micro_batch + 1, len(self._rows)
+        """How many passes were seen, and how many a global batch has: in a pipeline, as many for each stage here."""
+        piped = self._spread.pipeline
+        return self._passes, len(self._rows) * (len(piped.staged.own) if piped else 1)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def _begin(self, *_: Any) -> None:
         if not self._inside:
-            self._micro_batch, self._inside, self._seen = self._micro_batch + 1, True, set()
+            slot = self._spread.pipeline.running if self._spread.pipeline else None
+            self._micro_batch = slot.micro_batch if slot else self._passes
+            self._passes, self._inside, self._seen = self._passes + 1, True, set()
 
     def _end(self, *_: Any) -> None:
         self._inside = False

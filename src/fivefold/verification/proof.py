@@ -17,6 +17,7 @@ from fivefold.generation.decode import decode, ready
 from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
+from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize, spread_of
 from fivefold.parallel.collectives import by_group, differing, record, total
 from fivefold.parallel.data import master_dtype
@@ -117,9 +118,9 @@ class Proof:
         for batch, numbers in zip(batches, rows, strict=True):
             inputs = training.to_device(batch, self._device)
             with exactly(layout.precision), torch.no_grad():
-                logits = self.model(
-                    input_ids=inputs.input_ids, position_ids=inputs.position_ids, bounds=inputs.bounds, use_cache=False
-                ).logits
+                logits = passes.logits(
+                    self.model, inputs.input_ids, inputs.position_ids, bounds=inputs.bounds, use_cache=False
+                )
             for b, row in enumerate(numbers):
                 stop = tokens_of(documents[row])
                 found.append(logits[b, :stop].cpu())
@@ -190,16 +191,20 @@ class Proof:
         self.compare.count("replicas", {each.where: str(each) for each in found})
 
     def control(self) -> None:
-        """A fault is planted on rank 0: it must be found, and where it is. It is taken out again."""
+        """A fault is planted on the first rank that has a norm: it must be found, and where it is. It is taken out."""
         name = self._norm()
         module = name.rpartition(".")[0]
-        part = local(dict(self.model.named_parameters())[name]).detach()
-        before = part.clone()
-        if dist.get_rank() == 0:
-            part.add_(0.25 + PLANTED * self.compare.allowed(f"output/{module}"))
+        added = 0.25 + PLANTED * self.compare.allowed(f"output/{module}")
+        first_holder = next(rank for rank in range(self.layout.world) if self.spread.regions(name, rank))
         with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
-            self._gradients()
-        part.copy_(before)
+            if dist.get_rank() == first_holder:
+                part = local(dict(self.model.named_parameters())[name]).detach()
+                before = part.clone()
+                part.add_(added)
+                self._gradients()
+                part.copy_(before)
+            else:
+                self._gradients()
         self._drop_gradients()
         first = next((row for row in self.compare.judged("output", observer.distances) if not row.ok), None)
         if first is None:
@@ -213,12 +218,16 @@ class Proof:
     def save(self, folder: Path) -> None:
         """Save a checkpoint into `folder`, and beside it what every tensor of it is."""
         state = self._state()
-        whole = {key: self._gathered(key.partition("/")[2], tensor) for key, tensor in state.items()}
+        scalars: dict[str, Tensor] = {}
+        keys = dict.fromkeys(key for rank in everywhere(list(state)) for key in rank)
+        whole = {key: self._gathered(key.partition("/")[2], state.get(key)) for key in keys}
+        for each in everywhere(self._scalars()):
+            scalars |= each
         save(self.model, self.optimizer, folder, step=1, state={}, keep=1)
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
 
-            save_file(whole | self._scalars(), folder / "expected.safetensors")
+            save_file(whole | scalars, folder / "expected.safetensors")
             (folder / "done").touch()
 
     def reload(self, folders: Mapping[str, Path]) -> None:
@@ -237,7 +246,8 @@ class Proof:
     def _differing(self, expected: Any) -> list[str]:
         """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
         state, scalars = self._state(), self._scalars()
-        wrong = set(expected.keys()) ^ (state.keys() | scalars.keys())
+        there = {key for key in expected if self.spread.holds(key.partition("/")[2])}
+        wrong = there ^ (state.keys() | scalars.keys())
         for key, tensor in state.items():
             for region, place in self.spread.regions(key.partition("/")[2]) if key not in wrong else ():
                 if not torch.equal(local(tensor)[place].cpu(), expected.get_slice(key)[region]):
@@ -323,10 +333,11 @@ class Proof:
             if isinstance(value, Tensor) and value.ndim == 0
         }
 
-    def _gathered(self, name: str, tensor: Tensor) -> Tensor:
-        """All of a tensor that lies as parameter `name`, on rank 0."""
-        whole = torch.zeros(self.spread.shards[name].shape, dtype=tensor.dtype, device=self._device)
-        if self.spread.is_owner(name):
+    def _gathered(self, name: str, tensor: Tensor | None) -> Tensor:
+        """All of a tensor that lies as parameter `name`, on rank 0. None: this rank has none of it."""
+        dtype = master_dtype(self.layout.precision)
+        whole = torch.zeros(self.spread.shards[name].shape, dtype=dtype, device=self._device)
+        if tensor is not None and self.spread.is_owner(name):
             for region, place in self.spread.regions(name):
                 whole[region] = local(tensor)[place]
         dist.all_reduce(whole)
@@ -340,7 +351,7 @@ class Proof:
 
     def _backwards(self) -> list[str]:
         """Parameters as backward comes to them: the first that is wrong is the nearest to the fault."""
-        return [name for name, _ in self.model.named_parameters()][::-1]
+        return list(self.spread.shards)[::-1]
 
     @property
     def _device(self) -> torch.device:

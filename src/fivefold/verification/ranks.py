@@ -19,6 +19,7 @@ from fivefold.errors import UserError
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.layout import Layout
 from fivefold.models import surfaces
+from fivefold.parallel.schedule import layers_for
 from fivefold.verification.evidence import Evidence
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
@@ -109,7 +110,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
     most = max(layout.tp for layout in layouts)
     model = make_folder(
         config, asked.folder / "model", thin=asked.thin, memory=free_memory() // 2, vocabulary=8 * most + 3,
-        seed=asked.seed,
+        layers=max(map(layers_for, layouts)), seed=asked.seed,
     )  # fmt: skip
     options, chunks = config.optimizer.model_dump(exclude_none=True), config.memory.loss_chunks
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)

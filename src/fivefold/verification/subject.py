@@ -17,6 +17,7 @@ import numpy as np
 from fivefold.config import OptimizerSection
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.layout import Layout
+from fivefold.parallel.schedule import micro_batches_for
 
 ROW = 61  # tokens of a row, unless asked otherwise
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
@@ -120,8 +121,9 @@ def _prime_below(number: int) -> int:
 def rows_for(layouts: Sequence[Layout]) -> int:
     """Rows of a global batch that every one of `layouts` can deal out, to two micro batches or more."""
     per_pass = [layout.micro_batch_size * layout.data_ranks for layout in layouts]
-    least = max(len(_ROWS), 2 * max(per_pass))
-    unit = math.lcm(*per_pass)
+    wanted = [micro_batches_for(layout) for layout in layouts]  # of a pipeline
+    least = max(len(_ROWS), *(max(2, fewest) * rows for rows, (fewest, _) in zip(per_pass, wanted, strict=True)))
+    unit = math.lcm(*(rows * multiple for rows, (_, multiple) in zip(per_pass, wanted, strict=True)))
     return -(-least // unit) * unit
 
 

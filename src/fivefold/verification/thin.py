@@ -33,15 +33,18 @@ class ModelFolder:
     cuts: tuple[str, ...]
 
 
-def make_folder(config: RunConfig, folder: Path, *, thin: bool, memory: int, vocabulary: int, seed: int) -> ModelFolder:
+def make_folder(
+    config: RunConfig, folder: Path, *, thin: bool, memory: int, vocabulary: int, seed: int, layers: int = 2
+) -> ModelFolder:
     """The model to prove, with a layer of each kind (`thin`: and narrow).
 
     It is the folder of the run's own weights where nothing is cut; else `folder`, written here by `transformers`.
-    `memory` bytes are there for a proof; a vocabulary of less than `vocabulary` tokens cannot be cut to.
+    `memory` bytes are there for a proof; a vocabulary of less than `vocabulary` tokens and less than `layers` layers
+    cannot be cut to.
     Raises `UserError` for a model that cannot be read, or is too large even with a layer of each kind.
     """
     asked = load_model_config(config.model.name_or_path, config.model.overrides)
-    chosen, cuts = _chosen(asked, thin=thin, memory=memory, vocabulary=vocabulary)
+    chosen, cuts = _chosen(asked, thin=thin, memory=memory, vocabulary=vocabulary, layers=layers)
     if not cuts and config.model.init == "pretrained":
         name = type(build_meta(asked)).__name__
         return ModelFolder(weights_folder(config.model.name_or_path), name, asked.vocab_size, ())
@@ -51,16 +54,16 @@ def make_folder(config: RunConfig, folder: Path, *, thin: bool, memory: int, voc
     return ModelFolder(folder, type(model).__name__, chosen.vocab_size, cuts)
 
 
-def _chosen(config: Any, *, thin: bool, memory: int, vocabulary: int) -> tuple[Any, tuple[str, ...]]:
+def _chosen(config: Any, *, thin: bool, memory: int, vocabulary: int, layers: int) -> tuple[Any, tuple[str, ...]]:
     """The config to prove and what it lacks of `config`: nothing, layers, or (`thin`) widths too."""
     if thin:
-        small = narrow(fewer_layers(config), vocabulary)
+        small = narrow(fewer_layers(config, layers), vocabulary)
         if small is not None:
             return small, _differences(config, small)
-        config = fewer_layers(config)
+        config = fewer_layers(config, layers)
     if _bytes(config) <= memory:
         return config, ("layers",) if thin else ()
-    small = fewer_layers(config)
+    small = fewer_layers(config, layers)
     if _bytes(small) <= memory:
         return small, _differences(config, small)
     raise UserError(
@@ -76,13 +79,13 @@ def _bytes(config: Any) -> int:
     return BYTES_PER_PARAMETER * parameters
 
 
-def fewer_layers(config: Any) -> Any:
-    """A copy of a config with a layer of each kind, at least two."""
+def fewer_layers(config: Any, least: int = 2) -> Any:
+    """A copy of a config with a layer of each kind, at least `least` if it has them."""
     small = copy.deepcopy(config)
     types = getattr(config, "layer_types", None)
     kinds = list(dict.fromkeys(types or []))
-    kinds += [kinds[-1]] * (2 - len(kinds)) if kinds else []
-    small.num_hidden_layers = min(config.num_hidden_layers, max(2, len(kinds)))
+    kinds += [kinds[-1]] * (least - len(kinds)) if kinds else []
+    small.num_hidden_layers = min(config.num_hidden_layers, max(least, len(kinds)))
     if types:
         small.layer_types = kinds[: small.num_hidden_layers]
     _keep_experts(small)

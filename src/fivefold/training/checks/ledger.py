@@ -56,7 +56,8 @@ def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: L
                 f"{known or 'what is no row of this step'} in place of {listed('row', [first + at for at in wrong])}"
             )
             found.setdefault(f"read {instead}", []).append(rank)
-    taken = Counter(each for _, *read in gathered[::inner] for each in read)
+    readers = gathered[: inner * layout.data_ranks : inner]  # of a pipeline, the first stage's
+    taken = Counter(each for _, *read in readers for each in read)
     uneven = (("more than once", taken - Counter(wanted)), ("by nobody", Counter(wanted) - taken))
     by_row = [(listed("row", sorted(place_of[each] for each in few if each in place_of)), how) for how, few in uneven]
     return [

@@ -19,10 +19,13 @@ STATE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "step")  # what the optimiz
 def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
     """Weights and optimizer state of which ranks hold copies that differ, if only in a bit.
 
-    Copies are over dp_replicate, and over tp where a parameter is not split or key/value heads are shared.
+    Copies are over dp_replicate, over tp where a parameter is not split or key/value heads are shared, and over the
+    two pipeline ranks that hold a tied embedding.
     """
     spread, device = spread_of(model), device_of(model)
-    names = [name for name, spec in spread.shards.items() if spread.layout.dp_replicate > 1 or spec.replicas > 1]
+    has_copies = spread.layout.dp_replicate > 1
+    shared = {name for name, spec in spread.shards.items() if spec.replicas > 1 or len(spread.holders[name]) > 1}
+    names = [name for name in spread.shards if has_copies or name in shared]
     if not names:
         return []
     tensors = _tensors(model, optimizer, names)
@@ -55,6 +58,9 @@ def _copies(spread: Spread, names: Sequence[str]) -> Iterator[tuple[str, dist.Pr
         yield "tp", mesh.tp_group, torch.tensor(alike)
     if layout.dp_replicate > 1:
         yield "dp_replicate", mesh.replicate_group, torch.ones(layout.dp_replicate, len(names), dtype=torch.bool)
+    if mesh.ends is not None:
+        alike = [[len(spread.holders[name]) > 1 for name in names]] * dist.get_world_size(mesh.ends)
+        yield "pp", mesh.ends, torch.tensor(alike)
 
 
 def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
@@ -81,10 +87,13 @@ def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
 def _tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str]
 ) -> list[tuple[str, str, Tensor | None]]:
-    """(kind, name, this rank's part) of the weights, then of each kind of state: the same list on every rank."""
-    parameters = dict(model.named_parameters())
-    weights = [("weight", name, local(parameters[name].detach())) for name in names]
-    states = [(name, optimizer.state.get(parameters[name]) or {}) for name in names]
+    """(kind, name, this rank's part) of the weights, then of each kind of state: the same list on every rank. A
+    parameter of another pipeline rank is None."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    weights = [
+        ("weight", name, local(p.detach()) if (p := parameters.get(name)) is not None else None) for name in names
+    ]
+    states = [(name, optimizer.state.get(parameters[name]) or {} if name in parameters else {}) for name in names]
     kept = [(kind, name, state.get(kind)) for kind in STATE for name, state in states]
     return [*weights, *((kind, name, local(x) if isinstance(x, Tensor) else None) for kind, name, x in kept)]
 

@@ -33,9 +33,9 @@ def observing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Up
     update, device = Update(), device_of(model)
 
     def note(*_: Any) -> None:
-        parameters = list(model.parameters())
-        update.bits = hashes([local(p) for p in parameters], device)
-        update.gradients = largest([None if p.grad is None else local(p.grad) for p in parameters], device)
+        parameters = _parameters(model)
+        update.bits = hashes([None if p is None else local(p) for p in parameters], device)
+        update.gradients = largest([None if p is None or p.grad is None else local(p.grad) for p in parameters], device)
 
     hook = optimizer.register_step_pre_hook(note)
     try:
@@ -50,22 +50,28 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) ->
     It had to where the parameter has a gradient that the optimizer does not see, or where the optimizer's own moments
     make an update too large to be lost in rounding. Not for a step that was skipped.
     """
-    named, spread, mine = dict(model.named_parameters()), spread_of(model), dict[tuple[int, str], bool]()
-    labels = [*named, "the optimizer"]
+    parameters, spread, mine = _parameters(model), spread_of(model), dict[tuple[int, str], bool]()
+    labels = [*spread.shards, "the optimizer"]
     if update.bits is None or update.gradients is None:
-        mine[len(named), "took no step"] = True
+        mine[len(parameters), "took no step"] = True
     else:
-        still = hashes([local(p) for p in named.values()], device_of(model)) == update.bits
-        gradients, parameters = update.gradients.tolist(), list(named.values())
-        for at in still.nonzero().flatten().tolist():
-            shape = spread.shards[labels[at]].shape
-            if why := _overdue(optimizer, parameters[at], shape, gradients[at]):
+        bits = hashes([None if p is None else local(p) for p in parameters], device_of(model))
+        gradients = update.gradients.tolist()
+        for at in (bits == update.bits).nonzero().flatten().tolist():
+            shape, parameter = spread.shards[labels[at]].shape, parameters[at]
+            if parameter is not None and (why := _overdue(optimizer, parameter, shape, gradients[at])):
                 mine[at, why] = gradients[at] > 0
     return [
         Finding("moved", labels[at], f"{why} on {ranks_text(by_rank)}")
         for (at, why), by_rank in seen_anywhere(mine, device_of(model)).items()
         if why != UNTOUCHED or (any(by_rank.values()) and by_rank.keys() >= _holders(spread, labels[at]))
     ]
+
+
+def _parameters(model: nn.Module) -> list[Tensor | None]:
+    """Every parameter of the whole model, in its order; None for those of other pipeline ranks."""
+    named = dict(model.named_parameters())
+    return [named.get(name) for name in spread_of(model).shards]
 
 
 def _overdue(

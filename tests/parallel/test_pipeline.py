@@ -1,0 +1,202 @@
+"""A pipeline computes what the unmodified model computes in one process, in fp64 to 1e-10, whatever its schedule.
+
+Schedules x layouts x ZeRO x ties x recompute, and families x layouts, by all-pairs; the collectives of every rank,
+transfers included, are those that it declares.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.models.build import build_meta
+from fivefold.models.trace import Trace
+from fivefold.parallel import passes
+from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.schedule import Plan, Slot
+from fivefold.training.evaluate import evaluating
+from fivefold.training.step import gradients, to_device
+from tests.allpairs import all_pairs
+from tests.parallel.test_parity import run
+from tests.parity import Case, assert_proved, batch_of, build, documents, hf_config, refusal
+from tests.pool import run_ranks
+
+LAYERS_4 = (("num_hidden_layers", 4),)
+SCHEDULES = ("1f1b", "gpipe", "interleaved+v2", "zb+v2", "zbv", "dualpipev")
+
+OPTIONS: dict[str, Any] = {
+    "layout": ("pp2", "pp2.tp2", "pp2.shard2", "dp2.pp2"),
+    "schedule": SCHEDULES,
+    "zero": (1, 2, 3),
+    "tied": (True, False),
+    "recompute": ("none", "full"),
+    "optimizer": ("adamw", "muon"),
+}
+
+
+def is_legal(choice: dict[str, Any]) -> bool:
+    """Options that do nothing under a layout are not varied there."""
+    return choice["zero"] == 3 or "shard" in choice["layout"] or "dp" in choice["layout"]
+
+
+def case_of(choice: dict[str, Any]) -> Case:
+    text = f"{choice['layout']}+{choice['schedule']}+zero{choice['zero']}+fp64".replace("+1f1b", "")
+    text += "+full" if choice["recompute"] == "full" else ""
+    rows = 8 * Case(choice["layout"]).parsed.data_ranks // (2 if choice["layout"] == "pp2.tp2" else 1)
+    return Case(
+        text, tied=choice["tied"], optimizer=choice["optimizer"], rows=rows, steps=2, overrides=LAYERS_4, kv_heads=1
+    )
+
+
+CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
+OTHERS = [
+    Case("pp4+fp64", tied=True, overrides=LAYERS_4, steps=2),
+    Case("pp2+split1-3+fp64", overrides=LAYERS_4, steps=2),
+    Case("pp2.tp2+nosp+fp64", kv_heads=1, loss_chunks=3, steps=2),
+    Case("pp2+zbv+mb4+fp64", rows=8, overrides=LAYERS_4, steps=2, packing=False),  # two micro batches: it is not filled
+    Case("pp2+mb8+fp64", steps=2),  # one micro batch
+]
+
+
+def name(case: Case) -> str:
+    return f"{case.layout}-{case.family}{'-tied' * case.tied}-{case.optimizer}"
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=name)
+def test_a_schedule_equals_one_process(case: Case) -> None:
+    found, expected, per_rank = run(case)
+    assert_proved(found, expected, per_rank)
+
+
+# Three layers over two stages: one of them has two.
+FAMILIES: dict[str, Any] = {
+    "family": ("gemma2", "gemma3", "gpt2", "qwen3", "cohere", "phi3", "olmo2", "smollm3"),
+    "layout": ("pp2", "pp2.tp2"),
+    "tied": (True, False),
+    "recompute": ("", "+full"),
+    "schedule": ("", "+zb"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            f"{c['layout']}{c['schedule']}+fp64{c['recompute']}{'+nosp' * (c['family'] == 'gpt2')}+mb2",
+            c["family"], c["tied"], steps=2,
+        )
+        for c in all_pairs(FAMILIES)
+    ],
+    ids=name,
+)  # fmt: skip
+def test_a_family_equals_one_process(case: Case) -> None:
+    found, expected, per_rank = run(case)
+    assert_proved(found, expected, per_rank)
+
+
+# ---- who holds what, and what else a pipeline does -------------------------------------------------------------------
+
+
+def held(case: Case) -> tuple[set[str], set[str], int]:
+    """(parameters of this rank's model, those that its record says it holds, how many numbers they have)."""
+    model = build(case)
+    spread = spread_of(model)
+    named = dict(model.named_parameters())
+    return set(named), {each for each in spread.shards if spread.holds(each)}, sum(p.numel() for p in named.values())
+
+
+@pytest.mark.parametrize("case", [Case("pp2"), Case("pp2", tied=True), Case("pp2+zbv", overrides=LAYERS_4)], ids=name)
+def test_a_rank_has_its_own_layers_and_nothing_else(case: Case) -> None:
+    (first, said, numbers), (last, also_said, more) = run_ranks(2, held, case)
+    whole = {name: p.numel() for name, p in build_meta(hf_config(case)).named_parameters()}
+    assert first == said and last == also_said
+    assert first | last == set(whole)
+    both = first & last
+    assert both == ({"model.embed_tokens.weight"} if case.tied else set())
+    assert numbers + more == sum(whole.values()) + sum(whole[name] for name in both)
+
+
+def losses(case: Case) -> tuple[float, float]:
+    """The loss of a batch forward only, and as training computes it; each summed over ranks."""
+    model = build(case)
+    mesh = spread_of(model).mesh
+    scale = torch.tensor(1.0, dtype=torch.float64)
+    batch = batch_of(documents(case, 0), case.parsed, mesh.data_rank)
+    with evaluating(model):
+        forward = sum(passes.loss(model, to_device(each, scale.device, scale)) for each in batch)
+    trained = gradients(model, batch, scale)
+    return float(forward), float(trained)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2+zbv", "pp2.tp2+interleaved+v2"])
+def test_evaluation_computes_the_loss_of_training(layout: str) -> None:
+    case = Case(f"{layout}+fp64", overrides=LAYERS_4)
+    per_rank = run_ranks(case.parsed.world, losses, case)
+    assert sum(forward for forward, _ in per_rank) > 0
+    np.testing.assert_allclose(*zip(*per_rank, strict=True), rtol=1e-12)
+
+
+def timed(case: Case) -> list[tuple[int, Slot, float, float]]:
+    """The slots of one step as they ran."""
+    model = build(case)
+    pipeline = spread_of(model).pipeline
+    assert pipeline is not None
+    pipeline.timed = []
+    batch = batch_of(documents(case, 0), case.parsed, 0)
+    gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
+    return [(t.rank, t.slot, t.start, t.end) for t in pipeline.timeline().slots]
+
+
+def test_a_step_is_timed_slot_by_slot() -> None:
+    case = Case("pp2+zbv+fp64", overrides=LAYERS_4)
+    everywhere = run_ranks(2, timed, case)
+    assert everywhere[0] == everywhere[1]
+    for rank, order in enumerate(Plan("zbv", 2, 2, case.rows).orders):
+        own = [(slot, start, end) for on, slot, start, end in everywhere[0] if on == rank]
+        assert tuple(slot for slot, _, _ in own) == order
+        assert all(start < end for _, start, end in own)
+        assert all(end <= start for (_, _, end), (_, start, _) in pairwise(own))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (Case("pp4"), "pp 4 x 1 stages a rank = 4, but the model has 3 layers"),
+        (Case("pp2+split1-1"), "pp_split 1-1 has 2 layers, but the model has 3"),
+        (Case("pp2+v2"), "pp_schedule 1f1b has one stage a rank"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.layout,
+)
+def test_refusals(case: Case, said: str) -> None:
+    for error in run_ranks(case.parsed.world, refusal, case):
+        assert error.startswith("UserError") and said in error, error
+
+
+def carried_refusal(case: Case) -> str:
+    from unittest.mock import patch
+
+    from fivefold.parallel import apply
+
+    plain = apply.trace
+
+    def trace(*args: Any) -> Trace:
+        traced = plain(*args)
+        traced.carried = "layer 1 is given more"
+        return traced
+
+    with patch.object(apply, "trace", trace):
+        try:
+            parallelize(build_meta(hf_config(case)), case.parsed)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_would_have_to_travel_too_is_refused() -> None:
+    for error in run_ranks(2, carried_refusal, Case("pp2")):
+        assert "layer 1 is given more, and a stage is sent no more" in error
