@@ -59,7 +59,7 @@ def _case(text: str, family: str, tied: bool) -> Case:
     micro = 1 if "pp" in text else 2  # a pipeline wants many micro batches
     changes = (
         (("num_hidden_layers", 4),) if "v2" in text else ()
-    )  # of three layers otherwise: stages do not divide them
+    )  # else three, which stages do not divide
     return Case(f"{text}+mb{micro}+fp64", family=family, tied=tied, rows=ROWS, overrides=changes)
 
 
