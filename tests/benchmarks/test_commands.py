@@ -55,6 +55,14 @@ def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "out" / "same_curve.png").stat().st_size > 10_000
 
 
+def test_long_context() -> None:
+    done = run("long_context", "--quick", "--part", "step")
+    assert done.returncode == 0, done.stdout + done.stderr
+    step = json.loads(done.stdout)["step"]
+    assert step["layout"].startswith("cp2") and step["length"] == 512
+    assert step["peak_gib"] > 0 and step["loss"] > 0
+
+
 def test_gpu_train(tmp_path: Path) -> None:
     target = tmp_path / "gpu.json"
     done = run("gpu_train", "--device", "cpu", "--tiny", "--warmup", "1", "--steps", "2", "--json", str(target))

@@ -1,13 +1,19 @@
 """Layouts with context parallelism compute what the unmodified model computes in one process (see test_parity.py)."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from fivefold.checkpoint import newest
+from fivefold.models.build import build_meta
+from fivefold.models.in_memory import ModelTensors
+from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.training.step import gradients
 from tests.checkpoint.ranks import load_and_train, train_and_save
 from tests.checkpoint.test_reshard import equal
 from tests.checkpoint.test_reshard import whole as whole_state
@@ -18,10 +24,12 @@ from tests.parallel.test_properties import largest_difference, one_changed, whol
 from tests.parity import (
     Case,
     assert_proved,
+    batch_of,
     build,
     documents,
     gathered,
     gradient_error,
+    hf_config,
     pieces,
     reference_model,
 )
@@ -108,6 +116,40 @@ def test_a_plain_call_gives_the_logits_of_whole_rows_and_their_gradient(layout: 
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for name, gradient in gathered([each for _, each in results], shapes).items():
         np.testing.assert_allclose(gradient, model.get_parameter(name).grad.numpy(), rtol=0, atol=1e-9, err_msg=name)
+
+
+def compiled(case: Case) -> tuple[float, list[Any], dict[str, int]]:
+    """Loss and gradients with compiled blocks, and the graph breaks."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain = torch.compile
+    with patch.object(torch, "compile", partial(plain, backend="aot_eager")):
+        source = ModelTensors(reference_model(case, torch.float32))
+        model = parallelize(build_meta(hf_config(case)), case.parsed, source=source, compile_blocks=True)
+        batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+        loss = gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
+    found = pieces(model, {name: p.grad for name, p in model.named_parameters()})
+    return float(loss), found, dict(counters["graph_break"])
+
+
+@pytest.mark.slow
+def test_compiled_blocks_attend_eagerly_and_compute_the_same() -> None:
+    case = Case("cp2+ring+full+mb8+fp64", overrides=(("num_hidden_layers", 2),))
+    expected = run_ranks(2, uncompiled, case)
+    for (loss, found, breaks), (other, plain) in zip(run_ranks(2, compiled, case), expected, strict=True):
+        assert len(breaks) == 1 and "ContextParallel.attend" in next(iter(breaks))
+        assert loss == pytest.approx(other, rel=1e-13)
+        for (name, _, a), (_, _, b) in zip(found, plain, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-11, err_msg=name)
+
+
+def uncompiled(case: Case) -> tuple[float, list[Any]]:
+    model = build(case)
+    batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+    loss = gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
+    return float(loss), pieces(model, {name: p.grad for name, p in model.named_parameters()})
 
 
 def of_length(case: Case, length: int) -> str:
