@@ -27,6 +27,7 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
+from fivefold.parallel import balance as balancing
 from fivefold.parallel import data, expert, loss, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
@@ -47,6 +48,7 @@ class Spread:
     experts: expert.ExpertParallel | None  # None for a dense model
     vocabulary: int  # rows of the vocabulary on this rank
     reduce_dtype: torch.dtype
+    balance: balancing.Balance | None = None  # of routers
     buffers: tuple[str, ...] = ()  # of routers: trained without a gradient, the same on every rank
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
@@ -82,6 +84,8 @@ class Spread:
             parts += loss.declare(shape)
         if self.experts:
             parts += expert.declare(self.experts, shape)
+        if self.balance:
+            parts += balancing.declare(self.balance, shape)
         return total(parts)
 
     def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
@@ -97,10 +101,11 @@ class LossInputs:
 
     `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `bounds`: int32 on
     the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
-    scalar that the summed loss is multiplied by.
+    scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
+    all).
     """
 
-    __slots__ = ("bounds", "input_ids", "labels", "position_ids", "scale")
+    __slots__ = ("bounds", "input_ids", "labels", "position_ids", "row_tokens", "scale")
 
     def __init__(
         self,
@@ -110,9 +115,11 @@ class LossInputs:
         *,
         bounds: Tensor | None = None,
         scale: Tensor | None = None,
+        row_tokens: Tensor | None = None,
     ) -> None:
         self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
         self.bounds, self.scale = bounds, scale
+        self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
 
 
 def parallelize(
@@ -163,7 +170,7 @@ def parallelize(
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
     spread = Spread(
         layout, mesh, anatomy, partition, specs, model_units, fold, experts, vocabulary, reduce_dtype,
-        tuple(router_buffers(model)),
+        balancing.watch_routers(model, traced.experts, fold), tuple(router_buffers(model)),
     )  # fmt: skip
     model.fivefold = spread
     _materialise(model, spread, device)
@@ -262,6 +269,8 @@ def _loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Ten
     spread = spread_of(model)
     fold = spread.tensor
     base = model.get_submodule(spread.anatomy.base)
+    if spread.balance:
+        spread.balance.begin_micro_batch(inputs.row_tokens)
     hidden = base(
         input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds
     ).last_hidden_state

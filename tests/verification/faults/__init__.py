@@ -1,6 +1,6 @@
 """Silent bugs of trainers, each as a small patch of the running program: one catalogue."""
 
-from tests.verification.faults import checkpoint, loss, model, optimizer, reduction, run, tensor
+from tests.verification.faults import checkpoint, experts, loss, model, optimizer, reduction, run, tensor
 from tests.verification.faults.fault import FAULTS, Expected, Fault, Model
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Fault",
     "Model",
     "checkpoint",
+    "experts",
     "loss",
     "model",
     "optimizer",
