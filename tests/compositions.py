@@ -57,9 +57,7 @@ _QUADRUPLES = (
 def _case(text: str, family: str, tied: bool) -> Case:
     """In fp64, with two rows a micro batch and two micro batches or more."""
     micro = 1 if "pp" in text else 2  # a pipeline wants many micro batches
-    changes = (
-        (("num_hidden_layers", 4),) if "v2" in text else ()
-    )  # else three, which stages do not divide
+    changes = (("num_hidden_layers", 4),) if "v2" in text else ()  # else three, which stages do not divide
     return Case(f"{text}+mb{micro}+fp64", family=family, tied=tied, rows=ROWS, overrides=changes)
 
 

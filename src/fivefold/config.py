@@ -235,6 +235,18 @@ class MemorySection(Section):
         return value
 
 
+class BalanceSection(Section):
+    """What keeps the experts of a model busy; `parallel/balance.py` says what each is."""
+
+    aux_loss: Literal["auto"] | Number = Field(
+        default="auto", description="coefficient of the loss for uneven load; auto = the model's, if it asks for one"
+    )
+    z_loss: Number = Field(default=0.0, ge=0, description="coefficient of the loss for large router logits")
+    bias_rate: Number = Field(
+        default=0.0, ge=0, description="what a step adds to a router's correction bias, or takes from it"
+    )
+
+
 class CheckpointSection(Section):
     every: Every = Field(default=250, description="optimizer steps between checkpoints; 0 = only the last")
     keep: Whole = Field(default=3, ge=1, description="newest checkpoints kept")
@@ -298,6 +310,7 @@ class RunConfig(Section):
     layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
     precision: PrecisionSection = Field(default=PrecisionSection())
     memory: MemorySection = Field(default=MemorySection())
+    balance: BalanceSection = Field(default=BalanceSection())
     checkpoint: CheckpointSection = Field(default=CheckpointSection())
     eval: EvalSection = Field(default=EvalSection())
     sample: SampleSection = Field(default=SampleSection())

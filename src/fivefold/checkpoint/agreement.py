@@ -27,6 +27,8 @@ def agreement(config: RunConfig, fingerprint: str, model_config: Mapping[str, An
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
     keys = {key: value for key, value in keys.items() if value is not None}  # None: of another optimizer
+    default = type(config.balance)().model_dump()
+    keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}
     return keys | resolved | {f"train.{key}": tree["train"][key] for key in _TRAIN_KEYS} | {FINGERPRINT: fingerprint}
 

@@ -26,7 +26,8 @@ class MicroBatch:
 
     `position_ids` restart at 0 for each piece and for the padding. `bounds` int32 [n + 1] delimits the pieces over the
     flattened B * T tokens: 0 first, B * T last, every row start among them, the padding at a row's end a segment of its
-    own. `tokens` counts real input tokens, `targets` labels other than -100.
+    own. `tokens` counts real input tokens, `targets` labels other than -100; `row_tokens` [B]: the real tokens of each
+    row.
     """
 
     input_ids: NDArray[np.int64]
@@ -35,6 +36,7 @@ class MicroBatch:
     bounds: NDArray[np.int32]
     tokens: int
     targets: int
+    row_tokens: NDArray[np.int64] | None = None
 
 
 def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -> MicroBatch:
@@ -45,6 +47,7 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     position_ids = np.empty(shape, np.int64)
     bounds, counting = [0], np.arange(row_length, dtype=np.int64)
     tokens = targets = 0
+    row_tokens = np.zeros(len(rows), np.int64)
     for b, row in enumerate(rows):
         t = 0
         for piece in row:
@@ -56,7 +59,8 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
             targets += len(piece.targets)
             t = end
         tokens += t
+        row_tokens[b] = t
         if t < row_length:
             position_ids[b, t:] = counting[: row_length - t]
             bounds.append((b + 1) * row_length)
-    return MicroBatch(input_ids, labels, position_ids, np.array(bounds, np.int32), tokens, targets)
+    return MicroBatch(input_ids, labels, position_ids, np.array(bounds, np.int32), tokens, targets, row_tokens)

@@ -30,6 +30,7 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
+from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, deferred, expert, loss, pipeline, tensor, trial
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.mesh import Mesh, build_mesh
@@ -55,6 +56,7 @@ class Spread:
     reduce_dtype: torch.dtype
     holders: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
     buffers: Mapping[str, tuple[int, ...]]  # of routers, with shapes: trained without a gradient, whole on every rank
+    balance: balancing.Balance | None  # of routers
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
@@ -118,6 +120,8 @@ class Spread:
             parts += context.declare(self.context, shape, layers)
         if self.experts:
             parts += expert.declare(self.experts, shape, layers)
+        if self.balance:
+            parts += balancing.declare(self.balance, shape, layers)
         return total(parts)
 
     def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
@@ -137,10 +141,11 @@ class LossInputs:
 
     `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `bounds`: int32 on
     the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
-    scalar that the summed loss is multiplied by.
+    scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
+    all).
     """
 
-    __slots__ = ("bounds", "input_ids", "labels", "position_ids", "scale")
+    __slots__ = ("bounds", "input_ids", "labels", "position_ids", "row_tokens", "scale")
 
     def __init__(
         self,
@@ -150,9 +155,11 @@ class LossInputs:
         *,
         bounds: Tensor | None = None,
         scale: Tensor | None = None,
+        row_tokens: Tensor | None = None,
     ) -> None:
         self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
         self.bounds, self.scale = bounds, scale
+        self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
 
 
 def parallelize(
@@ -200,6 +207,7 @@ def parallelize(
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     experts = expert.apply_expert_parallel(model, traced.experts, specs, mesh.ep_group, fold)
+    balance = balancing.watch_routers(model, traced.experts, fold, rows)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
@@ -215,7 +223,7 @@ def parallelize(
     piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied) if staged else None
     spread = Spread(
         layout, mesh, anatomy, partition, specs, model_units, fold, rows, experts, piped, vocabulary, reduce_dtype,
-        holders, router_state,
+        holders, router_state, balance,
     )  # fmt: skip
     model.fivefold = spread
     _materialise(model, spread, device)
@@ -356,7 +364,10 @@ def _stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_ke
 
 def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
     """What the base model gives for a micro batch."""
-    base = model.get_submodule(spread_of(model).anatomy.base)
+    spread = spread_of(model)
+    if spread.balance:
+        spread.balance.begin_micro_batch(inputs.row_tokens)
+    base = model.get_submodule(spread.anatomy.base)
     out = base(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds)
     return cast(Tensor, out.last_hidden_state)
 

@@ -56,10 +56,9 @@ def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0
 
     With sequence parallelism the ranks of `tp` have equal parts of what their rank of `cp` has, in order.
     """
-    chunk = length // (2 * cp)
-    mirrored = 2 * cp - 1 - cp_rank
-    mine = joined([(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)])
-    share = 2 * chunk // tp
+    share, chunk, mirrored = length // (cp * tp), length // (2 * cp), 2 * cp - 1 - cp_rank
+    chunks = [(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
+    mine = joined(chunks) if cp > 1 else ((0, length),)
     return _part(mine, tp_rank * share, (tp_rank + 1) * share)
 
 

@@ -62,6 +62,16 @@ class ShardSpec:
         return self.blocks.index(self.blocks[tp_rank]) == tp_rank
 
     @property
+    def dims(self) -> int:
+        """Dimensions of what it is to the model: those of one expert, where all of a layer's are kept as one."""
+        return len(self.shape) - (self.over == "ep")
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is one matrix (and not as many as there are experts)."""
+        return self.over == "tp" and self.dims == 2
+
+    @property
     def replicas(self) -> int:
         """How many tp ranks hold the same values."""
         return len(self.blocks) // len(set(self.blocks))

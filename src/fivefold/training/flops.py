@@ -7,13 +7,16 @@ causally halved. Not counted: recompute, padding, element-wise work. (The conven
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.heads import head_counts
+from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
 
 # Dense bf16 peak of one device in TFLOP/s without sparsity, by words of the name CUDA gives it; the first match counts.
@@ -44,6 +47,7 @@ class Costs:
         """Read off a whole model (not yet cut). The embedding lookup costs nothing; the head does, tied or not."""
         anatomy = Anatomy.of(model)
         weights = sum(p.numel() for _, p in model.named_parameters() if p.ndim == 2)
+        weights += sum(_used(module, model.config) for module in model.modules() if surfaces.is_experts(module))
         embedding = model.get_parameter(f"{anatomy.embedding}.weight").numel()
         query, _, size = head_counts(model.config.get_text_config())
         return cls(
@@ -51,6 +55,12 @@ class Costs:
             per_token=6 * (weights if anatomy.tied else weights - embedding),
             per_squared_length=6 * len(anatomy.layers) * query * size,
         )
+
+
+def _used(experts: nn.Module, config: Any) -> int:
+    """Weights of a layer's experts that a token meets."""
+    cubes = [p for p in experts.parameters() if p.ndim == 3]
+    return sum(p.numel() // p.shape[0] for p in cubes) * int(config.get_text_config().num_experts_per_tok)
 
 
 def squared_lengths(batch: Sequence[MicroBatch]) -> int:

@@ -11,6 +11,7 @@ from fivefold.errors import UserError
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, check_lengths, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.parallel.balance import BalanceOptions
 from fivefold.training.flops import Costs
 
 # Compiling a block took 27 to 50 s on two CPU cores and saved 2 to 50% of a step there, so a CPU run must be long.
@@ -48,6 +49,14 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
         )
     check_lengths(hf_config, config.data.seq_length)
     return build_meta(hf_config)
+
+
+def balance_options(config: RunConfig, hf_config: Any) -> BalanceOptions:
+    """What `balance` asks for. `auto`: `transformers` adds its loss where the config has `output_router_logits`."""
+    section, own = config.balance, getattr(hf_config, "router_aux_loss_coef", 0.0)
+    follows = own if getattr(hf_config, "output_router_logits", False) else 0.0
+    load = follows if section.aux_loss == "auto" else section.aux_loss
+    return BalanceOptions(load=float(load), z=section.z_loss, bias_rate=section.bias_rate)
 
 
 def load_source(config: RunConfig, model: PreTrainedModel) -> TensorSource | None:

@@ -28,7 +28,7 @@ EPS = 1e-7  # the smallest norm that is divided by
 def matrices(spread: Spread) -> tuple[str, ...]:
     """The parameters that Muon updates: those of the blocks with two dimensions."""
     blocks = tuple(f"{name}." for name in spread.anatomy.layers)
-    return tuple(name for name, spec in spread.shards.items() if len(spec.shape) == 2 and name.startswith(blocks))
+    return tuple(n for n, spec in spread.shards.items() if spec.is_matrix and n.startswith(blocks))
 
 
 class Muon(torch.optim.Optimizer):

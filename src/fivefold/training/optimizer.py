@@ -24,11 +24,11 @@ def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.
 
 
 def _adamw(model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
-    """Norms and biases (one dimension, seen whole) do not decay."""
+    """Norms and biases (one dimension, seen whole, per expert) do not decay."""
     shards = spread_of(model).shards
     parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
-    decayed = [p for name, p in parameters.items() if len(shards[name].shape) > 1]
-    others = [p for name, p in parameters.items() if len(shards[name].shape) <= 1]
+    decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
+    others = [p for name, p in parameters.items() if shards[name].dims <= 1]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

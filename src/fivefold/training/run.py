@@ -28,6 +28,7 @@ from fivefold.generation.text import sample_text
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.balance import configure
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.training import checks, flops, header, record
 from fivefold.training.display import Display, open_display
@@ -35,7 +36,7 @@ from fivefold.training.evaluate import evaluate
 from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import JsonLines, Sink, open_sinks
-from fivefold.training.model import build_model, compile_pays, load_source
+from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
@@ -106,6 +107,7 @@ class Job:
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=chunks, compile_blocks=compiled,
         )  # fmt: skip
+        configure(model, spread_of(model).balance, balance_options(config, model.config), spread_of(model).buffers)
         optimizer = build_optimizer(model, config.optimizer)
         checkpoint.on_first_rank(lambda: _hold(config.run_dir, stack))
         keeper = Keeper(config, model, optimizer, data)
@@ -277,6 +279,7 @@ class Job:
             "perf/mfu_pct": 100 * tflops / peak if peak else None,
             "perf/step_seconds": seconds,
             "perf/data_wait_pct": 100 * waited / seconds,
+            **({} if result.balance is None else result.balance.metrics()),
         }
 
     @cached_property

@@ -11,6 +11,7 @@ from torch import Tensor
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import data, passes, tensor
 from fivefold.parallel.apply import LossInputs, Spread, spread_of
+from fivefold.parallel.balance import BalanceResult
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.loss import chunk_sizes
 from fivefold.training import muon
@@ -29,6 +30,7 @@ class StepResult:
     squared_lengths: int  # of the documents, for the FLOPs of attention
     skipped: bool  # loss or gradient was not finite: nothing was updated
     stop: bool  # a rank was asked to stop
+    balance: BalanceResult | None = None  # of a model with experts
 
 
 def train_step(
@@ -49,6 +51,7 @@ def train_step(
     targets, tokens, squared, stops = _count(batch, spread, device, stop).tolist()
     scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
     loss = gradients(model, batch, scale)
+    balance = spread.balance.end_step() if spread.balance else None
     if spread.mesh.tp_rank:  # every tp rank computed the same loss: one of them counts it
         loss.zero_()
     summed, squares = all_reduce_sum(torch.stack([loss, squared_norm(model)])).tolist()
@@ -59,14 +62,18 @@ def train_step(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
+        if spread.balance and balance:
+            spread.balance.move_biases(model, balance)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(summed, norm, tokens, targets, squared, skipped, stops > 0)
+    return StepResult(summed, norm, tokens, targets, squared, skipped, stops > 0, balance)
 
 
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
     """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
     spread = spread_of(model)
     device = next(model.parameters()).device
+    if spread.balance:
+        spread.balance.begin_step(sum(len(each.input_ids) for each in batch) * spread.layout.data_ranks)
     loss = passes.backward(model, [to_device(micro_batch, device, scale) for micro_batch in batch])
     if spread.tensor:
         tensor.sum_partial_gradients(model, spread.tensor, spread.mesh.kv_replicas)
@@ -81,7 +88,8 @@ def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = No
     )
     rows = batch.input_ids.shape[0]
     bounds = None if len(batch.bounds) == rows + 1 else torch.from_numpy(batch.bounds)
-    return LossInputs(ids, labels, positions, bounds=bounds, scale=scale)
+    row_tokens = None if batch.row_tokens is None else torch.from_numpy(batch.row_tokens)
+    return LossInputs(ids, labels, positions, bounds=bounds, scale=scale, row_tokens=row_tokens)
 
 
 def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device, stop: bool) -> Tensor:

@@ -160,10 +160,11 @@ def torch_optimizers(
     parameters: Mapping[str, Tensor], options: OptimizerSection, learning_rate: float
 ) -> list[torch.optim.Optimizer]:
     """torch's own: AdamW without decay of vectors, or Muon for the matrices of the blocks and AdamW for the rest."""
-    in_blocks = [p for name, p in parameters.items() if p.ndim == 2 and _IN_BLOCK.search(name)]
+    dims = {name: p.ndim - (".experts." in name) for name, p in parameters.items()}  # of one expert
+    in_blocks = [p for n, p in parameters.items() if p.ndim == dims[n] == 2 and _IN_BLOCK.search(n)]
     own = {id(p) for p in in_blocks} if options.name == "muon" else set()
-    matrices = [p for p in parameters.values() if p.ndim > 1 and id(p) not in own]
-    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    matrices = [p for name, p in parameters.items() if dims[name] > 1 and id(p) not in own]
+    vectors = [p for name, p in parameters.items() if dims[name] <= 1]
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=learning_rate, betas=options.betas, eps=options.eps,

@@ -1,6 +1,6 @@
 """Silent bugs of trainers, each as a small patch of the running program: one catalogue."""
 
-from tests.verification.faults import checkpoint, context, loss, model, optimizer, reduction, run, tensor
+from tests.verification.faults import checkpoint, context, experts, loss, model, optimizer, reduction, run, tensor
 from tests.verification.faults.fault import FAULTS, Expected, Fault, Model
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Model",
     "checkpoint",
     "context",
+    "experts",
     "loss",
     "model",
     "optimizer",

@@ -1,0 +1,216 @@
+"""Bugs of models with experts, and of expert parallelism."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+from fivefold.models import experts, merged, surfaces
+from fivefold.parallel import apply, expert, tensor
+from fivefold.parallel.apply import spread_of
+from fivefold.training import optimizer
+from fivefold.training import step as training
+from tests.verification.faults.fault import Model, fault
+
+MIXTRAL, GPT_OSS, DEEPSEEK = Model("mixtral"), Model("gpt_oss"), Model("deepseek_v3")
+OF_EXPERTS = [("output", r"mlp\.experts")]
+
+
+@fault(
+    "gradients of experts divided by the number of expert ranks",
+    known="Megatron-LM #1398, torchtitan #2888",
+    layout="shard4.ep2",
+    model=MIXTRAL,
+    expects=[("gradient, reduced", r"experts")],
+)
+def expert_gradients_divided() -> Any:
+    plain = FSDPModule.set_gradient_divide_factor
+
+    def divided(self: Any, factor: float) -> None:
+        plain(self, 2 * factor if surfaces.is_experts(self) else factor)
+
+    return patch.object(FSDPModule, "set_gradient_divide_factor", divided)
+
+
+@fault(
+    "gradients of the router not summed over tp under sequence parallelism",
+    known="Megatron-LM: router weights without the sequence-parallel attribute",
+    layout="tp2",
+    model=MIXTRAL,
+    expects=[("gradient, reduced", r"mlp\.gate")],
+)
+def router_gradient_partial() -> Any:
+    plain = tensor.gradient_sums
+
+    def sums(*args: Any, **options: Any) -> dict[str, str]:
+        return {name: axis for name, axis in plain(*args, **options).items() if "gate" not in name}
+
+    return patch.object(tensor, "gradient_sums", sums)
+
+
+@fault(
+    "experts of a file taken in the order of their names as text: 10 before 2",
+    known="the import of a model with more than ten experts",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=[("weight", r"experts")],
+)
+def experts_sorted_as_text() -> Any:
+    plain = merged.read
+
+    def read(pieces: Any, *rest: Any) -> Tensor:
+        return plain(sorted(pieces, key=lambda each: (str(each.expert), each.part)), *rest)
+
+    return patch.object(merged, "read", read)
+
+
+@fault(
+    "rows that arrive are taken as sorted by expert, though they come sender by sender",
+    known="the local permutation after the all-to-all left out",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=OF_EXPERTS,
+)
+def arrivals_not_sorted() -> Any:
+    def as_they_come(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.arange(int(counts_nE.sum())), counts_nE.sum(0)
+
+    return patch.object(expert, "by_expert", as_they_come)
+
+
+@fault(
+    "results go back one row off: a token is given what belongs to its neighbour",
+    known="an order inverted with another sort than it was made with",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=OF_EXPERTS,
+)
+def results_of_another_token() -> Any:
+    plain = expert.inverse
+    return patch.object(expert, "inverse", lambda order: plain(order).roll(1))
+
+
+def _weights(change: Callable[[Tensor], Tensor]) -> Any:
+    """The experts' results are weighted with `change(weights)`."""
+    plain = expert.routed
+
+    def routed(hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        return plain(hidden, index, change(weights), *rest)
+
+    return patch.object(expert, "routed", routed)
+
+
+@fault(
+    "the router's weights are not applied",
+    known="weights applied by the caller in one version, by the experts in the next",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=OF_EXPERTS,
+)
+def weights_not_applied() -> Any:
+    return _weights(lambda weights: weights * 0 + 1)
+
+
+@fault(
+    "the router's weights are applied twice",
+    known="applied before and after the experts",
+    layout="tp2",
+    model=MIXTRAL,
+    expects=OF_EXPERTS,
+)
+def weights_applied_twice() -> Any:
+    return _weights(torch.square)
+
+
+@fault(
+    "rows beyond an expert's capacity are dropped without a word",
+    known="a capacity factor left on by default",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=OF_EXPERTS,
+)
+def rows_dropped() -> Any:
+    plain = expert.routed
+
+    def routed(hidden: Tensor, index: Tensor, weights: Tensor, number: int, compute: Any) -> Tensor:
+        order, counts = experts.sort_by_expert(index, number)
+        place = torch.cat([torch.arange(count) for count in counts.tolist()])
+        kept = torch.empty_like(order).scatter_(0, order, (place < 2 * index.numel() // number).long())
+        return plain(hidden, index, weights * kept.view_as(index), number, compute)
+
+    return patch.object(expert, "routed", routed)
+
+
+@fault(
+    "the experts are left out of the gradient norm",
+    known="Megatron-LM #1085",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=[("gradient norm", "")],
+)
+def experts_left_out_of_the_norm() -> Any:
+    def squared_norm(model: Any) -> Tensor:
+        gradients = optimizer.local_gradients(model)
+        owned = [g for name, g in gradients if "experts" not in name and spread_of(model).is_owner(name)]
+        return torch.stack([each.double().square().sum() for each in owned]).sum()
+
+    return patch.object(training, "squared_norm", squared_norm)
+
+
+@fault(
+    "with replicated activations every tp rank sends all tokens to the experts",
+    known="expert data parallel groups that hold the tp ranks",
+    layout="tp2.ep2+nosp",
+    model=MIXTRAL,
+    expects=[("gradient, (raw|reduced)", r"experts")],
+)
+def tokens_sent_by_every_tp_rank() -> Any:
+    return patch.object(expert.ExpertParallel, "_is_replicated", property(lambda self: False))
+
+
+@fault(
+    "the experts' biases are added once per expert rank",
+    known="row-parallel biases, as in torchtitan #4332, of experts",
+    layout="shard2.ep2",
+    model=GPT_OSS,
+    expects=OF_EXPERTS,
+)
+def expert_biases_added_twice() -> Any:
+    plain = experts._linear
+
+    def linear(module: Any, name: str, x: Tensor, counts: Tensor) -> Tensor:
+        bias = getattr(module, f"{name}_bias").repeat_interleave(counts, dim=0, output_size=len(x))
+        return plain(module, name, x, counts) + bias
+
+    return patch.object(experts, "_linear", linear)
+
+
+@fault(
+    "the shared experts are added once per expert rank",
+    known="shared experts inside the all-to-all",
+    layout="shard2.ep2",
+    model=DEEPSEEK,
+    expects=[("output", r"layers\.1\.mlp$")],
+)
+def shared_experts_counted_twice() -> Any:
+    plain = DeepseekV3MoE.forward
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return plain(self, hidden_states) + self.shared_experts.forward(hidden_states)  # type: ignore[no-any-return]
+
+    return patch.object(DeepseekV3MoE, "forward", forward)
+
+
+@fault(
+    "the router's correction bias is not loaded: it is a buffer, and starts at zero",
+    known="buffers left out of a state dict of parameters",
+    layout="shard2.ep2",
+    model=DEEPSEEK,
+    expects=OF_EXPERTS,
+)
+def correction_bias_not_loaded() -> Any:
+    return patch.object(apply, "router_buffers", lambda model: [])
