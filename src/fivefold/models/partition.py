@@ -21,7 +21,16 @@ from fivefold.models.families import family_of
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
-    "vocab_embedding", "vocab_head", "column", "row", "row_bias", "norm", "local", "across", "router", "experts",
+    "vocab_embedding",
+    "vocab_head",
+    "column",
+    "row",
+    "row_bias",
+    "norm",
+    "local",
+    "across",
+    "router",
+    "experts",
     "replicated",
 ]
 

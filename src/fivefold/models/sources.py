@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from fivefold import safetensors_header, strict_json
 from fivefold.errors import UserError
-from fivefold.models import recipe as recipes
 from fivefold.models import merged, surfaces
+from fivefold.models import recipe as recipes
 from fivefold.models.experts import router_buffers
 from fivefold.models.random_stream import Region
 

@@ -89,7 +89,9 @@ class Trace:
     def experts(self) -> list["Experts"]:
         """The modules of experts, in order."""
         return [
-            Experts(event.name, _router(block, event), event.experts, event.inputs[1].shape[-1], event is block.events[-1])
+            Experts(
+                event.name, _router(block, event), event.experts, event.inputs[1].shape[-1], event is block.events[-1]
+            )
             for block in self.blocks
             for event in block.events
             if event.kind == "experts"
@@ -98,8 +100,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`: nothing with
-    weights runs after it in its layer."""
+    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`:
+    nothing with weights runs after it in its layer."""
 
     name: str
     router: str

@@ -47,10 +47,7 @@ def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -
     tied embedding). An inner unit stands before the one around it."""
     names = [name for name, _ in model.named_parameters()]
     separate = (*anatomy.layers,) if anatomy.tied else (anatomy.embedding, *anatomy.layers)
-    found = [
-        Unit(each.name, tuple(n for n in names if n.startswith(each.name + ".")), "ep")
-        for each in experts
-    ]
+    found = [Unit(each.name, tuple(n for n in names if n.startswith(each.name + ".")), "ep") for each in experts]
     inner = {name for unit in found for name in unit.parameters}
     found += [Unit(m, tuple(n for n in names if n.startswith(m + ".") and n not in inner)) for m in separate]
     taken = {name for unit in found for name in unit.parameters}

@@ -125,7 +125,7 @@ def apply_expert_parallel(
             owner, _, attribute = leaf.rpartition(".")
             empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(rank))
             setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
-        module.forward = torch.compiler.disable(partial(fold.forward, module, experts))
+        module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
     return fold
 
 
@@ -156,9 +156,7 @@ class AllToAll(torch.autograd.Function):
     """Rows to other ranks, `sent[r]` of them to rank r, for `received[r]` of theirs; backward sends gradients back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
         return ops.exchange(rows, received, sent, group)
 
@@ -196,7 +194,7 @@ class JoinShares(torch.autograd.Function):
 def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
     longest = max(stop - start for start, stop in blocks)
     padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, longest - len(x)))
-    parts = ops.gather(padded[None], group)[0].split(longest)
+    parts = torch.split(ops.gather(padded[None], group)[0], longest)
     return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, blocks, strict=True)])
 
 

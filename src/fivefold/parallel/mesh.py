@@ -16,7 +16,8 @@ class Mesh:
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
     `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp: `fsdp` itself where
-    that is all the same; `ep_group` the ranks that the experts are dealt to (None for one). `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every rank has its own).
+    that is all the same; `ep_group` the ranks that the experts are dealt to (None for one).
+    `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every rank has its own).
     """
 
     layout: Layout

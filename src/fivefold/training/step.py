@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import data, tensor
-from fivefold.parallel.balance import BalanceResult
 from fivefold.parallel.apply import LossInputs, Spread, spread_of
+from fivefold.parallel.balance import BalanceResult
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.loss import chunk_sizes
 from fivefold.training import muon
