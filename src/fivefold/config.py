@@ -418,6 +418,12 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
     known = batch and layout.dp_shard != -1
     check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
+    if layout.ep > 1 and _is_dense(config.model):
+        raise UserError(
+            f"layout.ep {layout.ep} deals experts to ranks, and {config.model.name_or_path} has none",
+            fix="set layout.ep: 1",
+            more=READ_MORE,
+        )
     for package in config.log.to:  # each is called as its package
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(
@@ -429,6 +435,16 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
             fix="set model.init: random, or name a Hugging Face folder or hub id",
             more=READ_MORE,
         )
+
+
+def _is_dense(model: ModelSection) -> bool:
+    """Whether a config.json at hand names no experts. What is not at hand is told later."""
+    path = Path(shape_folder(model.name_or_path) or model.name_or_path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        return False
+    values = json.loads(path.read_text(encoding="utf-8")) | dict(model.overrides)
+    return isinstance(values, dict) and not any("experts" in key for key in values)
 
 
 def keys() -> Iterator[Key]:

@@ -63,7 +63,7 @@ class Plain:
         for count in per_row:
             seen: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n in gates}
             hooks = [
-                m.register_forward_hook(lambda _, a, out, n=n: seen[n].append((out[0], out[2])))
+                m.register_forward_hook(lambda _, a, out, into=seen[n]: into.append((out[0], out[2])))
                 for n, m in gates.items()
             ]
             for doc in docs[at : at + count]:
@@ -78,7 +78,7 @@ class Plain:
                 scores = logits.sigmoid() if has_bias else logits.softmax(-1)
                 f = torch.stack([(index == e).sum() for e in range(experts)])
                 p = (scores / scores.sum(-1, keepdim=True)).mean(0)
-                load = load + experts * (f / len(logits) * p).sum()
+                load = load + experts * (f.double() / len(logits) * p).sum()
                 z = z + logits.logsumexp(-1).square().mean()
                 counts[name] = counts[name] + f
         load, z = load / rows / len(gates), z / rows / len(gates)

@@ -191,15 +191,18 @@ def test_rows_are_sorted_by_number_and_not_as_text() -> None:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
+ONE_EXPERT = (("num_local_experts", 1), ("num_experts_per_tok", 1))
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     [
         (Case("shard2.ep2", "llama"), "LlamaForCausalLM has no experts"),
         (Case("tp2", "deepseek_v3"), "q_b_proj reads model.layers.0.self_attn.q_a_proj: neither column nor row"),
         (Case("shard2+etp", "mixtral"), "expert_tp is not built yet"),
-        (Case("shard2.ep2", "mixtral", overrides=(("num_local_experts", 1), ("num_experts_per_tok", 1))), "ep 2 is more than the 1"),
+        (Case("shard2.ep2", "mixtral", overrides=ONE_EXPERT), "ep 2 is more than the 1"),
     ],
-)  # fmt: skip
+)
 def test_refusals(case: Case, said: str) -> None:
     for error in run_ranks(2, refusal, case):
         assert error.startswith("UserError") and said in error, error

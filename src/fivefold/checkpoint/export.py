@@ -80,8 +80,8 @@ def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the class of a model says of its files: names that differ from the model's own, tensors that are split there,
-    and buffers kept in them."""
+    """What the class of a model says of its files: names that differ from the model's own, tensors that are split
+    there, and buffers kept in them."""
 
     names: Mapping[str, str]
     pieces: Merged

@@ -30,7 +30,7 @@ def register() -> None:
     surfaces.register_experts(NAME, experts_forward)
 
 
-@torch.compiler.disable  # rows per expert depend on the data
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # rows per expert depend on the data
 def experts_forward(module: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """The experts function of the models, in the signature of `transformers`: [N, D]."""
     return routed(hidden_ND, index_NK, weights_NK, number_of_experts(module), lambda x, c: expert_mlp(module, x, c))
@@ -43,7 +43,7 @@ def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int
     repeated_SD = hidden_ND.unsqueeze(1).expand(-1, picks, -1).flatten(0, 1)
     made_SD = compute(Permute.apply(repeated_SD, order_S), counts_E)  # type: ignore[no-untyped-call]
     back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, picks))  # type: ignore[no-untyped-call]
-    return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)
+    return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)  # type: ignore[no-any-return]
 
 
 def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def expert_mlp(module: Any, x_SD: Tensor, counts_E: Tensor) -> Tensor:
     made = _linear(module, first, x_SD, counts_E)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
     made = _linear(module, "down_proj", made, counts_E)
-    return module.post_expert_norm(made) if module.has_post_expert_norm else made  # type: ignore[no-any-return]
+    return module.post_expert_norm(made) if module.has_post_expert_norm else made
 
 
 def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor) -> Tensor:
@@ -103,14 +103,15 @@ def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor) -> Tensor:
     out_SO = grouped_matmul(x_SI, weight if module.is_transposed else weight.transpose(1, 2), counts_E)
     if not module.has_bias:
         return out_SO
-    return out_SO + getattr(module, f"{name}_bias").repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
+    bias_EO: Tensor = getattr(module, f"{name}_bias")
+    return out_SO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
 
 
 def grouped_matmul(x_SI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:
     """Rows sorted by expert, each times its expert's matrix: [S, O]. One kernel where it serves these tensors."""
     if _is_served(x_SI, weight_EIO):
         ends = counts_E.cumsum(0).to(torch.int32)
-        return _KERNEL(x_SI.to(weight_EIO.dtype), weight_EIO, offs=ends)  # type: ignore[misc,no-any-return]
+        return _KERNEL(x_SI.to(weight_EIO.dtype), weight_EIO, offs=ends)  # type: ignore[misc]
     return _ByExpert.apply(x_SI.to(weight_EIO.dtype), weight_EIO, counts_E.tolist())  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -118,7 +119,7 @@ _KERNEL: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getatt
 
 
 def _is_served(x_SI: Tensor, weight_EIO: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes these: 16-bit types (on a CPU fp32 too), aligned rows, and some of them."""
+    """Whether PyTorch's grouped matmul takes these: 16-bit types (on a CPU fp32 too), aligned, and not empty."""
     types = {torch.bfloat16} | ({torch.float32, torch.float16} if weight_EIO.device.type == "cpu" else set())
     if _KERNEL is None or weight_EIO.dtype not in types or not len(x_SI):
         return False

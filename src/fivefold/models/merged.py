@@ -1,8 +1,8 @@
 """Tensors that a model keeps as one and its files expert by expert: which file's tensor is which part.
 
-`transformers` merges `experts.0.w1.weight`, `experts.0.w3.weight`, `experts.1.w1.weight`... into one `experts.gate_up_proj`
-[E, 2I, D] when it loads. Here a region is read from the tensors that it lies in, and no others, in numeric order of the
-experts (sorted as text, 10 would come before 2).
+`transformers` merges `experts.0.w1.weight`, `experts.0.w3.weight`, `experts.1.w1.weight`... into one
+`experts.gate_up_proj` [E, 2I, D] when it loads. Here a region is read from the tensors that it lies in, and no others,
+in numeric order of the experts (sorted as text, 10 would come before 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -104,8 +104,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`: nothing with
-    weights runs after it in its layer."""
+    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`:
+    nothing with weights runs after it in its layer."""
 
     name: str
     router: str

@@ -122,7 +122,7 @@ class Balance:
             load = torch.tensor(counts, dtype=torch.float64, device=bias.device)
             bias += self.options.bias_rate * torch.sign(load.mean() - load).to(bias.dtype)
 
-    # ---- at a router --------------------------------------------------------------------------------------------------
+    # ---- at a router -------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, experts: Experts) -> None:
         """Hook a router that gives logits, weights and indices; another is not watched."""

@@ -125,7 +125,7 @@ def apply_expert_parallel(
             owner, _, attribute = leaf.rpartition(".")
             empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(rank))
             setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
-        module.forward = torch.compiler.disable(partial(fold.forward, module, experts))
+        module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
     return fold
 
 
@@ -194,7 +194,7 @@ class JoinShares(torch.autograd.Function):
 def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
     longest = max(stop - start for start, stop in blocks)
     padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, longest - len(x)))
-    parts = ops.gather(padded[None], group)[0].split(longest)
+    parts = torch.split(ops.gather(padded[None], group)[0], longest)
     return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, blocks, strict=True)])
 
 

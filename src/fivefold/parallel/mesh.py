@@ -15,8 +15,8 @@ class Mesh:
     `dp_shard` always. (An axis of one rank would cost a process group per rank of the world.)
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
-    `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp (None: `fsdp`, where
-    that is all the same); `ep_group` the ranks that the experts are dealt to (None for one). `kv_replicas` is the group
+    `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp: `fsdp` itself where
+    that is all the same; `ep_group` the ranks that the experts are dealt to (None for one). `kv_replicas` is the group
     of tp ranks that hold the same key/value heads (None when every rank has its own), `ends` that of the two pipeline
     ranks that hold a tied embedding (None when one does, and on the ranks between them).
     """

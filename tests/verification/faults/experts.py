@@ -16,7 +16,8 @@ from fivefold.training import optimizer
 from fivefold.training import step as training
 from tests.verification.faults.fault import Model, fault
 
-MIXTRAL, GPT_OSS, DEEPSEEK = Model("mixtral"), Model("gpt_oss"), Model("deepseek_v3")
+MIXTRAL, DEEPSEEK = Model("mixtral"), Model("deepseek_v3")
+GPT_OSS = Model("gpt_oss", changes=(("num_hidden_layers", 3),))
 OF_EXPERTS = [("output", r"mlp\.experts")]
 
 
