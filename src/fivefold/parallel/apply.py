@@ -220,7 +220,7 @@ def parallelize(
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied) if staged else None
+    piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied, balance) if staged else None
     spread = Spread(
         layout, mesh, anatomy, partition, specs, model_units, fold, rows, experts, piped, vocabulary, reduce_dtype,
         holders, router_state, balance,

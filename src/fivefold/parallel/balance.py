@@ -10,7 +10,7 @@ tokens, and P_e the mean of its probability (https://arxiv.org/abs/2101.03961):
 
 Gradients enter at the router, beside the cross entropy, which stays the training loss alone. Padding counts nowhere.
 
-Legend: B rows, T tokens of a row (of this rank, under sequence and context parallelism), E experts, K experts per token.
+Legend: B rows, T tokens of a row (those of this rank), E experts, K experts per token.
 """
 
 from collections.abc import Callable, Collection, Sequence

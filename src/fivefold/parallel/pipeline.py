@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fivefold.layout import Layout
 from fivefold.parallel import data
+from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
@@ -35,7 +36,7 @@ class Pipeline:
     """The pipeline fold of one model on this rank.
 
     `ends`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where one rank
-    has both ends. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it is a list.
+    has both ends. `balance`: of the routers of a model with experts. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it is a list.
     """
 
     layout: Layout
@@ -44,6 +45,7 @@ class Pipeline:
     group: dist.ProcessGroup
     ends: dist.ProcessGroup | None
     tied: str | None
+    balance: Balance | None
     running: Slot | None = None
     timed: list[Timed] | None = None
     plans: dict[int, Plan] = field(default_factory=dict)
@@ -129,6 +131,8 @@ class _Step:
         hidden, out = self._kept.pop((stage, at))
         gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
         self._fsdp.before_backward(slot)
+        if self.pipeline.balance:
+            self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
         with self._deferring(stage, at):
             torch.autograd.backward(out, gradient)
         if hidden is not None:
