@@ -136,9 +136,12 @@ def build_mesh(layout: Layout, device_type: str, *, kv_copies: int = 1) -> Mesh:
     """
     sizes = {axis: size for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size > 1 or axis == "dp_shard"}
     device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    fsdp = device["dp_shard", "cp"]._flatten("fsdp") if layout.cp > 1 else device["dp_shard"]
-    if layout.dp_replicate > 1:
-        fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
+    if layout.cp == 1:
+        fsdp = device["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else device["dp_shard"]
+    else:
+        fsdp = device["dp_shard", "cp"]._flatten("fsdp")
+        if layout.dp_replicate > 1:
+            fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
     return Mesh(layout, device, fsdp, _kv_group(layout, kv_copies))
 
 
