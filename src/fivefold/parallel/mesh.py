@@ -166,9 +166,12 @@ def build_mesh(
     """
     sizes = {axis: size for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size > 1 or axis == "dp_shard"}
     device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    fsdp = device["dp_shard", "cp"]._flatten("fsdp") if layout.cp > 1 else device["dp_shard"]
-    if layout.dp_replicate > 1:
-        fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
+    if layout.cp == 1:
+        fsdp = device["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else device["dp_shard"]
+    else:
+        fsdp = device["dp_shard", "cp"]._flatten("fsdp")
+        if layout.dp_replicate > 1:
+            fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
     kv_group, ends = _kv_group(layout, kv_copies), _ends_group(layout, tied_ends)
     if not experts or layout.ep == layout.tp == 1:
         return Mesh(layout, device, fsdp, kv_group, fsdp, ends=ends)

@@ -36,7 +36,8 @@ class Pipeline:
     """The pipeline fold of one model on this rank.
 
     `ends`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where one rank
-    has both ends. `balance`: of the routers of a model with experts. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it is a list.
+    has both ends. `balance`: of the routers of a model with experts. `running`: the slot under way, for those who
+    watch. `timed`: slots with their times, if it is a list.
     """
 
     layout: Layout
