@@ -5,6 +5,7 @@ packing, ties, clipping that bites, decay, unequal token counts, prime sizes, mo
 test_composition.py` holds those of at most four ranks and some of eight; `benchmarks/compositions.py` all of them.
 """
 
+from fivefold.layout import DEGREES
 from tests.parity import Case
 
 ROWS = 16
@@ -59,6 +60,11 @@ def _case(text: str, family: str, tied: bool) -> Case:
     micro = 1 if "pp" in text else 2  # a pipeline wants many micro batches
     changes = (("num_hidden_layers", 4),) if "v2" in text else ()  # else three, which stages do not divide
     return Case(f"{text}+mb{micro}+fp64", family=family, tied=tied, rows=ROWS, overrides=changes)
+
+
+def folds(case: Case) -> list[str]:
+    """The short names of the folds of more than one rank."""
+    return [short for short, name in DEGREES.items() if getattr(case.parsed, name) > 1]
 
 
 PAIRS, TRIPLES, QUADRUPLES = ([_case(*each) for each in group] for group in (_PAIRS, _TRIPLES, _QUADRUPLES))

@@ -51,6 +51,17 @@ def load_and_train(case: Case, folders: list[Path], also: int = 0) -> list[State
     return found
 
 
+def load_and_save(case: Case, folder: Path, directory: Path, also: int = 0) -> State:
+    """Load `folder` into a model that holds something else, save it again, and train `also` steps."""
+    model, optimizer = _fresh(case, seed=99)
+    checkpoint = Checkpoint.open(folder)
+    restore(model, optimizer, checkpoint)
+    save(model, optimizer, directory, step=checkpoint.step, state={}, keep=3)
+    state = _state(model, optimizer)
+    state.losses = _train(model, optimizer, case, checkpoint.step, also)
+    return state
+
+
 def _fresh(case: Case, seed: int = 1) -> tuple[Any, torch.optim.Optimizer]:
     model = parallelize(build_meta(hf_config(case)), case.parsed, seed=seed)
     return model, build_optimizer(model, case.options)
