@@ -1,6 +1,6 @@
 """Silent bugs of trainers, each as a small patch of the running program: one catalogue."""
 
-from tests.verification.faults import checkpoint, loss, model, optimizer, reduction, run, tensor
+from tests.verification.faults import checkpoint, loss, model, optimizer, pipeline, reduction, run, tensor
 from tests.verification.faults.fault import FAULTS, Expected, Fault, Model
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "loss",
     "model",
     "optimizer",
+    "pipeline",
     "reduction",
     "run",
     "tensor",
