@@ -1,8 +1,10 @@
-"""`spread.json` of a run folder: how the model lies over the ranks, and what a step sends. For `fivefold report`."""
+"""`spread.json` of a run folder: how the model lies over the ranks, what a step sends, and when a pipeline's slots ran.
+For `fivefold report`."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from fivefold.parallel.collectives import Collective
 from fivefold.training.step import declare, step_shape
 
 NAME = "spread.json"
+TIMED = 2  # the step of a start whose slots are timed: the first one also sets up
 
 
 def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> None:
@@ -26,7 +29,32 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
             "model": spread.anatomy.model_class, "parameters": parameters,
             "collectives": [[asdict(each) for each in rank] for rank in declared], "holds": spread.by_rank(),
         }  # fmt: skip
-        (Path(config.run_dir) / NAME).write_text(json.dumps(about) + "\n", encoding="utf-8")
+        if spread.pipeline:
+            plan = spread.pipeline.plan(spread.layout.accumulation(config.train.global_batch_size))
+            about["timeline"] = {"simulated": plan.simulate().to_json(), "ideal_bubble": plan.ideal_bubble}
+        _save(config, about)
+
+
+@contextmanager
+def timing(model: Any, config: RunConfig, *, step: int, of_start: int) -> Iterator[None]:
+    """Around a step (`of_start`: how many this start has done with it): what is timed of it is added. Every rank calls
+    this."""
+    pipeline = spread_of(model).pipeline
+    if pipeline is None or of_start != TIMED:
+        yield
+        return
+    pipeline.timed = []
+    yield
+    measured = pipeline.timeline()
+    pipeline.timed = None
+    if dist.get_rank() == 0:
+        about = json.loads((config.run_dir / NAME).read_text(encoding="utf-8"))
+        about["timeline"] |= {"step": step, "measured": measured.to_json()}
+        _save(config, about)
+
+
+def _save(config: RunConfig, about: dict[str, Any]) -> None:
+    (config.run_dir / NAME).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:

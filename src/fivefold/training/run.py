@@ -79,6 +79,7 @@ class Job:
     costs: flops.Costs
     total_steps: int
     step: int = 0  # steps done
+    start: int = 0  # of them, before this start
     tokens_seen: int = 0
     skipped: int = 0
     in_a_row: int = 0
@@ -114,7 +115,7 @@ class Job:
         job = cls(config, world, data, model, optimizer, keeper, None, [], memory, costs, total_steps)
         stack.callback(keeper.close)
         resumed = keeper.resume()
-        job.step = resumed.step
+        job.step = job.start = resumed.step
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
         record.write(model, config, device=world.device, parameters=costs.parameters)
@@ -142,7 +143,10 @@ class Job:
             started = time.perf_counter() - waited
             rate = self._learning_rate(self.step)
             options = self.config.optimizer
-            with checks.observing(self.model, self.optimizer) if self._is_checked() else nullcontext() as update:
+            with (
+                record.timing(self.model, self.config, step=self.step + 1, of_start=self.step + 1 - self.start),
+                checks.observing(self.model, self.optimizer) if self._is_checked() else nullcontext() as update,
+            ):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
                     stop=self.stop.by is not None or self.failed_save is not None,

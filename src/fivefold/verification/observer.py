@@ -139,8 +139,10 @@ class Observer:
 
         return hook
 
-    def _accumulate(self, name: str) -> Callable[[tuple[Tensor, ...]], None]:
-        def hook(gradients: tuple[Tensor, ...]) -> None:
+    def _accumulate(self, name: str) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def hook(gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[0] is None:  # a pipeline puts it off
+                return
             gradient = local(gradients[0]).detach().double()
             self._raw[name] = self._raw[name] + gradient if name in self._raw else gradient.clone()
 

@@ -1,6 +1,17 @@
 """Silent bugs of trainers, each as a small patch of the running program: one catalogue."""
 
-from tests.verification.faults import checkpoint, context, experts, loss, model, optimizer, reduction, run, tensor
+from tests.verification.faults import (
+    checkpoint,
+    context,
+    experts,
+    loss,
+    model,
+    optimizer,
+    pipeline,
+    reduction,
+    run,
+    tensor,
+)
 from tests.verification.faults.fault import FAULTS, Expected, Fault, Model
 
 __all__ = [
@@ -14,6 +25,7 @@ __all__ = [
     "loss",
     "model",
     "optimizer",
+    "pipeline",
     "reduction",
     "run",
     "tensor",
