@@ -36,7 +36,7 @@ _WORDS: dict[str, tuple[str, Any]] = {
     "offload_optimizer": ("offload_optimizer", True),
     "fp8": ("fp8", "tensorwise"),
     "fp8_rowwise": ("fp8", "rowwise"),
-    **{name: ("pp_schedule", name) for name in SCHEDULES[1:]},
+    **{name: ("pp_schedule", name) for name in SCHEDULES},
     **{name: ("cp_method", name) for name in CP_METHODS[1:]},
     **{name: ("recompute", name) for name in RECOMPUTE[1:]},
     **{name: ("precision", name) for name in COMPUTE[1:]},
