@@ -58,9 +58,13 @@ def main() -> int:
         line = {"none": (64, 128), "full": (128, 256)} if args.quick else LINE
         cps = CPS[:2] if args.quick else CPS
         budget = 0.05 if args.quick else BUDGET_GIB
-        rows = [longest(cp, how, line[how], budget, precision) for how in RECOMPUTE for cp in cps]
-        result["memory"] = {"machine": machine(), "model": SMALL, "precision": precision, "budget_gib": budget}
-        result["memory"]["rows"] = compared(rows)
+        about = {"machine": machine(), "model": SMALL, "precision": precision, "budget_gib": budget}
+        rows: list[dict[str, Any]] = []
+        for cp, how in ((cp, how) for how in RECOMPUTE for cp in cps):
+            rows.append(longest(cp, how, line[how], budget, precision))
+            result["memory"] = about | {"rows": compared(rows)}
+            if not args.quick:  # what has been measured stays, should the rest be cut short
+                file.write_text(json.dumps(result, indent=1) + "\n")
     if args.part != "memory":
         length = 512 if args.quick else args.length
         result["step"] = {"machine": machine(), "model": TINY} | one_step(args.cp, length, precision)
