@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py                    write benchmarks/results/faults.json and docs/faults.md
     python benchmarks/faults.py --only NAME ...    some faults, on the screen alone
+    python benchmarks/faults.py --new              those that were not measured yet: adds them to both
     python benchmarks/faults.py --steps 3          shorter; 20 are what docs/faults.md is made with
 
 Each fault is a patch of the running program (`tests/verification/faults/`), planted on CPU ranks around the proof of
@@ -62,12 +63,16 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", help="names of faults", choices=FAULTS, metavar="NAME")
+    parser.add_argument("--new", action="store_true", help="only those that results/faults.json does not have")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a proof (20)")
     args = parser.parse_args()
-    faults = [FAULTS[name] for name in args.only or FAULTS]
+    before = json.loads((RESULTS / "faults.json").read_text()) if args.new else {"controls": {}, "rows": []}
+    measured = {row["name"]: Row(**row) for row in before["rows"] if row["name"] in FAULTS}
+    faults = [FAULTS[name] for name in args.only or FAULTS if name not in measured]
     with tempfile.TemporaryDirectory() as folder:
-        controls = control(faults, Path(folder), steps=args.steps)
-        rows = [tried(fault, Path(folder), steps=args.steps) for fault in faults]
+        controls = before["controls"] | control(faults, Path(folder), steps=args.steps)
+        measured |= {fault.name: tried(fault, Path(folder), steps=args.steps) for fault in faults}
+    rows = [measured[name] for name in args.only or FAULTS]
     print(totals(rows))
     failed = [each for each, is_ok in controls.items() if not is_ok]
     if failed:
