@@ -246,8 +246,8 @@ class Proof:
     def _differing(self, expected: Any) -> list[str]:
         """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
         state, scalars = self._state(), self._scalars()
-        keys = list(expected.keys())
-        there = {key for key in keys if self.spread.holds(key.partition("/")[2])}
+        saved: set[str] = set(expected.keys())
+        there = {key for key in saved if self.spread.holds(key.partition("/")[2])}
         wrong = there ^ (state.keys() | scalars.keys())
         for key, tensor in state.items():
             for region, place in self.spread.regions(key.partition("/")[2]) if key not in wrong else ():
