@@ -20,6 +20,7 @@ from typing import Any
 
 TIMEOUT_SECONDS = 180.0
 END_GROUPS = "end groups"
+MOST_THREADS = 100  # of a worker, then its pool is started afresh
 
 
 class RankError(AssertionError):
@@ -60,6 +61,13 @@ class _Pool:
         for pipe in self.pipes:  # no rank closes a group that another may still read from
             pipe.send(END_GROUPS)
         return results
+
+    @property
+    def threads(self) -> int:
+        """Of the first worker (0 where it cannot be told). Torch remembers every mesh it has seen, and with it groups
+        whose threads poll: after a hundred layouts idle workers take half of the machine."""
+        folder = f"/proc/{self.processes[0].pid}/task"
+        return len(os.listdir(folder)) if os.path.isdir(folder) else 0
 
     @property
     def was_killed(self) -> bool:
@@ -144,6 +152,8 @@ class _Killed(RankError):
 
 
 def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    if world in _pools and _pools[world].threads > MOST_THREADS:
+        _pools.pop(world).close()
     if world not in _pools:
         _pools[world] = _Pool(world)
     try:
