@@ -106,7 +106,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
             "1024",
         ),
         (["train", "model.name_or_path=dmeo"], "dmeo is neither a folder nor a hub id", "demo"),
-        (["train", "layout.pp=2"], "layout.pp 2 is not built yet", "set layout.pp: 1"),
+        (["train", "memory.recompute=selective"], "memory.recompute selective is not built yet", "none or full"),
     ],
 )
 def test_a_wrong_request_is_three_lines_and_exit_2(
