@@ -416,7 +416,7 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
         if asked:
             value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
-    known = batch and layout.dp_shard != -1
+    known = batch and layout.pp > 1 and layout.dp_shard != -1
     check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
     if layout.ep > 1 and _is_dense(config.model):
         raise UserError(
