@@ -1,6 +1,6 @@
 """Where a Hugging Face model keeps its parts. Nothing here knows a layout."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -45,6 +45,11 @@ class Anatomy:
             head=names[id(head)],
             tied=head.weight is embedding.weight,
         )
+
+
+def is_within(name: str, modules: Iterable[str]) -> bool:
+    """Whether what is called `name` lies in one of `modules`."""
+    return name.startswith(tuple(f"{module}." for module in modules))
 
 
 def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]:

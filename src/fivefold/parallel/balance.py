@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.errors import UserError
+from fivefold.models.anatomy import is_within
 from fivefold.models.trace import Experts
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context import ContextParallel, row_blocks
@@ -238,7 +239,7 @@ def declare(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     numbers = sum(each.experts + 2 for each in balance.modules)
     found = [Collective("world", "all_reduce", 1, 8 * numbers)] if balance.world > 1 else []
     count = shape.micro_batches * (2 if shape.recompute == "full" else 1)
-    own = [each for each in balance.modules if each.name.startswith(tuple(f"{layer}." for layer in layers))]
+    own = [each for each in balance.modules if is_within(each.name, layers)]
     for axis, _ in balance._row_groups if balance.options.load else ():
         found += [Collective(axis, "all_reduce", count, count * 8 * shape.rows * each.experts) for each in own]
     return found

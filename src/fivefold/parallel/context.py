@@ -14,7 +14,7 @@ heads, G key/value heads, D head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -28,7 +28,7 @@ from fivefold import heads
 from fivefold.errors import UserError
 from fivefold.heads import Method
 from fivefold.models import kernels, rectangles
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import CONTEXT
 from fivefold.models.build import check_slices
 from fivefold.models.kernels import Rule
@@ -47,6 +47,7 @@ from fivefold.parallel.exchange import (
     tokens_for_heads,
 )
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.switched import switched
 
 # ---- which tokens a rank has -----------------------------------------------------------------------------------------
 
@@ -129,23 +130,13 @@ class ContextParallel:
         """Whole rows [B, T, ...] from every rank's tokens; every rank must compute the same with them."""
         return _WholeRows.apply(x_BLx, self)  # type: ignore[no-any-return,no-untyped-call]
 
-    @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
+    def whole_sequences(self) -> AbstractContextManager[None]:
         """Inside, every rank has whole rows: for generation, whose cache holds them."""
-        before, self.is_on = self.is_on, False
-        try:
-            yield
-        finally:
-            self.is_on = before
+        return switched(self, is_on=False)
 
-    @contextmanager
-    def chunked_head(self) -> Iterator[None]:
+    def chunked_head(self) -> AbstractContextManager[None]:
         """The chunked loss keeps the logits where their tokens are."""
-        self.head_in_chunks = True
-        try:
-            yield
-        finally:
-            self.head_in_chunks = False
+        return switched(self, head_in_chunks=True)
 
     # A graph break under torch.compile: collectives within an operator of its own would not be seen by `record`.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -306,9 +297,7 @@ def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, me
         setattr(model.get_submodule(name), CONTEXT, fold)
     base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)
     base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)  # before anything counts tokens
-    head.register_forward_hook(
-        lambda _, args, out: fold.whole_rows(out) if fold.is_on and not fold.head_in_chunks else out
-    )
+    head.register_forward_hook(lambda _, args, out: fold.whole_rows(out) if fold.gathers_logits else out)
     return fold
 
 
@@ -348,7 +337,7 @@ def declare(fold: ContextParallel, shape: StepShape, layers: Sequence[str]) -> l
     u = fold.method.ulysses
     token = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of a rank's tokens
     found = []
-    own = [each for name, each in fold.attends.items() if name.startswith(tuple(f"{layer}." for layer in layers))]
+    own = [each for name, each in fold.attends.items() if is_within(name, layers)]
     for query, kv, size in own:
         dealt = max(kv, u)  # key/value heads that a rank sends
         if fold.exchange:

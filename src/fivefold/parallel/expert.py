@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.errors import UserError
+from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.trace import Experts
 from fivefold.parallel import ops
@@ -209,7 +210,7 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
     tensor_size = fold.tensor.size if fold.tensor else 1
     tokens = shape.rows * shape.tokens // tensor_size
     for each in fold.modules:
-        if not each.name.startswith(tuple(f"{layer}." for layer in layers)):
+        if not is_within(each.name, layers):
             continue
         rows_bytes = tokens * each.picks * shape.hidden * shape.compute_bytes
         forwards = (2 if shape.recompute == "full" else 1) * shape.micro_batches

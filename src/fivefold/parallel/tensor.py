@@ -13,7 +13,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from fivefold.parallel.pairs import (
     width,
 )
 from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
+from fivefold.parallel.switched import switched
 
 # ---- what every parameter becomes ----------------------------------------------------------------------------------
 
@@ -135,23 +136,13 @@ class TensorParallel:
         """Logits over the whole vocabulary from every rank's share."""
         return GatherVocabulary.apply(logits, self.group, self.vocabulary)  # type: ignore[no-any-return,no-untyped-call]
 
-    @contextmanager
-    def whole_sequences(self) -> Iterator[None]:
+    def whole_sequences(self) -> AbstractContextManager[None]:
         """Generation: activations replicated, so that a single token can be processed."""
-        before, self.sequence_parallel = self.sequence_parallel, False
-        try:
-            yield
-        finally:
-            self.sequence_parallel = before
+        return switched(self, sequence_parallel=False)
 
-    @contextmanager
-    def chunked_head(self) -> Iterator[None]:
+    def chunked_head(self) -> AbstractContextManager[None]:
         """The chunked loss gathers once and keeps logits split by vocabulary."""
-        self.head_in_chunks = True
-        try:
-            yield
-        finally:
-            self.head_in_chunks = False
+        return switched(self, head_in_chunks=True)
 
 
 def apply_tensor_parallel(
