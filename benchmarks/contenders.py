@@ -23,7 +23,8 @@ from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, mic
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.layout import Layout
 from fivefold.models.build import build_meta
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.spread import spread_of
 from fivefold.training.flops import Costs, squared_lengths
 from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizer import build_optimizer

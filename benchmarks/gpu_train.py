@@ -23,7 +23,8 @@ from fivefold.errors import UserError
 from fivefold.launch.world import World, alone, find_world, join
 from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.spread import spread_of
 from fivefold.training import flops
 from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizer import build_optimizer

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from fivefold.checkpoint import About, Checkpoint, Saver, disk, restore, save, shard
 from fivefold.models.build import build_meta
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.spread import spread_of
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import train_step
 from tests.parity import Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401

@@ -14,8 +14,9 @@ from fivefold.generation.text import sample_text
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, record, total
+from fivefold.parallel.spread import spread_of
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import declare, step_shape, train_step
 from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, reference_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.parallel.apply import spread_of
 from fivefold.parallel.balance import BIAS, BalanceOptions, configure
+from fivefold.parallel.spread import spread_of
 from tests import parity
 from tests.parity import Case, build, documents, gradient_error, outcome, reference
 from tests.pool import run_ranks

@@ -12,7 +12,8 @@ import torch
 from fivefold.checkpoint import newest
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.spread import spread_of
 from fivefold.training.step import gradients
 from tests.checkpoint.ranks import load_and_train, train_and_save
 from tests.checkpoint.test_reshard import equal

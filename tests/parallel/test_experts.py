@@ -14,7 +14,7 @@ import torch
 from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.models.experts import expert_mlp, grouped_matmul, routed, sort_by_expert
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from tests.allpairs import all_pairs
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal

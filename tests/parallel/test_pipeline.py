@@ -14,8 +14,9 @@ import torch
 from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
 from fivefold.parallel.schedule import Plan, Slot
+from fivefold.parallel.spread import spread_of
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.allpairs import all_pairs

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.build import build_meta
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import gradients, train_step

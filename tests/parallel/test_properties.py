@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from fivefold.training.step import gradients, train_step
 from tests.parity import OPTIONS, Case, build, build_optimizer, gathered, pieces, reference_model
 from tests.pool import run_ranks

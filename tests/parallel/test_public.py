@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fivefold as ff
-from fivefold.parallel.apply import LossInputs, spread_of
+from fivefold.parallel.forward import LossInputs
+from fivefold.parallel.spread import spread_of
 from tests.parity import Case, hf_config
 from tests.pool import run_ranks
 

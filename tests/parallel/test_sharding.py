@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.parallel.apply import spread_of
 from fivefold.parallel.sharding import ShardSpec, fsdp_rows, local_regions, split_even, whole
+from fivefold.parallel.spread import spread_of
 from tests.parity import Case, build, reference_model
 from tests.pool import run_ranks
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data import MicroBatch, PackedRows
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.parallel.whole import WholeMatrices
 from fivefold.training import checks

@@ -19,7 +19,7 @@ from fivefold.checkpoint.model_folder import FOLDER
 from fivefold.checkpoint.remote import Remote
 from fivefold.errors import UserError
 from fivefold.models.sources import TensorSource
-from fivefold.parallel.apply import fill, spread_of
+from fivefold.parallel.spread import fill, spread_of
 from fivefold.parallel.tensor import local
 from fivefold.step_folders import step_folder, steps
 

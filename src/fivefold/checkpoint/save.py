@@ -25,8 +25,8 @@ from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Sli
 from fivefold.checkpoint.remote import Remote
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
-from fivefold.parallel.apply import spread_of
 from fivefold.parallel.data import reshard
+from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.step_folders import step_folder, steps, steps_of
 

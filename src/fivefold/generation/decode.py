@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
 from fivefold.parallel import passes
-from fivefold.parallel.apply import Spread, spread_of
 from fivefold.parallel.data import COMPUTE_DTYPES, keeps_gathered
+from fivefold.parallel.spread import Spread, spread_of
 
 GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text
 

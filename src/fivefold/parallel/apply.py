@@ -5,16 +5,14 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
@@ -31,135 +29,11 @@ from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, deferred, expert, loss, pipeline, tensor, trial
-from fivefold.parallel.collectives import Collective, StepShape, total
+from fivefold.parallel import context, data, deferred, expert, forward, pipeline, tensor, trial
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
+from fivefold.parallel.sharding import ShardSpec
+from fivefold.parallel.spread import Spread, fill
 from fivefold.parallel.stages import Staged, Stages, assign, install
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How a model lies over the current world: what `parallelize` leaves at `model.fivefold`."""
-
-    layout: Layout
-    mesh: Mesh
-    anatomy: Anatomy
-    partition: Partition | None  # None without tensor parallelism
-    shards: dict[str, ShardSpec]
-    units: tuple[data.Unit, ...]
-    tensor: tensor.TensorParallel | None
-    context: context.ContextParallel | None
-    experts: expert.ExpertParallel | None  # None for a dense model
-    pipeline: pipeline.Pipeline | None  # None without pipeline parallelism
-    vocabulary: int  # rows of the vocabulary on this rank
-    reduce_dtype: torch.dtype
-    holders: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
-    buffers: Mapping[str, tuple[int, ...]]  # of routers, with shapes: trained without a gradient, whole on every rank
-    balance: balancing.Balance | None  # of routers
-
-    def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
-        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
-        if not self.holds(name, rank):
-            return []
-        cut = self.cut(name, rank)
-        return local_regions(self.shards[name], cut.part, cut.row, cut.rows)
-
-    def is_owner(self, name: str) -> bool:
-        """True where this rank's values of `name` are counted once: in the gradient norm, in a checkpoint."""
-        is_first_end = self.holders[name][0] == self.mesh.pp_rank
-        return is_first_end and self.mesh.is_first_copy and self.shards[name].is_owner(self.cut(name).part)
-
-    def holds(self, name: str, rank: int | None = None) -> bool:
-        """Whether parameter `name` is on the pipeline rank of `rank`; None: this rank."""
-        return self.mesh.place(dist.get_rank() if rank is None else rank).pp in self.holders[name]
-
-    def gathered_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of parameter `name` on this rank when FSDP has gathered it."""
-        return self.shards[name].local_shape(self.cut(name).part)
-
-    def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's part of parameter `name` at rest."""
-        shape, cut = self.gathered_shape(name), self.cut(name)
-        first, last = fsdp_rows(shape[0], cut.row, cut.rows)
-        return (last - first, *shape[1:])
-
-    def cut(self, name: str, rank: int | None = None) -> Cut:
-        """Which part of parameter `name` a rank has; None: this rank."""
-        place = self.mesh.place(dist.get_rank() if rank is None else rank)
-        return self.mesh.cut(place, self.shards[name].over)
-
-    def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
-        """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""
-        ranks = range(min(self.layout.world, most))
-        regions = {name: [[region for region, _ in self.regions(name, rank)] for rank in ranks] for name in self.shards}
-        return {
-            name: {
-                "shape": list(self.shards[name].shape),
-                "ranks": [[[[s.start, s.stop] for s in region] for region in own] for own in by_rank],
-            }
-            for name, by_rank in regions.items()
-        }
-
-    def declare(self, shape: StepShape) -> tuple[Collective, ...]:
-        """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
-        local_shapes = {name: self.gathered_shape(name) for name in self.shards}
-        piped, first, last, layers = self.pipeline, True, True, self.anatomy.layers
-        of_units = pipeline.traffic(piped, shape.micro_batches) if piped else data.traffic(self.units, shape)
-        parts = data.declare(self.units, local_shapes, self.mesh, shape, of_units)
-        partition = self.partition
-        if piped:
-            (first, last), layers = piped.staged.has_ends, piped.staged.layers
-            partition = partition and partition.of_layers(layers)
-            parts += pipeline.declare(piped, shape, self._held_bytes(piped.tied, shape))
-        if self.tensor and partition:
-            partial = self._partial_gradient_bytes(shape)
-            parts += tensor.declare(self.tensor, partition, shape, partial, has_embedding=first, has_head=last)
-            parts += loss.declare(shape) if last else []
-        if self.context:
-            parts += context.declare(self.context, shape, layers)
-        if self.experts:
-            parts += expert.declare(self.experts, shape, layers)
-        if self.balance:
-            parts += balancing.declare(self.balance, shape, layers)
-        return total(parts)
-
-    def _partial_gradient_bytes(self, shape: StepShape) -> dict[str, int]:
-        volume = {"tp": 0, "tp_kv": 0}
-        for name, axis in cast(tensor.TensorParallel, self.tensor).sums.items():
-            volume[axis] += self._held_bytes(name, shape)
-        return volume
-
-    def _held_bytes(self, name: str | None, shape: StepShape) -> int:
-        """Bytes of this rank's part of a parameter's gradient."""
-        regions = [local_region for _, local_region in (self.regions(name) if name else ())]
-        return sum(torch.Size([s.stop - s.start for s in region]).numel() for region in regions) * shape.master_bytes
-
-
-class LossInputs:
-    """One micro batch on this rank's device. Not a tensor container that FSDP knows, so it is passed on untouched.
-
-    `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `bounds`: int32 on
-    the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
-    scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
-    all).
-    """
-
-    __slots__ = ("bounds", "input_ids", "labels", "position_ids", "row_tokens", "scale")
-
-    def __init__(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        position_ids: Tensor,
-        *,
-        bounds: Tensor | None = None,
-        scale: Tensor | None = None,
-        row_tokens: Tensor | None = None,
-    ) -> None:
-        self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
-        self.bounds, self.scale = bounds, scale
-        self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
 
 
 def parallelize(
@@ -230,33 +104,15 @@ def parallelize(
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     fill(model, source)
-    model.loss_sum = MethodType(partial(_loss_sum, loss_chunks=loss_chunks), model)
+    model.loss_sum = MethodType(partial(forward.loss_sum, loss_chunks=loss_chunks), model)
     register_fsdp_forward_method(model, "loss_sum")
     if staged:
-        model.run_stage = MethodType(partial(_run_stage, loss_chunks=loss_chunks), model)
-        model.stage_logits = MethodType(_stage_logits, model)
+        model.run_stage = MethodType(partial(forward.run_stage, loss_chunks=loss_chunks), model)
+        model.stage_logits = MethodType(forward.stage_logits, model)
         for method in ("run_stage", "stage_logits"):
             register_fsdp_forward_method(model, method)
         pipeline.prefetch_within_stages(model, staged)
     return model
-
-
-def fill(model: nn.Module, source: TensorSource) -> None:
-    """Overwrite every parameter with this rank's part of `source`, and what routers keep, reading nothing else."""
-    spread = spread_of(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local = tensor.local(parameter)
-            for global_region, local_region in spread.regions(name):
-                local[local_region].copy_(source.read(name, global_region))
-        for name, buffer in model.named_buffers():
-            if name in spread.buffers:
-                buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
-
-
-def spread_of(model: nn.Module) -> Spread:
-    """The record of a parallelized model."""
-    return cast(Spread, model.fivefold)
 
 
 def _checked(layout: Layout) -> Layout:
@@ -336,53 +192,3 @@ def _tie(model: nn.Module, anatomy: Anatomy) -> None:
     head, embedding = (model.get_submodule(path) for path in (anatomy.head, anatomy.embedding))
     if anatomy.tied and "weight" in head._parameters:
         head.weight = embedding.weight
-
-
-def _loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Tensor:
-    """The summed cross entropy of this rank's tokens of a micro batch, times `inputs.scale`. Equal on all tp ranks."""
-    return _loss_of(model, _last_hidden(model, inputs), inputs, loss_chunks)
-
-
-def _run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
-    """A stage on a micro batch: hidden states [B, T, D] in and out; of the last stage, what `_loss_sum` gives."""
-    staged = cast(pipeline.Pipeline, spread_of(model).pipeline).staged
-    with staged.running(stage, hidden) as given_out:
-        out = _last_hidden(model, inputs)
-        return _loss_of(model, out, inputs, loss_chunks) if staged.is_last(stage) else given_out()
-
-
-def _stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
-    """A stage on `inputs` of the model's forward: hidden states in and out; of the last stage, the logits."""
-    spread = spread_of(model)
-    staged = cast(pipeline.Pipeline, spread.pipeline).staged
-    with staged.running(stage, hidden) as given_out:
-        if staged.is_last(stage):
-            return cast(Tensor, type(model).forward(model, **inputs, logits_to_keep=logits_to_keep).logits)
-        model.get_submodule(spread.anatomy.base)(**inputs)
-        return given_out()
-
-
-def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
-    """What the base model gives for a micro batch."""
-    spread = spread_of(model)
-    if spread.balance:
-        spread.balance.begin_micro_batch(inputs.row_tokens)
-    base = model.get_submodule(spread.anatomy.base)
-    out = base(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds)
-    return cast(Tensor, out.last_hidden_state)
-
-
-def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | None) -> Tensor:
-    """From the last hidden states to the loss."""
-    spread = spread_of(model)
-    fold = spread.tensor
-    labels = spread.context.cut(inputs.labels) if spread.context else inputs.labels
-    if fold:
-        hidden = fold.enter(hidden)
-    sizes = loss.chunk_sizes(labels.numel(), spread.vocabulary, hidden.shape[-1], loss_chunks)
-    head_parameters = loss.parameters_after_base(model, spread.anatomy)
-    with ExitStack() as stack:
-        for each in (fold, spread.context):
-            stack.enter_context(each.chunked_head() if each else nullcontext())
-        logits_of = stack.enter_context(loss.head_only(model, spread.anatomy))
-        return loss.chunked_loss(logits_of, hidden, labels, head_parameters, sizes, fold, inputs.scale)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fivefold.parallel import data, pipeline
-from fivefold.parallel.apply import LossInputs, spread_of
+from fivefold.parallel.forward import LossInputs
+from fivefold.parallel.spread import spread_of
 
 
 def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel.apply import Spread
 from fivefold.parallel.collectives import Collective
 from fivefold.parallel.sharding import Region
+from fivefold.parallel.spread import Spread
 
 
 @dataclass(frozen=True)

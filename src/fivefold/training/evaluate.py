@@ -9,8 +9,8 @@ import torch
 from fivefold.config import RunConfig
 from fivefold.data.rows import PackedRows
 from fivefold.parallel import passes
-from fivefold.parallel.apply import spread_of
 from fivefold.parallel.data import reshard
+from fivefold.parallel.spread import spread_of
 from fivefold.training.optimizer import all_reduce_sum
 from fivefold.training.step import to_device
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.launch.world import multiplies_bf16
 from fivefold.layout import MESH_AXES
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from fivefold.units import human
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.parallel.apply import Spread, spread_of
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.spread import Spread, spread_of
 from fivefold.parallel.tensor import local
 from fivefold.parallel.whole import WholeMatrices
 

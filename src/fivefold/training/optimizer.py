@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.training.muon import Muon, matrices
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fivefold.config import RunConfig
-from fivefold.parallel.apply import spread_of
 from fivefold.parallel.collectives import Collective
+from fivefold.parallel.spread import spread_of
 from fivefold.training.step import declare, step_shape
 
 NAME = "spread.json"

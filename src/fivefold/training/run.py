@@ -27,9 +27,10 @@ from fivefold.errors import RunFailed, UserError
 from fivefold.generation.text import sample_text
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import World
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.schedule import check as check_pipeline
+from fivefold.parallel.spread import spread_of
 from fivefold.training import checks, flops, header, record
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate

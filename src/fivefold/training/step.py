@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import data, passes, tensor
-from fivefold.parallel.apply import LossInputs, Spread, spread_of
 from fivefold.parallel.balance import BalanceResult
 from fivefold.parallel.collectives import Collective, StepShape, total
+from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.loss import chunk_sizes
+from fivefold.parallel.spread import Spread, spread_of
 from fivefold.training import muon
 from fivefold.training.flops import squared_lengths
 from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel.apply import Spread
+from fivefold.parallel.spread import Spread
 from fivefold.parallel.tensor import local
 from fivefold.verification.evidence import Distance, Evidence
 from fivefold.verification.observer import Distances

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.models import surfaces
-from fivefold.parallel.apply import spread_of
 from fivefold.parallel.context import row_blocks
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
+from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StandIn
 from fivefold.parallel.tensor import local
 from fivefold.verification.evidence import Distance, Evidence

@@ -18,9 +18,10 @@ from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import passes
-from fivefold.parallel.apply import parallelize, spread_of
+from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, record, total
 from fivefold.parallel.data import master_dtype
+from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint import load
-from fivefold.parallel.apply import Spread
+from fivefold.parallel.spread import Spread
 from fivefold.verification import proof
 from tests.verification.faults.fault import Expected, fault
 from tests.verification.faults.tensor import PHI3

@@ -10,9 +10,9 @@ from torch import Tensor
 from fivefold.data.batch import IGNORE
 from fivefold.models import rectangles
 from fivefold.parallel import context, exchange
-from fivefold.parallel.apply import spread_of
 from fivefold.parallel.context import ContextParallel, Job, row_blocks
 from fivefold.parallel.exchange import Ring
+from fivefold.parallel.spread import spread_of
 from fivefold.training import step
 from tests.verification.faults.fault import Model, fault
 

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, merged, surfaces
 from fivefold.parallel import apply, expert, tensor
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from fivefold.training import optimizer
 from fivefold.training import step as training
 from tests.verification.faults.fault import Model, fault

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from fivefold.config import OptimizerSection
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.parallel.whole import WholeMatrices
 from fivefold.training import muon, optimizer

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel import apply, pipeline
-from fivefold.parallel.apply import LossInputs, Spread
+from fivefold.parallel.forward import LossInputs
+from fivefold.parallel.spread import Spread
 from fivefold.parallel.stages import Staged
 from fivefold.parallel.tensor import local
 from fivefold.training import step

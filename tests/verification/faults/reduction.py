@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import apply, data
-from fivefold.parallel.apply import Spread
+from fivefold.parallel import data, forward
+from fivefold.parallel.spread import Spread
 from fivefold.training import step
 from fivefold.training.optimizer import local_gradients, squared_norm
 from tests.verification.faults.fault import fault
@@ -108,13 +108,13 @@ def mean_of_micro_batches() -> Any:
     expects=[("gradient of output", r"0\.25 times")],
 )
 def micro_batches_scaled_twice() -> Any:
-    plain = apply._loss_sum
+    plain = forward.loss_sum
 
     def loss_sum(model: Any, inputs: Any, **options: Any) -> Tensor:
         exact = plain(model, inputs, **options)
         return exact.detach() * 0.75 + exact * 0.25  # the same loss, of a quarter's gradient
 
-    return patch.object(apply, "_loss_sum", loss_sum)
+    return patch.object(forward, "loss_sum", loss_sum)
 
 
 @fault(

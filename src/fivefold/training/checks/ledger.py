@@ -12,7 +12,7 @@ from xxhash import xxh3_64
 from fivefold.data.batch import MicroBatch
 from fivefold.data.rows import PackedRows
 from fivefold.layout import Layout
-from fivefold.parallel.apply import spread_of
+from fivefold.parallel.spread import spread_of
 from fivefold.training.checks.findings import Finding, gather, listed, ranks_text
 from fivefold.training.checks.state import device_of
 
