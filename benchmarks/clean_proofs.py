@@ -33,7 +33,7 @@ from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
 from fivefold.models.trace import trace
-from fivefold.parallel.tensor import shard_specs
+from fivefold.parallel import expert, tensor
 from fivefold.verification.evidence import Evidence
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
@@ -43,7 +43,10 @@ from fivefold.verification.subject import LEARNING_RATE, WEIGHT_DECAY, Subject, 
 from fivefold.verification.thin import fill
 
 LAYOUTS = ("shard2+zero1", "dp2+full", "tp2", "tp2+nosp", "shard2.tp2+zero2", "tp4")
-PRECISIONS = {"fp64": LAYOUTS, "fp32": LAYOUTS[::2], "bf16": LAYOUTS[1::2]}
+FOLDED = ("cp2+ring", "pp2+zero1", "cp2.tp2+allgather", "shard2.pp2+full", "cp2+ulysses+full", "tp2.pp2+gpipe")
+DEALT = ("shard2.ep2", "shard4.ep2+zero1", "tp2.ep2", "shard2.ep2+zero2+full")  # experts
+ALL = (*LAYOUTS, *FOLDED, *DEALT)
+PRECISIONS = {"fp64": ALL, "fp32": ALL[::2], "bf16": ALL[1::2]}
 STEPS = 5
 
 
@@ -63,15 +66,17 @@ class Clean:
 
 
 def layouts_of(family: str) -> list[str]:
-    """Those of `LAYOUTS` that the family can have."""
+    """Those of `ALL` that the family can have."""
     model = build_meta(hf_config(Case("single", family=family)))
     anatomy = Anatomy.of(model)
-    partition = derive(model, anatomy, trace(model, anatomy))
+    traced = trace(model, anatomy)
+    partition = derive(model, anatomy, traced)
     found = []
-    for text in LAYOUTS:
+    for text in ALL:
         layout = Layout.parse(text)
         try:
-            shard_specs(model, partition, layout.tp)
+            tensor.shard_specs(model, partition, layout.tp)
+            expert.shard_specs(model, traced.experts, layout.ep)
         except UserError:
             continue
         if layout.tp == 1 or not (layout.sequence_parallel and partition.sequence_parallel_refusal):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.verification.prepare import flips, rounding
+from fivefold.verification.prepare import flips, left_to_chance, rounding
 from fivefold.verification.rows import FACTOR
 from tests.verification.faults import Model
 from tests.verification.mutation import prove
@@ -26,6 +26,12 @@ def test_an_update_may_be_off_by_the_rounding_of_weights() -> None:
     found = rounding({"weight/a": weight, "update/a": update, "weight/b": weight, "update/b": torch.zeros(16)})
     assert 5e-5 < found["update/a"] < 7e-5  # half of 1.2e-7 in 1e-3
     assert found["update/b"] < 100  # relative to a millionth of all updates, not to its own
+
+
+def test_a_continuation_is_left_to_chance_from_the_first_tie_on() -> None:
+    margins = torch.tensor([[9.0, 9.0, 0.09, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0, 9.0]])
+    assert left_to_chance(margins, 0.01) == pytest.approx(3 / 10 / 10)
+    assert left_to_chance(margins, 0.001) == 0.0
 
 
 def test_an_update_may_be_a_sign_that_is_left_to_chance() -> None:

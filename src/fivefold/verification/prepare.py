@@ -30,7 +30,8 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
         for key, floor in distances(each.tensors, reference.tensors, subject).items():
             floors[key] = max(floors.get(key, 0.0), floor)
     signs = flips(reference.tensors, floors, subject.steps) if precision != "fp64" else {}
-    for key, floor in (*rounding(reference.tensors).items(), *signs.items()):
+    chance = left_to_chance(reference.tensors["margins"], floors["logits, mean error of top 5"])
+    for key, floor in (*rounding(reference.tensors).items(), *signs.items(), ("tokens, continuations", chance)):
         floors[key] = max(floors[key], floor)
     features = {
         key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
@@ -69,6 +70,14 @@ def flips(tensors: Mapping[str, Tensor], floors: Mapping[str, float], steps: int
         update, last = (float(tensors[f"{kind}/{name}"].norm()) for kind in ("update", "last"))
         found |= {f"update/{name}": part, f"last/{name}": steps * part * update / last if last else 0.0}
     return found
+
+
+def left_to_chance(margins: Tensor, error: float) -> float:
+    """The part of all continuations that may differ, given a logit's mean `error`: where two tokens are as likely as
+    each other to ten times that, either may be next, and from there on all may be others. `margins`: [prompts, tokens].
+    """
+    uncertain = (margins <= FACTOR * error).cumsum(1) > 0
+    return float(uncertain.double().mean()) / FACTOR
 
 
 def row_linears(subject: Subject) -> list[str]:

@@ -72,18 +72,23 @@ class Reference:
         """What is computed with the first weights only: the continuations of the prompts."""
         self._sync()
         with exactly(self.precision), torch.no_grad():
-            self.tensors["greedy"] = torch.stack([self._continue(prompt) for prompt in self._prompts()])
+            each = [self._continue(prompt) for prompt in self._prompts()]
+        for key, values in zip(("greedy", "margins"), zip(*each, strict=True), strict=True):
+            self.tensors[key] = torch.stack(values)
         return self
 
     def _prompts(self) -> list[Tensor]:
         return [torch.from_numpy(tokens).to(self.device) for tokens in self.subject.prompt_tokens()]
 
-    def _continue(self, ids: Tensor) -> Tensor:
-        prompt = len(ids)
+    def _continue(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens, and by how much each was likelier than the next best (its logit)."""
+        prompt, margins = len(ids), []
         for _ in range(self.subject.new_tokens):
             logits = self.model(input_ids=ids[None]).logits[0, -1]
+            best = logits.double().topk(2).values
+            margins.append(best[0] - best[1])
             ids = torch.cat([ids, logits.argmax().reshape(1)])
-        return ids[prompt:].cpu()
+        return ids[prompt:].cpu(), torch.stack(margins).cpu()
 
     def _keep(self, kind: str, named: dict[str, Tensor | None]) -> None:
         for name, tensor in named.items():
