@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from fivefold.errors import UserError
 from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.schedule import Plan, Slot
 from fivefold.parallel.spread import spread_of
+from fivefold.parallel.stages import Staged
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.allpairs import all_pairs
@@ -201,3 +204,15 @@ def carried_refusal(case: Case) -> str:
 def test_what_would_have_to_travel_too_is_refused() -> None:
     for error in run_ranks(2, carried_refusal, Case("pp2")):
         assert "layer 1 is given more, and a stage is sent no more" in error
+
+
+def test_hidden_states_that_the_next_stage_does_not_expect_are_refused() -> None:
+    staged = Staged(
+        stages=None, rank=0, model=nn.Identity(), dtype=torch.bfloat16, own_tokens=lambda length: length,
+        tokens=lambda length: length // 2, hidden_size=8,
+    )  # type: ignore[arg-type]  # fmt: skip
+    ids = torch.zeros(3, 10, dtype=torch.int64)
+    staged.check(1, torch.zeros(3, 5, 8, dtype=torch.bfloat16), ids)
+    for wrong in (torch.zeros(3, 5, 8), torch.zeros(3, 10, 8, dtype=torch.bfloat16)):
+        with pytest.raises(UserError, match=r"stage 1 of Identity gives hidden states"):
+            staged.check(1, wrong, ids)

@@ -124,6 +124,7 @@ class _Step:
         if self.staged.is_last(stage):
             self.loss += out.detach()
         else:
+            self.staged.check(stage, out, self.inputs[at].input_ids)
             self._give("F", stage + 1, at, out.detach())
         self._kept[stage, at] = hidden, out
 
@@ -289,6 +290,7 @@ def relay(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None
         hidden = work(stage, hidden if stage else None)
         if staged.is_last(stage):
             return hidden
+        staged.check(stage, hidden, ids_BT)
         if after not in staged.own:
             _isend(hidden.contiguous(), pipeline.group, staged.stages.rank_of(after)).wait()
     return None

@@ -211,11 +211,23 @@ class Staged:
         """Whether the loss is computed there."""
         return stage == self.stages.count - 1
 
-    def empty(self, ids_BT: Tensor) -> Tensor:
-        """Memory for the hidden states of a micro batch [B, T, D]."""
+    def shape(self, ids_BT: Tensor) -> tuple[int, int, int]:
+        """Of the hidden states of a micro batch between stages, [B, T, D]."""
         rows, length = ids_BT.shape
-        tokens = self.tokens(self.own_tokens(length))
-        return torch.empty(rows, tokens, self.hidden_size, dtype=self.dtype, device=ids_BT.device)
+        return rows, self.tokens(self.own_tokens(length)), self.hidden_size
+
+    def empty(self, ids_BT: Tensor) -> Tensor:
+        """Memory for them."""
+        return torch.empty(self.shape(ids_BT), dtype=self.dtype, device=ids_BT.device)
+
+    def check(self, stage: int, hidden_BTD: Tensor, ids_BT: Tensor) -> None:
+        """Raises `UserError` for hidden states that the next stage does not expect: it would read them as others."""
+        if (hidden_BTD.shape, hidden_BTD.dtype) != (self.shape(ids_BT), self.dtype):
+            raise UserError(
+                f"stage {stage} of {type(self.model).__name__} gives hidden states {list(hidden_BTD.shape)} in "
+                f"{hidden_BTD.dtype}, and the next expects {list(self.shape(ids_BT))} in {self.dtype}",
+                fix="set layout.pp: 1, or a layout.precision in which all layers compute in one type",
+            )
 
     @contextmanager
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[Callable[[], Tensor]]:
