@@ -1,7 +1,8 @@
 """A Llama of about 1B parameters at 8K tokens in bf16 on a GPU, through fivefold's own path: speed, MFU, peak memory.
 
 python benchmarks/gpu_train.py                           one CUDA GPU; writes benchmarks/results/gpu_train-<GPU>.json
-torchrun --nproc-per-node 8 benchmarks/gpu_train.py      FSDP over eight
+torchrun --nproc-per-node 8 benchmarks/gpu_train.py      FSDP over eight, and how much of its collectives is hidden
+torchrun --nproc-per-node 8 benchmarks/gpu_train.py --layout shard2.cp4     any layout
 python benchmarks/gpu_train.py --device cpu --tiny       no GPU: only shows that it runs; writes nothing
 """
 
@@ -10,6 +11,7 @@ import json
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +32,7 @@ from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import train_step
 from fivefold.units import parse_length
+from overlap import profile_step
 
 LEARNING_RATE = 1e-4
 TINY = {
@@ -107,7 +110,13 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - before)
         losses.append(done.loss)
-    peak_gib = memory.gib  # before the matmuls below
+    peak_gib = memory.gib  # before what follows
+    beside: list[dict[str, Any]] = []
+    if device.type == "cuda" and world.size > 1:
+        batch = rows_of(args, model, args.warmup + args.steps)
+        options = {"learning_rate": LEARNING_RATE, "max_grad_norm": OPTIONS.max_grad_norm}
+        again = partial(train_step, model, optimizer, batch, **options)
+        beside = profile_step(again, spread_of(model).mesh.axis_of)
     step_seconds = median(seconds[args.warmup :])
     work = costs.per_token * done.tokens + costs.per_squared_length * done.squared_lengths
     tflops = work / step_seconds / world.size * 1e-12
@@ -134,6 +143,7 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
         "matmul_tflops": matmul,
         "matmul_pct": 100 * tflops / matmul,
         "peak_gib": peak_gib,
+        "collectives": beside,
         "losses": losses,
         "machine": machine() | {"cuda": torch.version.cuda},
     }
@@ -160,6 +170,10 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
         f"(first {result['first_step_seconds']:.1f} s), peak {result['peak_gib'] or 0:.2f} GiB, "
         f"loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f}"
     )
+    for each in result["collectives"]:
+        part = 100 * each["covered"] / (each["milliseconds"] or 1.0)
+        spent = f"{each['milliseconds']:.2f} ms a step"
+        print(f"{each['kind']} over {each['axis']}: {spent}, {part:.0f}% of it beside compute")
     name = f"gpu_train-{result['devices']}x{slug(result['device'])}.json"
     target = args.json or (RESULTS / name if result["device"] != "cpu" else None)
     if target:

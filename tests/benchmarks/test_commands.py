@@ -71,6 +71,30 @@ def test_gpu_train(tmp_path: Path) -> None:
     assert result["tokens_per_step"] == 64 and len(result["steps"]) == 2 and result["mfu_pct"] is None
 
 
+def test_what_runs_beside_compute_is_told_from_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    overlap = importlib.import_module("overlap")
+
+    def kernel(name: str, start: float, length: float, **said: str) -> dict[str, object]:
+        return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": length, "args": said}
+
+    gather = {"Process Group Name": "7", "Collective name": "_allgather_base"}
+    events = [
+        kernel("gemm", 0, 100), kernel("softmax", 90, 20), kernel("gemm", 300, 100),
+        kernel("ncclDevKernel_AllGather_RING_LL", 50, 100, **gather),
+        kernel("ncclDevKernel_AllGather_RING_LL", 350, 100, **gather),
+        kernel("ncclDevKernel_SendRecv(x)", 500, 30, **{"Process Group Name": "8"}),
+        {"ph": "X", "cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 900},
+    ]  # fmt: skip
+    found = overlap.overlaps(events, {"7": "dp_shard", "8": "cp"}.get)
+    assert [(each.axis, each.kind, each.count) for each in found] == [
+        ("dp_shard", "_allgather_base", 2), ("cp", "SendRecv(x)", 1),
+    ]  # fmt: skip
+    assert [(each.milliseconds, each.covered) for each in found] == [
+        (pytest.approx(0.2), pytest.approx(0.11)), (pytest.approx(0.03), 0.0),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
