@@ -18,6 +18,7 @@ from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.deals import Deal, Part, by_features, by_heads
 from fivefold.models.families import family_of
+from fivefold.models.feeds import Pair, pairs_of
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
@@ -195,7 +196,7 @@ class _Derivation:
     # ---- one block ---------------------------------------------------------------------------------------------------
 
     def _block(self, block: BlockTrace, known: dict[object, dict[str, Deal]]) -> dict[str, Role]:
-        pairs, roles = _pairs(block), {}
+        pairs, roles = pairs_of(block), {}
         attention = [event for event in block.events if event.kind == "attention"]
         rows = {pair.row for pair in pairs}
         experts = {event.name for event in block.events if event.kind == "experts"}
@@ -242,7 +243,7 @@ class _Derivation:
             raise Untraceable(f"{block.layer} has {heads} query and key/value heads, the layers before {self.heads}")
         self.heads = heads
 
-    def _linear_roles(self, name: str, pair: "_Pair", deal: Deal) -> dict[str, Role]:
+    def _linear_roles(self, name: str, pair: Pair, deal: Deal) -> dict[str, Role]:
         is_row = name == pair.row
         reads = "a latent" if name in pair.behind else "the residual"
         kind: RoleKind = "row" if is_row else "column"
@@ -255,7 +256,7 @@ class _Derivation:
             roles[f"{name}.bias"] = bias
         return roles
 
-    def _region(self, block: BlockTrace, pair: "_Pair", deals: Mapping[str, Deal]) -> Region:
+    def _region(self, block: BlockTrace, pair: Pair, deals: Mapping[str, Deal]) -> Region:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
         attends = any(part.owner == "query" for part in deals[row])
@@ -302,72 +303,6 @@ class _Derivation:
 def _is_spread(deal: Deal) -> bool:
     """Whether several ranks have a part of these features."""
     return len(deal) > 1 or any(part.owner == "even" for part in deal)
-
-
-# ---- who feeds whom --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A row, and the columns whose features it takes. Some stand `behind` latents: projections that read the residual
-    for all heads at once (DeepSeek-V2, arXiv:2405.04434)."""
-
-    row: str
-    columns: tuple[str, ...]
-    latents: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
-
-    @property
-    def entered(self) -> list[str]:
-        """What reads the residual."""
-        return [name for name in (*self.latents, *self.columns) if name not in self.behind]
-
-
-def _pairs(block: BlockTrace) -> list[_Pair]:
-    """In order. Raises `Untraceable` for a projection that is neither column, row nor latent."""
-    columns: list[str] = []
-    behind: dict[str, frozenset[str]] = {}
-    rows: dict[str, frozenset[str]] = {}
-    called = {f"{event.name} (attention)": event.sources for event in block.events if event.kind == "attention"}
-    attended = frozenset().union(*called.values())
-    experts = {event.name for event in block.events if event.kind == "experts"}
-    routers = {name for event in block.events if event.kind == "experts" for name in event.sources}
-    for event in block.events:
-        if event.kind == "opaque":
-            raise Untraceable(f"{event.name} holds weights that are no linear's")
-        if event.kind != "linear" or (event.name in routers and not _is_hidden(event, block)):
-            continue
-        direct = frozenset().union(*(called.get(name, {name}) for name in event.sources))
-        on_residual = {name for name in direct if name == RESIDUAL or name in rows or name in experts}
-        if on_residual and on_residual == direct:
-            columns.append(event.name)
-        elif event.name in attended and event.sources and event.sources <= set(columns):
-            behind[event.name] = event.sources
-        elif direct and direct <= {*columns, *behind} and event.leaf is not None and _is_hidden(event, block):
-            rows[event.name] = direct.union(*(behind[name] for name in direct if name in behind))
-        else:
-            raise Untraceable(f"{event.name} reads {', '.join(sorted(direct)) or 'nothing'}: neither column nor row")
-    used = [name for names in rows.values() for name in names]
-    made = {*columns, *behind}
-    if len(used) != len(set(used)) or set(used) != made:
-        odd = sorted(made ^ set(used)) or sorted(name for name in used if used.count(name) > 1)
-        raise Untraceable(f"{', '.join(odd)} feed no projection back to the residual stream, or several")
-    if not rows:
-        raise Untraceable(f"{block.layer} has no projections")
-    latents = frozenset().union(*behind.values())
-    return [
-        _Pair(
-            row,
-            tuple(name for name in (*columns, *behind) if name in names - latents),
-            tuple(name for name in columns if name in names & latents),
-            tuple(name for name in behind if name in names),
-        )
-        for row, names in rows.items()
-    ]
-
-
-def _is_hidden(event: Event, block: BlockTrace) -> bool:
-    return event.leaf is not None and event.leaf.shape[-1] == block.leaves[RESIDUAL].shape[-1]
 
 
 def _within(block: BlockTrace, name: str) -> str:
