@@ -37,8 +37,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def is_legal(choice: dict[str, Any]) -> bool:
-    has_tp = "tp" in choice["layout"]
-    return bool(has_tp or choice["sequence_parallel"])
+    return "tp" in choice["layout"] or choice["sequence_parallel"]
 
 
 def case_of(choice: dict[str, Any]) -> Case:
