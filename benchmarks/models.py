@@ -35,18 +35,25 @@ DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- tables: python benchmarks/models.py -->", "<!-- end of tables -->"
 LAYOUTS = ("single", "shard2", "tp2", "tp4", "shard2.tp2")
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 13, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 7, "head_dim": 4,
+}  # fmt: skip
+EXPERTS = {
+    "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 17,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 # Classes that no file of fivefold names, and what their configs need beside the common sizes.
 BLIND: dict[str, dict[str, Any]] = {
-    "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "deepseek_v3": {
-        "head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
-        "kv_lora_rank": 16, "first_k_dense_replace": 3,
-    }, "ernie4_5": {}, "exaone4": {},
-    "gemma": {}, "glm": {"attention_bias": True},
+    "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "deepseek_v2": {**LATENT, **EXPERTS}, "ernie4_5": {},
+    "exaone4": {}, "gemma": {}, "glm": {"attention_bias": True},
+    "glm4_moe_lite": {**LATENT, **EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "gpt_bigcode": {"n_inner": 53, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **NO_DROPOUT},
     "helium": {}, "hunyuan_v1_dense": {}, "jais2": {},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]}, "olmo": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]}, "minicpm3": LATENT, "olmo": {},
     "opt": {"ffn_dim": 53, "word_embed_proj_dim": 32, "dropout": 0.0, "activation_function": "gelu"},
     "persimmon": {}, "phi": {}, "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0}, "stablelm": {},
+    "youtu": LATENT,
 }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Method:
 def context_method(text: str, cp: int, query: int, kv: int) -> Method:
     """The method that `cp_method` names, for a tensor parallel rank's `query` and `kv` heads.
 
-    `auto` sends the least. Of a rank's tokens a ring of r sends keys and values r - 1 times, 2 kv (r - 1) heads;
+    `auto` sends the least. Of its tokens a rank of a ring of r sends keys and values r - 1 times, 2 kv (r - 1) heads;
     dealing heads out sends queries, keys, values and results once, 2 (query + kv) (u - 1) / u heads. So few key/value
     heads speak for the ring, and many ranks for dealing out. Of equals the latter: its work is equal for all, whatever
     the documents. Keys and values are never gathered unless asked: they would be whole on every rank.

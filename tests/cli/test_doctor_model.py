@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, DeepseekV3Config, MixtralConfig, Phi3Config
+from transformers import BloomConfig, DeepseekV3Config, DogeConfig, MixtralConfig, Phi3Config
 
 from fivefold import cli
 from tests.models.tiny import SIZES
@@ -47,9 +47,17 @@ def test_experts_and_routers_are_shown(tmp_path: Path, capsys: Any) -> None:
     assert found["layers.*.mlp.experts.down_proj"]["role"] == "experts"
 
 
+def test_latents_are_shown(tmp_path: Path, capsys: Any) -> None:
+    DeepseekV3Config(**{**SIZES, "num_key_value_heads": 6}, n_routed_experts=16).save_pretrained(tmp_path)
+    found = rows(str(tmp_path), capsys=capsys)
+    latent = found["layers.*.self_attn.kv_a_proj_with_mqa.weight"]
+    assert (latent["role"], latent["shard"]) == ("latent", "576 x 48")
+    assert found["layers.*.self_attn.kv_b_proj.weight"]["shard"] == "768/1536 x 512"
+
+
 def test_what_is_refused_is_said_with_the_reason(tmp_path: Path, capsys: Any) -> None:
-    DeepseekV3Config(**SIZES, n_routed_experts=16).save_pretrained(tmp_path / "moe")
-    code, text = doctor(str(tmp_path / "moe"), capsys=capsys)
+    DogeConfig(**SIZES).save_pretrained(tmp_path / "doge")
+    code, text = doctor(str(tmp_path / "doge"), capsys=capsys)
     assert code == 1 and "tp 2 is refused" in text and "neither column nor row" in text
     BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101).save_pretrained(tmp_path / "own")
     code, text = doctor(str(tmp_path / "own"), capsys=capsys)

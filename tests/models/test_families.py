@@ -237,12 +237,10 @@ Run = tuple[Path, Path]  # the folder that `transformers` saved, the run that st
 
 
 def layout_of(case: Case) -> str:
-    """Tensor parallel where the family allows it, with the sequence split where it allows that too."""
+    """Tensor parallel, with the sequence split where the family allows it."""
     model = build_meta(hf_config(case))
     anatomy = Anatomy.of(model)
     partition = derive(model, anatomy, trace(model, anatomy))
-    if partition.refusal:
-        return "shard2+fp32"
     return "tp2+nosp+fp32" if partition.sequence_parallel_refusal else "tp2+fp32"
 
 

@@ -86,6 +86,80 @@ def test_a_projection_head_by_head():
     ]  # fmt: skip
 
 
+def test_latents_serve_all_heads():
+    """Latent attention: four projections before attention, of which two are whole and two are dealt by heads."""
+    found = partition_of(build_meta(hf_config(Case("single", "deepseek_v3", overrides=(("attention_bias", True),)))))
+    attention = "model.layers.1.self_attn"
+    roles = {name.removeprefix(f"{attention}."): role for name, role in found.roles.items() if attention in name}
+    assert {name: role.kind for name, role in roles.items()} == {
+        "q_a_proj.weight": "latent", "q_a_proj.bias": "latent", "q_a_layernorm.weight": "latent",
+        "q_b_proj.weight": "column", "kv_a_proj_with_mqa.weight": "latent", "kv_a_proj_with_mqa.bias": "latent",
+        "kv_a_layernorm.weight": "latent", "kv_b_proj.weight": "column", "o_proj.weight": "row",
+        "o_proj.bias": "row_bias",
+    }  # fmt: skip
+    assert all(role.dim is None and role.deal is None for role in roles.values() if role.kind == "latent")
+    assert roles["q_b_proj.weight"].deal == tuple(Part(10 * h, 10 * h + 10, "query", h) for h in range(4))
+    assert roles["kv_b_proj.weight"].deal == tuple(Part(13 * h, 13 * h + 13, "kv", h) for h in range(4))
+    assert roles["o_proj.weight"].deal == tuple(Part(7 * h, 7 * h + 7, "query", h) for h in range(4))
+    region = next(region for region in found.regions if region.owner == attention)
+    assert region.columns == (f"{attention}.q_b_proj", f"{attention}.kv_b_proj")
+    assert [entry.modules for entry in region.entries] == [(attention,)]
+    assert (found.query, found.kv) == (4, 4) and found.refusal is None
+
+
+def test_a_projection_behind_a_latent_is_no_row_though_it_is_as_wide_as_the_residual():
+    """Query heads of 8 of a hidden size of 32: only what its features go to tells it from a row."""
+    sizes = (("qk_nope_head_dim", 4), ("qk_rope_head_dim", 4))
+    found = partition_of(build_meta(hf_config(Case("single", "deepseek_v3", overrides=sizes))))
+    assert found.roles["model.layers.0.self_attn.q_b_proj.weight"].kind == "column"
+    assert found.regions[0].row == "model.layers.0.self_attn.o_proj"
+
+
+def test_without_a_latent_for_queries_their_projection_is_a_column():
+    found = partition_of(build_meta(hf_config(Case("single", "deepseek_v3", overrides=(("q_lora_rank", None),)))))
+    kinds = {name.rpartition("self_attn.")[2]: role.kind for name, role in found.roles.items() if "layers.2.se" in name}
+    assert kinds == {
+        "q_proj.weight": "column", "kv_a_proj_with_mqa.weight": "latent", "kv_a_layernorm.weight": "latent",
+        "kv_b_proj.weight": "column", "o_proj.weight": "row",
+    }  # fmt: skip
+
+
+def test_latents_beside_other_projections_in_a_layer_are_entered_themselves(monkeypatch):
+    """Where a layer holds its projections itself, what reads the residual is given the gathered tokens."""
+    found = partition_of(inlined(monkeypatch))
+    assert found.refusal is None
+    attention = found.regions[0]
+    assert attention.owner == "model.layers.0" and [entry.modules for entry in attention.entries] == [
+        ("model.layers.0.q_a_proj", "model.layers.0.kv_a_proj_with_mqa"),
+    ]
+
+
+def inlined(monkeypatch):
+    """DeepSeek-V3 with the modules of attention as its layers' own."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+
+    plain_init, plain_forward = deepseek.DeepseekV3DecoderLayer.__init__, deepseek.DeepseekV3DecoderLayer.forward
+
+    def init(self, config, layer_idx):
+        plain_init(self, config, layer_idx)
+        own = self.self_attn
+        self.numbers = {name: value for name, value in vars(own).items() if not name.startswith("_")}
+        del self.self_attn
+        for name, module in own.named_children():
+            setattr(self, name, module)
+
+    def forward(self, *args, **kwargs):
+        for name, value in self.numbers.items():
+            setattr(self, name, value)
+        vars(self)["self_attn"] = lambda **given: deepseek.DeepseekV3Attention.forward(self, **given)
+        vars(self)["expand_kv"] = lambda *given: deepseek.DeepseekV3Attention.expand_kv(self, *given)
+        return plain_forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(deepseek.DeepseekV3DecoderLayer, "__init__", init)
+    monkeypatch.setattr(deepseek.DeepseekV3DecoderLayer, "forward", forward)
+    return build_meta(hf_config(Case("single", "deepseek_v3")))
+
+
 def test_weights_stored_the_other_way_round_and_learnt_positions():
     found = partition_of(build_meta(hf_config(Case("single", "gpt2"))))
     assert found.roles["transformer.h.0.attn.c_attn.weight"].dim == 1
@@ -98,9 +172,6 @@ def test_weights_stored_the_other_way_round_and_learnt_positions():
 def test_every_family_is_proved_and_every_parameter_has_a_role(family):
     model = build_meta(hf_config(Case("single", family.name)))
     found = partition_of(model)
-    if family.name == "deepseek_v3":
-        assert "neither column nor row" in found.refusal
-        return
     assert found.refusal is None and found.is_proved
     assert type(model).__name__ in family.model_classes
     assert all(role.reason and role.kind != "replicated" for role in found.roles.values())

@@ -19,7 +19,6 @@ from tests.parity import FAMILIES, Case, hf_config
 
 # Styles of plans that say nothing about a role: they gather or cut what a module is given, in models whose parallel
 # layers are not built in the usual pairs. The partition is derived from the forward and needs no plan.
-WITHOUT_TP = ("deepseek_v3",)  # families whose attention is not split yet
 UNUSED_STYLES = {"colwise_gather_output", "rowwise_split_input", "packed_colwise", "moe_tp_experts"}
 
 
@@ -52,9 +51,6 @@ def test_contract_plan(case):
         assert any(key.replace("*", str(layer)) in places for layer in range(3)), key
     anatomy = Anatomy.of(model)
     partition = derive(model, anatomy, trace(model, anatomy))
-    if case.family in WITHOUT_TP:
-        assert partition.refusal
-        return
     assert partition.refusal is None and partition.is_proved
     assert partition.query == model.config.num_attention_heads and partition.kv in (2, partition.query)
     said = {key: style for key, style in plan.items() if style in ("colwise", "rowwise")}

@@ -15,7 +15,10 @@ from fivefold.layout import Layout
 from fivefold.models.attention import reference_attention
 from fivefold.models.kernels import Rule
 from fivefold.models.rectangles import local_bounds, rectangles
-from fivefold.parallel.context import ContextParallel, _groups, row_blocks
+from fivefold.parallel.collectives import by_group, record
+from fivefold.parallel.collectives import total as total_of
+from fivefold.parallel.context import ContextParallel, _add_first, _groups, row_blocks
+from fivefold.parallel.exchange import carried
 from fivefold.parallel.mesh import Mesh, build_mesh
 from tests.parity import Case, refusal
 from tests.pool import run_ranks
@@ -70,6 +73,22 @@ def test_diagonals_and_rectangles_are_what_a_query_sees(cp: int, window: int | N
     i, j = np.indices((length, length))
     expected = same & (j <= i) & (np.full_like(i, True, bool) if window is None else i - j < window)
     assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 4])
+def test_a_ring_carries_the_tokens_that_the_next_rank_may_see_and_no_more(ring: int) -> None:
+    """Counted one by one in whole rows; three quarters of all there is."""
+    length = 4 * ring * 3
+    tokens = tuple(row_blocks(length, ring, rank) for rank in range(ring))
+    places = [[t for start, stop in held for t in range(start, stop)] for held in tokens]
+    sent = 0
+    for owner, held in enumerate(places):
+        for step in range(1, ring):
+            queries = places[(owner - step) % ring]
+            before = [t for t in held if t < queries[-1]]
+            assert held[: carried(tokens, owner, step)] == before
+            sent += len(before)
+    assert sent == (ring - 1) * length * 3 // 4
 
 
 # ---- the method ------------------------------------------------------------------------------------------------------
@@ -180,6 +199,34 @@ def attended(attend: Any, tensors: list[Tensor], rule: dict[str, Any], weight: T
 def test_every_method_attends_as_one_process(cp: int, method: str, kv: int) -> None:
     for errors in run_ranks(cp, attention_errors, cp, method, kv, torch.float64):
         assert max(errors.values()) < 1e-13, max(errors, key=lambda key: errors[key])
+
+
+def home_coming(layout: str) -> tuple[Tensor, dict[str, int]]:
+    """What comes home of gradients of which rank 0 has 1 and each other 2^-9, half of what bf16 has beside 1; and the
+    bytes."""
+    mesh = build_mesh(Layout.parse(layout), "cpu")
+    exchange = _groups(mesh, context_method(layout.rpartition("+")[2], 4, 1, 1))[0]
+    assert exchange is not None
+    tokens, total = tuple(row_blocks(16, 4, rank) for rank in range(4)), torch.zeros(2, 1, 4, 1, 1)
+    with record(mesh) as found:
+        for step, (_, kv) in enumerate(exchange.parts(torch.ones_like(total, dtype=torch.bfloat16), tokens)):
+            grad = torch.full_like(kv, 2.0**-9 if mesh.cp_rank else 1.0, dtype=torch.float32)
+            if step:
+                _add_first(total, exchange.give_back(step, grad, tokens, torch.bfloat16)())
+    declared = exchange.declare(2 * 2, tokens, 0)  # keys and values of two bytes
+    assert total_of(found) == by_group(declared, mesh)
+    return total, {each.kind: each.bytes for each in declared}
+
+
+def test_gradients_of_keys_travel_in_the_models_type_and_are_added_up_in_fp32() -> None:
+    for gradients, volume in run_ranks(4, home_coming, "cp4+allgather"):
+        assert torch.equal(gradients, torch.full_like(gradients, 1 + 3 * 2.0**-9))
+        assert volume == {"all_gather": 64, "all_to_all": 64}
+    per_rank = run_ranks(4, home_coming, "cp4+ring")
+    for gradients, _ in per_rank[1:]:
+        assert gradients[:, :, :2].eq(1 + 2 * 2.0**-9).all()  # the first chunk: all see it
+    kept = [volume["send"] for _, volume in per_rank]
+    assert sum(kept) == sum(volume["recv"] for _, volume in per_rank) == 2 * 4 * 3 * 16 * 3 // 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -30,8 +30,6 @@ def is_legal(choice: dict[str, Any]) -> bool:
     """What is refused, and options that do nothing, are not varied here."""
     if "tp" not in choice["layout"]:
         return bool(choice["sequence_parallel"])
-    if choice["family"] == "deepseek_v3":
-        return False
     if choice["family"] == "gpt2" and choice["sequence_parallel"]:
         return False
     return not (choice["family"] == "phi3" and choice["layout"] == "tp4" and choice["kv_heads"] == 2)
@@ -52,6 +50,21 @@ CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
     "case", CASES, ids=lambda case: f"{case.family}-{case.layout}-kv{case.kv_heads}{'-tied' * case.tied}"
 )
 def test_layout_equals_one_process(case: Case) -> None:
+    found, expected, per_rank = run(case)
+    assert_proved(found, expected, per_rank)
+
+
+BIASES, NO_QUERY_LATENT = ("attention_bias", True), ("q_lora_rank", None)
+LATENT = [
+    Case("tp2+mb4+fp64", "deepseek_v3", overrides=(BIASES,)),
+    Case("tp4+mb8+fp64+nosp+full", "deepseek_v3", overrides=(BIASES, NO_QUERY_LATENT)),
+    Case("cp2.tp2+mb4+fp64+ring+full", "deepseek_v3", overrides=(BIASES,)),
+    Case("tp2.pp2+mb2+fp64+zb", "deepseek_v3", overrides=(NO_QUERY_LATENT,)),
+]
+
+
+@pytest.mark.parametrize("case", LATENT, ids=lambda case: case.layout)
+def test_latent_attention_equals_one_process(case: Case) -> None:
     found, expected, per_rank = run(case)
     assert_proved(found, expected, per_rank)
 

@@ -18,6 +18,7 @@ from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.deals import Deal, Part, by_features, by_heads
 from fivefold.models.families import family_of
+from fivefold.models.feeds import Pair, pairs_of
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
@@ -28,6 +29,7 @@ RoleKind = Literal[
     "row_bias",
     "norm",
     "local",
+    "latent",
     "across",
     "router",
     "experts",
@@ -48,6 +50,7 @@ class Role:
     | `row_bias` | whole on every rank | added once, after the partial sums are reduced |
     | `norm` | whole on every rank | acts on the residual stream, split over the sequence under sequence parallel |
     | `local` | whole on every rank | acts on data that differs by rank (q_norm): gradients are summed over tp |
+    | `latent` | whole on every rank | acts on all tokens, for heads that differ by rank: gradients are summed over tp |
     | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
     | `router` | whole on every rank | says where tokens go, of which a rank has a part under sequence parallelism |
     | `experts` | dealt to the ranks of ep, expert by expert | acts on the tokens that come to it |
@@ -73,7 +76,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Region:
-    """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all."""
+    """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
+    latent projections that some columns read."""
 
     owner: str
     columns: tuple[str, ...]
@@ -192,11 +196,12 @@ class _Derivation:
     # ---- one block ---------------------------------------------------------------------------------------------------
 
     def _block(self, block: BlockTrace, known: dict[object, dict[str, Deal]]) -> dict[str, Role]:
-        feeds, roles = _pairs(block), {}
+        pairs, roles = pairs_of(block), {}
         attention = [event for event in block.events if event.kind == "attention"]
-        rows = {row for row, _ in feeds}
+        rows = {pair.row for pair in pairs}
         experts = {event.name for event in block.events if event.kind == "experts"}
-        for row, columns in feeds:
+        for pair in pairs:
+            row, columns = pair.row, pair.columns
             called = next((e for e in attention if f"{e.name} (attention)" in block.linear(row).sources), None)
             key = (called and tuple(e.shape[1] for e in called.inputs[:2]), self._shape_key(block, row, columns))
             if key not in known:
@@ -208,11 +213,12 @@ class _Derivation:
                 for name in called.parameters:
                     parts = tuple(Part(h, h + 1, "query", h) for h in range(self.heads[0]))
                     roles[name] = Role("column", "one number per query head, passed to attention", 0, parts)
-            region = self._region(block, row, columns, deals)
-            self.regions.append(region)
+            self.regions.append(self._region(block, pair, deals))
+            for name in pair.latents:
+                roles |= self._roles_of(name, Role("latent", "reads the residual, for all heads at once"))
             for name in columns:
-                roles |= self._linear_roles(name, "column", deals[name])
-            roles |= self._linear_roles(row, "row", deals[row])
+                roles |= self._linear_roles(name, pair, deals[name])
+            roles |= self._linear_roles(row, pair, deals[row])
         last = max(block.events.index(block.linear(row)) for row in rows)
         if not any(event.kind == "small" for event in block.events[last:]):
             self.unfinished.append(block.layer)
@@ -237,18 +243,22 @@ class _Derivation:
             raise Untraceable(f"{block.layer} has {heads} query and key/value heads, the layers before {self.heads}")
         self.heads = heads
 
-    def _linear_roles(self, name: str, kind: RoleKind, deal: Deal) -> dict[str, Role]:
-        reason = _reason(deal, "reads the residual" if kind == "column" else "gives back to the residual")
+    def _linear_roles(self, name: str, pair: Pair, deal: Deal) -> dict[str, Role]:
+        is_row = name == pair.row
+        reads = "a latent" if name in pair.behind else "the residual"
+        kind: RoleKind = "row" if is_row else "column"
+        reason = _reason(deal, "gives back to the residual" if is_row else f"reads {reads}")
         module = self.model.get_submodule(name)
         out_dim, in_dim = surfaces.linear_dims(module) or (0, 1)
-        roles = {f"{name}.weight": Role(kind, reason, out_dim if kind == "column" else in_dim, deal)}
+        roles = {f"{name}.weight": Role(kind, reason, in_dim if is_row else out_dim, deal)}
         if getattr(module, "bias", None) is not None:
-            bias = Role("row_bias", "added once, to the sum") if kind == "row" else Role("column", reason, 0, deal)
+            bias = Role("row_bias", "added once, to the sum") if is_row else Role("column", reason, 0, deal)
             roles[f"{name}.bias"] = bias
         return roles
 
-    def _region(self, block: BlockTrace, row: str, columns: tuple[str, ...], deals: Mapping[str, Deal]) -> Region:
-        owner = _common_parent((*columns, row))
+    def _region(self, block: BlockTrace, pair: Pair, deals: Mapping[str, Deal]) -> Region:
+        row, columns = pair.row, pair.columns
+        owner = _common_parent((*pair.latents, *columns, row))
         attends = any(part.owner == "query" for part in deals[row])
         if owner != block.layer and owner.startswith(block.layer):
             where = block.hidden_arguments.get(owner, [])
@@ -256,7 +266,7 @@ class _Derivation:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
             return Region(owner, columns, row, (Entry((owner,), where[0]),), attends)
         shared: dict[int, list[str]] = {}
-        for name in columns:
+        for name in pair.entered:
             shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
         return Region(owner, columns, row, tuple(Entry(tuple(names)) for names in shared.values()), attends)
 
@@ -266,6 +276,8 @@ class _Derivation:
         if not on_residual:
             if not event.sources:
                 return Role("replicated", "it reads nothing that a block computes")
+            if all((role := roles.get(f"{name}.weight")) and role.kind == "latent" for name in event.sources):
+                return Role("latent", "acts on a latent, for all heads at once")
             if any(parameter.ndim > 1 for parameter in self.model.get_submodule(event.name).parameters()):
                 return Role("replicated", "holds numbers per head, which are not dealt to the ranks yet")
             if event.wide and _is_spread(deal := self._dealt(event, roles)):
@@ -291,42 +303,6 @@ class _Derivation:
 def _is_spread(deal: Deal) -> bool:
     """Whether several ranks have a part of these features."""
     return len(deal) > 1 or any(part.owner == "even" for part in deal)
-
-
-# ---- who feeds whom --------------------------------------------------------------------------------------------------
-
-
-def _pairs(block: BlockTrace) -> list[tuple[str, tuple[str, ...]]]:
-    """(row, its columns) in order. Raises `Untraceable` for a projection that is neither."""
-    columns: list[str] = []
-    rows: dict[str, tuple[str, ...]] = {}
-    called = {f"{event.name} (attention)": event.sources for event in block.events if event.kind == "attention"}
-    experts = {event.name for event in block.events if event.kind == "experts"}
-    routers = {name for event in block.events if event.kind == "experts" for name in event.sources}
-    for event in block.events:
-        if event.kind == "opaque":
-            raise Untraceable(f"{event.name} holds weights that are no linear's")
-        if event.kind != "linear" or (event.name in routers and not _is_hidden(event, block)):
-            continue
-        direct = frozenset().union(*(called.get(name, {name}) for name in event.sources))
-        on_residual = {name for name in direct if name == RESIDUAL or name in rows or name in experts}
-        if on_residual and on_residual == direct:
-            columns.append(event.name)
-        elif direct and direct <= set(columns) and event.leaf is not None and _is_hidden(event, block):
-            rows[event.name] = tuple(name for name in columns if name in direct)
-        else:
-            raise Untraceable(f"{event.name} reads {', '.join(sorted(direct)) or 'nothing'}: neither column nor row")
-    used = [name for names in rows.values() for name in names]
-    if len(used) != len(set(used)) or set(used) != set(columns):
-        odd = sorted(set(columns) ^ set(used)) or sorted(name for name in used if used.count(name) > 1)
-        raise Untraceable(f"{', '.join(odd)} feed no projection back to the residual stream, or several")
-    if not rows:
-        raise Untraceable(f"{block.layer} has no projections")
-    return list(rows.items())
-
-
-def _is_hidden(event: Event, block: BlockTrace) -> bool:
-    return event.leaf is not None and event.leaf.shape[-1] == block.leaves[RESIDUAL].shape[-1]
 
 
 def _within(block: BlockTrace, name: str) -> str:

@@ -54,6 +54,17 @@ def joined(blocks: Sequence[Block]) -> Blocks:
     return tuple(found)
 
 
+def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
+    """Places [first, last) of the tokens that the blocks hold one after the other."""
+    found, at = [], 0
+    for start, stop in blocks:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return tuple(found)
+
+
 def local_bounds(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
     """Document bounds over the B*L tokens of these blocks (int32, CPU), for bounds `edges` over all B*T: the edges of
     blocks end documents too, what crosses them is in the rectangles."""

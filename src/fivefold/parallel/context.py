@@ -33,7 +33,7 @@ from fivefold.models.attention import CONTEXT
 from fivefold.models.build import check_slices
 from fivefold.models.kernels import Rule
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
-from fivefold.models.rectangles import Blocks, joined
+from fivefold.models.rectangles import Blocks, joined, narrowed
 from fivefold.models.trace import Trace
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.exchange import (
@@ -60,18 +60,7 @@ def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0
     share, chunk, mirrored = length // (cp * tp), length // (2 * cp), 2 * cp - 1 - cp_rank
     chunks = [(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
     mine = joined(chunks) if cp > 1 else ((0, length),)
-    return _part(mine, tp_rank * share, (tp_rank + 1) * share)
-
-
-def _part(blocks: Blocks, first: int, last: int) -> Blocks:
-    """Places [first, last) of the tokens that the blocks hold one after the other."""
-    found, at = [], 0
-    for start, stop in blocks:
-        low, high = max(first - at, 0), min(last - at, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        at += stop - start
-    return tuple(found)
+    return narrowed(mine, tp_rank * share, (tp_rank + 1) * share)
 
 
 # ---- the fold --------------------------------------------------------------------------------------------------------
@@ -267,11 +256,17 @@ class _Attention(torch.autograd.Function):
                 for whole, piece in zip(more, found[1:], strict=True):
                     rectangles.add(whole, part.rows, part.keys, piece)
             while arriving:
-                total += arriving.pop()()
+                _add_first(total, arriving.pop()())
             arriving.append(job.give_back(step, more, kv.dtype))
-        dk, dv = (total + arriving.pop()()).to(kv.dtype)
+        _add_first(total, arriving.pop()())
+        dk, dv = total.to(kv.dtype)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return dq.to(q.dtype), dk, dv, dsinks, None
+
+
+def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
+    """Add gradients of the first l of a rank's tokens, in place."""
+    total_2BLGD[:, :, : part_2BlGD.shape[2]] += part_2BlGD
 
 
 # ---- placing it in a model -------------------------------------------------------------------------------------------
@@ -338,10 +333,12 @@ def declare(fold: ContextParallel, shape: StepShape, layers: Sequence[str]) -> l
     token = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of a rank's tokens
     found = []
     own = [each for name, each in fold.attends.items() if is_within(name, layers)]
+    rings, _ = fold.tokens(shape.tokens * fold.size)
     for query, kv, size in own:
         dealt = max(kv, u)  # key/value heads that a rank sends
         if fold.exchange:
-            found += fold.exchange.declare(2 * dealt * size * token, forwards)
+            one = 2 * dealt // u * size * shape.rows * shape.compute_bytes  # bytes of one token's keys and values
+            found += fold.exchange.declare(one, rings, forwards)
         if u > 1:
             passes, volume = forwards + 1, (2 * query + 2 * dealt) * size * token
             found.append(Collective(fold.ulysses_axis, "all_to_all", 2 * passes, passes * volume))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.models.rectangles import Blocks
+from fivefold.models.rectangles import Blocks, narrowed
 from fivefold.parallel.collectives import Collective
 
 _functional = torch.ops._c10d_functional  # see ops.py
@@ -38,16 +38,18 @@ class Exchange(Protocol):
     def give_back(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Arriving:
         """Send the gradient of part `step` (from 0) home in the type `wire`; what comes home for this rank's kv."""
 
-    def declare(self, kv_bytes: int, forwards: int) -> list[Collective]:
-        """The collectives of `forwards` forward passes and one backward pass over kv of `kv_bytes` on this rank."""
+    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
+        """The collectives of `forwards` forward passes and one backward pass over kv of `token_bytes` per token."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Keys and values go round: what a rank works on, it sends to the next meanwhile (arXiv:2310.01889).
+    """Keys and values go round: what a rank works on, it sends on meanwhile (arXiv:2310.01889).
 
-    Gradients go straight to the owner of the keys and are added up there in fp32. As a running sum that goes round with
-    them they would be rounded on every rank, or take twice the bytes, and wait for each other.
+    They go to the rank before, for those see the most of a rank's tokens: each sends on what ranks still to come see,
+    and in zigzag order that is what the next one sees, never more. Gradients go straight to the owner of the keys and
+    are added up there in fp32. As a running sum that goes round with them they would be rounded on every rank, or take
+    twice the bytes, and wait for each other.
     """
 
     group: dist.ProcessGroup
@@ -56,18 +58,35 @@ class Ring:
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
         rank, size = self.group.rank(), self.group.size()
         for step in range(size):
-            arriving = self._swap(kv, 1) if step < size - 1 else None
-            yield tokens[(rank - step) % size], kv
+            arriving = None
+            if step < size - 1:
+                sent, received = self._of_keys(step + 1, tokens)
+                arriving = self._swap(kv[:, :, :sent], -1, received)
+            yield narrowed(tokens[(rank + step) % size], 0, kv.shape[2]), kv
             if arriving is not None:
                 kv = arriving()
 
     def give_back(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Arriving:
-        return self._swap(grad.to(wire), -step) if step else lambda: grad
+        if step == 0:
+            return lambda: grad
+        sent, received = self._of_gradients(step, tokens)
+        return self._swap(grad[:, :, :sent].to(wire), step, received)
 
-    def _swap(self, sent: Tensor, distance: int) -> Arriving:
-        """Send to the rank `distance` further on, receive from the one as far behind."""
+    def _of_keys(self, step: int, tokens: Tokens) -> tuple[int, int]:
+        """Of how many tokens keys and values are sent, and received: in part `step`, from 1."""
         rank, size = self.group.rank(), self.group.size()
-        received = torch.empty_like(sent)
+        return carried(tokens, (rank + step - 1) % size, step), carried(tokens, (rank + step) % size, step)
+
+    def _of_gradients(self, step: int, tokens: Tokens) -> tuple[int, int]:
+        """Of how many tokens gradients are sent, and received: those that were seen."""
+        rank, size = self.group.rank(), self.group.size()
+        owner, user = (rank + step) % size, (rank - step) % size
+        return seen(tokens[rank], tokens[owner]), seen(tokens[user], tokens[rank])
+
+    def _swap(self, kv: Tensor, distance: int, tokens: int) -> Arriving:
+        """Send to the rank `distance` further on, receive the kv of `tokens` tokens from the one as far behind."""
+        rank, size, sent = self.group.rank(), self.group.size(), kv.contiguous()
+        received = kv.new_empty(*kv.shape[:2], tokens, *kv.shape[3:])
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, group=self.group, group_peer=(rank + distance) % size),
@@ -82,14 +101,38 @@ class Ring:
 
         return wait
 
-    def declare(self, kv_bytes: int, forwards: int) -> list[Collective]:
-        swaps = (self.group.size() - 1) * (forwards + 2)  # backward: round once more, and gradients home
-        return [Collective(self.axis, kind, swaps, swaps * kv_bytes) for kind in ("send", "recv")]
+    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
+        size = self.group.size()
+        swaps, volume = (size - 1) * (forwards + 2), [0, 0]  # backward: round once more, and gradients home
+        for step in range(1, size):
+            for at in (0, 1):
+                keys, gradients = self._of_keys(step, tokens)[at], self._of_gradients(step, tokens)[at]
+                volume[at] += ((forwards + 1) * keys + gradients) * token_bytes
+        return [Collective(self.axis, kind, swaps, each) for kind, each in zip(("send", "recv"), volume, strict=True)]
+
+
+def seen(queries: Blocks, keys: Blocks) -> int:
+    """How many of the tokens of `keys`, from the first, some query may see: those before the last block of `queries`.
+
+    Of documents and windows nothing is asked: how much travels is to be known before them.
+    """
+    last = queries[-1][0]
+    return sum(max(0, min(stop, last) - start) for start, stop in keys)
+
+
+def carried(tokens: Tokens, owner: int, step: int) -> int:
+    """How many of its tokens leave for the rank `step` before `owner`: what that one and those after it see."""
+    size = len(tokens)
+    return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """Keys and values of all tokens on every rank, in the row's order, as Llama 3 was trained (arXiv:2407.21783)."""
+    """Keys and values of all tokens on every rank, in the row's order, as Llama 3 was trained (arXiv:2407.21783).
+
+    Gradients are dealt to the owners of the keys and added up there in fp32, as a ring's are: a reduce-scatter would
+    add them up in the type that they travel in.
+    """
 
     group: dist.ProcessGroup
     axis: str
@@ -103,16 +146,22 @@ class Gathering:
     def give_back(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Arriving:
         if step == 0:
             return lambda: grad
-        sums = by_rank(grad.to(wire), tokens, 2).flatten(0, 1)
-        mine = _functional.reduce_scatter_tensor(sums, "sum", len(tokens), self.group.group_name)
-        return lambda: _functional.wait_tensor(mine)
+        each = [1] * len(tokens)
+        dealt = by_rank(grad.to(wire), tokens, 2)
+        arriving = _functional.all_to_all_single(dealt, each, each, self.group.group_name)
+        return lambda: _functional.wait_tensor(arriving).sum(0, dtype=grad.dtype)
 
-    def declare(self, kv_bytes: int, forwards: int) -> list[Collective]:
-        size, gathers = self.group.size(), forwards + 1
+    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
+        whole, gathers = length_of(tokens) * token_bytes, forwards + 1
         return [
-            Collective(self.axis, "all_gather", gathers, gathers * size * kv_bytes),
-            Collective(self.axis, "reduce_scatter", 1, size * kv_bytes),
+            Collective(self.axis, "all_gather", gathers, gathers * whole),
+            Collective(self.axis, "all_to_all", 1, whole),
         ]
+
+
+def length_of(tokens: Tokens) -> int:
+    """The tokens of a row."""
+    return sum(stop - start for blocks in tokens for start, stop in blocks)
 
 
 # ---- heads for tokens ------------------------------------------------------------------------------------------------

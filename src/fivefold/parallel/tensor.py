@@ -194,7 +194,7 @@ def gradient_sums(partition: Partition, specs: dict[str, ShardSpec], *, sequence
         kind = partition.roles[name].kind
         if spec.dim is not None and spec.replicas > 1:
             sums[name] = "tp_kv"
-        elif kind in ("local", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
+        elif kind in ("local", "latent", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
             sums[name] = "tp"
     return sums
 

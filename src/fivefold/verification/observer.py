@@ -224,7 +224,11 @@ class Observer:
         return None if spec is None else spec.blocks[self._tp_rank]
 
     def _is_shared(self, name: str) -> bool:
-        """Several ranks compute it (key/value heads fewer than tp): each has a part of its gradient."""
+        """Several ranks compute it (key/value heads fewer than tp, latents): each has a part of its gradient."""
+        partition = self._spread.partition
+        roles = [partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")] if partition else []
+        if any(role and role.kind == "latent" for role in roles):
+            return True
         features = self._evidence.about["features"][f"output/{name}"]
         spec = self._split_of(name, features)
         return spec is not None and spec.replicas > 1

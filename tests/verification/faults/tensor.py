@@ -82,6 +82,28 @@ def key_value_copies_not_summed() -> Any:
     return _without_sums(lambda _, axis: axis == "tp_kv")
 
 
+@fault(
+    "gradients of latent projections (DeepSeek-V3), of which a rank sees what its own heads give, not summed over tp",
+    known="TransformerEngine #441, for projections that are whole on every rank",
+    layout="tp2",
+    model=Model("deepseek_v3"),
+    expects=[("gradient, reduced", r"(q_a|kv_a)_proj")],
+)
+def latent_gradients_not_summed() -> Any:
+    return _without_sums(lambda name, _: "_a_proj" in name)
+
+
+@fault(
+    "gradients of the norms on latents not summed over tp, without sequence parallelism",
+    known="TransformerEngine #441, for norms whose input is whole and whose gradient is not",
+    layout="tp2+nosp",
+    model=Model("deepseek_v3"),
+    expects=[("gradient, reduced", r"_a_layernorm")],
+)
+def latent_norm_gradients_not_summed() -> Any:
+    return _without_sums(lambda name, _: "_a_layernorm" in name)
+
+
 # ---- collectives with gradients -------------------------------------------------------------------------------------
 
 

@@ -22,5 +22,5 @@ FAMILY = Family(
         "v_head_dim": 7,
         "head_dim": 4,
     },
-    notes="latent attention (no tp yet); 12 experts in groups, 3 per token, one shared",
+    notes="latent attention; 12 experts in groups, 3 per token, one shared",
 )
