@@ -38,6 +38,7 @@ class Reference:
         self.model = self.master
         if precision == "bf16":
             self.model = surfaces.load_unmodified(subject.folder, torch.bfloat16).to(device)
+            routers_in_fp32(self.model)
         if noise:
             embedding = self.model.get_input_embeddings()
             embedding.register_forward_hook(lambda _, args, out: one_ulp(out))
@@ -95,7 +96,7 @@ class Reference:
         if self.model is not self.master:
             with torch.no_grad():
                 for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
-                    mine.copy_(kept)
+                    mine.copy_(kept.to(self.compute_dtype))
 
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
         """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
@@ -132,7 +133,8 @@ class Reference:
             return
         for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
             if mine.grad is not None:
-                kept.grad = mine.grad.float() if kept.grad is None else kept.grad + mine.grad.float()
+                gradient = mine.grad.to(self.compute_dtype).float()  # a router's is fp32
+                kept.grad = gradient if kept.grad is None else kept.grad + gradient
                 mine.grad = None
 
     def _update(self, optimizers: list[torch.optim.Optimizer], norm: Tensor, *, is_first: bool) -> None:
@@ -255,6 +257,21 @@ class Watch:
 def _by_token(values: Tensor, dim: int) -> Tensor:
     """[1, n, ...], [1, H, n, ...] or [n, ...] as [n, ...]."""
     return values if dim == 0 else values.movedim(dim, 1)[0]
+
+
+def routers_in_fp32(model: torch.nn.Module) -> None:
+    """The routers of a 16-bit model compute in fp32, from 16-bit weights and hidden states: near a tie tokens would go
+    elsewhere otherwise."""
+    for name, module in model.named_modules():
+        if surfaces.is_experts(module):
+            for router in routers_beside(model.get_submodule(name.rpartition(".")[0]), len(next(module.parameters()))):
+                router.float().register_forward_pre_hook(lambda _, args: tuple(each.float() for each in args))
+
+
+def routers_beside(parent: torch.nn.Module, experts: int) -> list[torch.nn.Module]:
+    """What has a row of weights for each expert, in the module that holds them."""
+    weights = {module: getattr(module, "weight", None) for module in parent.modules()}
+    return [m for m, w in weights.items() if isinstance(w, Tensor) and w.ndim == 2 and len(w) == experts]
 
 
 def one_ulp(values: Tensor) -> Tensor:
