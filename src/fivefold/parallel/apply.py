@@ -82,7 +82,7 @@ def parallelize(
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     experts = expert.apply_expert_parallel(model, traced.experts, specs, mesh.ep_group, fold)
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
-    balance = balancing.watch_routers(model, traced.experts, fold, rows)
+    balance = balancing.watch_routers(model, experts, fold, rows)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
