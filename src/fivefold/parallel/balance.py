@@ -156,10 +156,10 @@ class Balance:
                 return None
             logits, weights, index = _parts(output)
             loss, taken = self._note(name, logits, index, sigmoid=has_bias)
-            given = {id(index): taken}
-            if loss is not None:
-                given[id(weights)] = AddLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
-            return tuple(given.get(id(each), each) for each in output)
+            if loss is None and taken is index:
+                return None
+            valued = weights if loss is None else AddLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            return tuple(taken if each is index else valued if each is weights else each for each in output)
 
         return hook
 

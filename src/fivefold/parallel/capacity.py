@@ -34,12 +34,14 @@ class Shares:
     groups: tuple[tuple[str, dist.ProcessGroup], ...]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # exact fractions
 def capacity(factor: float, picks: int, experts: int, tokens_B: Tensor) -> Tensor:
     """How many tokens an expert takes of rows with `tokens_B` real ones, int64 [B]: exact, of `factor` as written."""
     over, under = Fraction(str(factor)).limit_denominator(SHORTEST).as_integer_ratio()
     return -((-over * picks * tokens_B) // (under * experts))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives, as in attention
 @torch.no_grad()
 def beyond(chosen_BTE: Tensor, index_BTK: Tensor, capacity_B: Tensor, shares: Shares) -> Tensor:
     """Which picks find their expert full, bool [B, T, K]. `chosen_BTE`: 1 where a real token goes to an expert."""
