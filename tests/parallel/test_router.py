@@ -18,14 +18,16 @@ def routed(case: Case) -> list[dict[str, Any]]:
     model = build(case)
     found: list[dict[str, Any]] = []
 
+    @torch.no_grad()
     def after(router: Any, args: Any, out: Any) -> None:
         weight, bias = router.weight, getattr(router, "bias", None)
+        logits = (out if isinstance(out, torch.Tensor) else out[0]).detach()
         x = args[0].reshape(-1, args[0].shape[-1])
         wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         short = F.linear(x, weight, bias)
         found.append({
-            "held": str(weight.dtype), "given": str(x.dtype), "logits": str(out[0].dtype),
-            "off": float((out[0] - wide).abs().max()), "rounding": float((short - wide).abs().max()),
+            "held": str(weight.dtype), "given": str(x.dtype), "logits": str(logits.dtype),
+            "off": float((logits - wide).abs().max()), "rounding": float((short - wide).abs().max()),
         })  # fmt: skip
 
     def before(_: Any, args: Any) -> None:
@@ -43,12 +45,21 @@ def routed(case: Case) -> list[dict[str, Any]]:
     return found
 
 
+LINEAR = (("model_type", "hunyuan_v1_moe"), ("num_experts", 11), ("num_local_experts", 11), ("moe_topk", 3))
+
+
 @pytest.mark.parametrize(
-    ("text", "family", "passes"),
-    [("shard2.ep2+mb4", "qwen3_moe", 2), ("tp2.ep2+mb8+full", "mixtral", 6), ("shard2+mb4+zero1", "gpt_oss", 3)],
+    ("case", "passes"),
+    [
+        (Case("shard2.ep2+mb4", "qwen3_moe"), 2),
+        (Case("tp2.ep2+mb8+full", "mixtral"), 6),
+        (Case("shard2+mb4+zero1", "gpt_oss"), 3),
+        (Case("shard2.ep2+mb4", "none", overrides=LINEAR), 3),  # the router is a linear
+    ],
+    ids=lambda each: f"{each.family}-{each.layout}" if isinstance(each, Case) else "",
 )
-def test_a_router_computes_in_fp32_from_weights_of_16_bits(text: str, family: str, passes: int) -> None:
-    for found in run_ranks(2, routed, Case(text, family)):
+def test_a_router_computes_in_fp32_from_weights_of_16_bits(case: Case, passes: int) -> None:
+    for found in run_ranks(2, routed, case):
         assert len(found) == passes
         for each in found:
             assert (each["held"], each["given"]) == ("torch.bfloat16", "torch.bfloat16")
