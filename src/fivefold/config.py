@@ -245,6 +245,9 @@ class BalanceSection(Section):
     bias_rate: Number = Field(
         default=0.0, ge=0, description="what a step adds to a router's correction bias, or takes from it"
     )
+    capacity_factor: Number | None = Field(
+        default=None, gt=0, description="an expert takes so many times its even share of a row; null = all"
+    )
 
 
 class CheckpointSection(Section):

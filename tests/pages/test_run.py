@@ -10,6 +10,7 @@ import pytest
 from fivefold.config import RunConfig, load_config
 from fivefold.errors import UserError
 from fivefold.pages.curves import POINTS, panels
+from fivefold.pages.load import heat
 from fivefold.pages.run import main
 from tests.pages.html import asks_for_nothing
 from tests.verification.test_page import HOSTILE, holds
@@ -106,6 +107,24 @@ def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
         main(make_run(tmp_path / "run", []))
     with pytest.raises(UserError, match="not a run"):
         main(tmp_path)
+
+
+def test_the_load_of_experts_is_drawn_over_the_last_part_of_a_run(tmp_path: Path) -> None:
+    early, late = [[90, 1, 1], [1, 1, 90]], [[10, 20, 30], [0, 50, 10]]
+    rows = [row(step, **{"moe/load": late if step > 18 else early, "moe/load_max": 2.5}) for step in range(1, 21)]
+    text = main(make_run(tmp_path / "run", rows)).read_text(encoding="utf-8")
+    asks_for_nothing(text)
+    assert "steps 19 to 20: the busiest expert has 2.50 times the mean of its layer; 1 of 6 experts without" in text
+    for said in ("layer 0, expert 0: 0.50 of the mean, 20 rows", "layer 1, expert 1: 2.50 of the mean, 100 rows"):
+        assert said in text
+    found = heat(rows)
+    assert found is not None
+    cells = [[(cell.fill, round(cell.strength, 3)) for cell in layer.cells] for layer in found.layers]
+    assert cells[0] == [("series-0", 0.5), ("series-1", 0.0), ("series-1", 0.292)]
+    assert cells[1][0] == ("series-0", 1.0) and cells[1][2] == ("series-0", 0.5)
+    assert [panel.title for panel in panels(rows)].count("moe/load_max") == 1
+    assert not any("moe/load" in panel.curves for panel in panels(rows))
+    assert heat([row(1)]) is None
 
 
 def slot(rank: int, stage: int, kind: str, micro_batch: int, start: float, end: float) -> dict[str, Any]:

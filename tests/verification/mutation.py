@@ -50,7 +50,8 @@ def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
     plain.save_pretrained(place / "model")
     subject = Subject(
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
-        row_length=ROW, steps=steps, seed=SEED, prompts=1, new_tokens=2, optimizer=OptimizerSection(
+        row_length=ROW, steps=steps, seed=SEED, prompts=1, new_tokens=2, capacity_factor=model.capacity,
+        optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
         ),
     )  # fmt: skip

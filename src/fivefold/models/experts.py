@@ -37,17 +37,24 @@ def experts_forward(module: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weig
 
 
 def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int, compute: Compute) -> Tensor:
-    """Each token's row to its K experts, and the sum of what they make of it, weighted."""
+    """Each token's row to its K experts, and the sum of what they make of it, weighted. A pick of expert E, which is
+    none, is dropped: it adds nothing, and nothing has a gradient of it."""
     count, picks = index_NK.shape
     order_S, counts_E = sort_by_expert(index_NK, experts)
     repeated_SD = hidden_ND.unsqueeze(1).expand(-1, picks, -1).flatten(0, 1)
-    made_SD = compute(Permute.apply(repeated_SD, order_S), counts_E)  # type: ignore[no-untyped-call]
+    rows_SD = Permute.apply(repeated_SD, order_S)  # type: ignore[no-untyped-call]
+    if len(counts_E) > experts:  # those that are dropped stand last
+        dropped = int(counts_E[experts])
+        made_SD = F.pad(compute(rows_SD[: len(rows_SD) - dropped], counts_E[:experts]), (0, 0, 0, dropped))
+    else:
+        made_SD = compute(rows_SD, counts_E)
     back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, picks))  # type: ignore[no-untyped-call]
     return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)  # type: ignore[no-any-return]
 
 
 def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Which of the N * K rows stands at each place once they are sorted by expert, int64 [S]; rows per expert [E]."""
+    """Which of the N * K rows stands at each place once they are sorted by expert, int64 [S]; rows per expert [E],
+    and, where picks are dropped, one number more: how many."""
     flat = index_NK.reshape(-1)
     return flat.argsort(stable=True), torch.bincount(flat, minlength=experts)
 

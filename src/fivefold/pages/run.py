@@ -13,6 +13,7 @@ from markupsafe import Markup
 from fivefold.config import RunConfig, load_config
 from fivefold.errors import UserError
 from fivefold.pages import curves
+from fivefold.pages.load import heat
 from fivefold.pages.names import ranks_text
 from fivefold.pages.render import render, write
 from fivefold.pages.slices import places, slice_map
@@ -55,7 +56,7 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread), slices=slices,
         places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
         curves=Markup(curves.draw(curves.panels(rows))), timelines=_timelines(spread.get("timeline", {})),
-        sent=_sent(spread.get("collectives", [])),
+        heat=heat(rows), sent=_sent(spread.get("collectives", [])),
         changed=_changed(config), config=config.to_yaml(), samples=_objects(run / "samples.jsonl")[-SAMPLES:],
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, deferred, expert, forward, pipeline, tensor, trial
+from fivefold.parallel import context, data, deferred, expert, forward, pipeline, router, tensor, trial
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
@@ -81,7 +81,8 @@ def parallelize(
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     experts = expert.apply_expert_parallel(model, traced.experts, specs, mesh.ep_group, fold)
-    balance = balancing.watch_routers(model, traced.experts, fold, rows)
+    router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
+    balance = balancing.watch_routers(model, experts, fold, rows)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None

@@ -9,6 +9,7 @@ tokens, and P_e the mean of its probability (https://arxiv.org/abs/2101.03961):
     z of a row, a layer         mean of logsumexp(logits)^2
 
 Gradients enter at the router, beside the cross entropy, which stays the training loss alone. Padding counts nowhere.
+What a capacity (`capacity.py`) drops is dropped here as well: such a pick is of expert E, which is none.
 
 Legend: B rows, T tokens of a row (those of this rank), E experts, K experts per token.
 """
@@ -24,8 +25,11 @@ from torch import Tensor, nn
 from fivefold.errors import UserError
 from fivefold.models.anatomy import is_within
 from fivefold.models.trace import Experts
+from fivefold.parallel import capacity
+from fivefold.parallel.capacity import Shares
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context import ContextParallel, row_blocks
+from fivefold.parallel.expert import ExpertParallel
 from fivefold.parallel.tensor import TensorParallel
 
 BIAS = "e_score_correction_bias"
@@ -33,43 +37,54 @@ BIAS = "e_score_correction_bias"
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """`load`, `z`: coefficients of the two losses; `bias_rate`: what a step adds to or takes from a router's bias."""
+    """`load`, `z`: coefficients of the two losses; `bias_rate`: what a step adds to or takes from a router's bias;
+    `capacity_factor`: of what an expert takes of a row, None: all."""
 
     load: float = 0.0
     z: float = 0.0
     bias_rate: float = 0.0
+    capacity_factor: float | None = None
 
 
 @dataclass(frozen=True)
 class BalanceResult:
-    """Of one step, over the global batch: the two losses, without their coefficients, and rows per expert [layers, E]
-    (ragged where layers differ)."""
+    """Of one step, over the global batch: the two losses, without their coefficients; rows that the router wants of
+    each expert [layers, E] (ragged where layers differ); picks that were dropped, None without a capacity."""
 
     load: float
     z: float
     rows: tuple[tuple[int, ...], ...]
+    dropped: int | None = None
 
-    def metrics(self) -> dict[str, float]:
-        """The largest load of an expert over the mean of its layer, and the part of experts without a token."""
+    def metrics(self) -> dict[str, Any]:
+        """The largest load of an expert over the mean of its layer, the part of experts without a token, all loads, and
+        what was dropped."""
         means = [max(sum(each) / len(each), 1e-9) for each in self.rows]
         idle = sum(count == 0 for each in self.rows for count in each) / sum(map(len, self.rows))
         largest = max(max(each) / mean for each, mean in zip(self.rows, means, strict=True))
-        return {"moe/aux_loss": self.load, "moe/z_loss": self.z, "moe/load_max": largest, "moe/idle_pct": 100 * idle}
+        found = {"moe/aux_loss": self.load, "moe/z_loss": self.z, "moe/load_max": largest, "moe/idle_pct": 100 * idle}
+        if self.dropped is not None:
+            picks = sum(map(sum, self.rows))
+            found |= {"moe/dropped": self.dropped, "moe/dropped_pct": 100 * self.dropped / max(picks, 1)}
+        return found | {"moe/load": [list(each) for each in self.rows]}
 
 
 @dataclass
 class Balance:
-    """Watches the routers of one model, on this rank. `options` may be set until the first step."""
+    """Watches the routers of one model, on this rank. `options` may be set until the first step. `sends`: rows go to
+    other ranks; `unsent`: by router, those of this rank that the last step dropped."""
 
     modules: tuple[Experts, ...]
+    sends: bool
     tensor: TensorParallel | None
     context: ContextParallel | None
     world: int
     options: BalanceOptions = field(default_factory=BalanceOptions)
     _scale: float = 0.0  # of a row's loss: one over rows and layers
     _tokens_B: Tensor | None = None  # real tokens of the rows under way
+    unsent: dict[str, int] = field(default_factory=dict)
     _is_again: bool = False  # they were counted before
-    _seen: dict[str, Tensor] = field(default_factory=dict)  # of the micro batch under way, by router: counts, load, z
+    _seen: dict[str, Tensor] = field(default_factory=dict)  # of the micro batch under way: see `_numbers`
     _summed: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -98,18 +113,23 @@ class Balance:
         """What the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
         device = next(iter(self._summed.values())).device
-        elsewhere = [torch.zeros(each.experts + 2, dtype=torch.float64, device=device) for each in self.modules]
+        elsewhere = [torch.zeros(_numbers(each), dtype=torch.float64, device=device) for each in self.modules]
         parts = [self._summed.get(each.router, zeros) for each, zeros in zip(self.modules, elsewhere, strict=True)]
         flat = torch.cat(parts)
         if self.tensor is not None and not self._is_split and self.tensor.rank:
             flat.zero_()  # all tp ranks saw the same
+        sizes = [len(each) for each in parts]
+        drops = self.options.capacity_factor is not None
+        if drops:
+            mine = [int(part[-1]) for part in torch.split(flat.cpu(), sizes)]
+            self.unsent = {each.router: count for each, count in zip(self.modules, mine, strict=True)}
         dist.all_reduce(flat)
-        rows, load, z = [], 0.0, 0.0
-        for part in torch.split(flat.cpu(), [len(each) for each in parts]):
-            *counts, of_load, of_z = part.tolist()
+        rows, load, z, dropped = [], 0.0, 0.0, 0
+        for part in torch.split(flat.cpu(), sizes):
+            *counts, of_load, of_z, of_dropped = part.tolist()
             rows.append(tuple(int(count) for count in counts))
-            load, z = load + of_load, z + of_z
-        return BalanceResult(load, z, tuple(rows))
+            load, z, dropped = load + of_load, z + of_z, dropped + int(of_dropped)
+        return BalanceResult(load, z, tuple(rows), dropped if drops else None)
 
     def move_biases(self, model: nn.Module, result: BalanceResult) -> None:
         """After the step: up for experts below the mean load, down for those above (https://arxiv.org/abs/2408.15664)."""
@@ -135,15 +155,17 @@ class Balance:
             if not torch.is_grad_enabled() or not self._scale:
                 return None
             logits, weights, index = _parts(output)
-            loss = self._note(name, logits, index, sigmoid=has_bias)
-            if loss is None:
+            loss, taken = self._note(name, logits, index, sigmoid=has_bias)
+            if loss is None and taken is index:
                 return None
-            return tuple(AddLoss.apply(each, loss) if each is weights else each for each in output)  # type: ignore[no-untyped-call]
+            valued = weights if loss is None else AddLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            return tuple(taken if each is index else valued if each is weights else each for each in output)
 
         return hook
 
-    def _note(self, name: str, logits: Tensor, index: Tensor, *, sigmoid: bool) -> Tensor | None:
-        """Count, and the loss of this rank's tokens as it enters the gradient (None: without coefficients)."""
+    def _note(self, name: str, logits: Tensor, index: Tensor, *, sigmoid: bool) -> tuple[Tensor | None, Tensor]:
+        """Count; the loss of this rank's tokens as it enters the gradient (None: without coefficients), and the indices
+        that a capacity leaves."""
         experts = logits.shape[-1]
         precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
         real_BT, tokens_B = self._real(logits)
@@ -161,23 +183,40 @@ class Balance:
         mean_BE = probability_BTE.sum(1) * per_token_B.unsqueeze(-1).to(precise)
         load = (counts_BE * per_token_B.unsqueeze(-1)).to(precise).mul(mean_BE).sum() * experts * self._scale
         z = (logits_BTE.logsumexp(-1).square() * real_BT).sum(1).mul(per_token_B.to(precise)).sum() * self._scale
+        taken, dropped = self._within(index, chosen_BTE, real_BT, tokens_B)
         if not self._is_again:
-            self._seen[name] = torch.cat([mine_E, torch.stack([load.detach().double(), z.detach().double()])])
+            terms = torch.stack([each.detach().double() for each in (load, z, dropped)])
+            self._seen[name] = torch.cat([mine_E, terms])
         if not (self.options.load or self.options.z):
-            return None
-        return self.options.load * load + self.options.z * z
+            return None, taken
+        return self.options.load * load + self.options.z * z, taken
+
+    def _within(self, index: Tensor, chosen_BTE: Tensor, real_BT: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The indices, E in place of those that find their expert full; how many do."""
+        factor, experts = self.options.capacity_factor, chosen_BTE.shape[-1]
+        if factor is None:
+            return index, tokens_B.new_zeros(())
+        index_BTK = index.reshape(*real_BT.shape, -1)
+        most_B = capacity.capacity(factor, index.shape[-1], experts, tokens_B)
+        full_BTK = capacity.beyond(chosen_BTE, index_BTK, most_B, self._shares(real_BT.shape[1]))
+        full_BTK &= real_BT.unsqueeze(-1)
+        return index_BTK.masked_fill(full_BTK, experts).view_as(index), full_BTK.sum()
 
     def _real(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Which of this rank's tokens are no padding, [B, T]; how many a row has over all ranks, [B]."""
         tokens_B = self._tokens_B
         assert tokens_B is not None, "a micro batch is begun before it runs"
-        length = logits.numel() // logits.shape[-1] // len(tokens_B)
-        cp, cp_rank = (self.context.size, self.context.rank) if self.context else (1, 0)
-        tp, tp_rank = (self.tensor.size, self.tensor.rank) if self.tensor and self._is_split else (1, 0)
-        blocks = row_blocks(length * cp * tp, cp, cp_rank, tp, tp_rank)
+        blocks = self._shares(logits.numel() // logits.shape[-1] // len(tokens_B)).own
         places_T = torch.cat([torch.arange(*block, device=logits.device) for block in blocks])
         tokens_B = tokens_B.to(logits.device)
         return places_T < tokens_B.unsqueeze(-1), tokens_B
+
+    def _shares(self, length: int) -> Shares:
+        """Who has which tokens of rows of which this rank has `length`."""
+        cp, cp_rank = (self.context.size, self.context.rank) if self.context else (1, 0)
+        tp, tp_rank = (self.tensor.size, self.tensor.rank) if self.tensor and self._is_split else (1, 0)
+        everyone = tuple(row_blocks(length * cp * tp, cp, r, tp, t) for r in range(cp) for t in range(tp))
+        return Shares(everyone[cp_rank * tp + tp_rank], everyone, tuple(self._row_groups))
 
 
 class AddLoss(torch.autograd.Function):
@@ -200,11 +239,17 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
     return floats[0], floats[1], index
 
 
+def _numbers(experts: Experts) -> int:
+    """What is counted of a router: its rows per expert, its two losses, and what was dropped."""
+    return experts.experts + 3
+
+
 def watch_routers(
-    model: nn.Module, modules: Sequence[Experts], tensor: TensorParallel | None, context: ContextParallel | None
+    model: nn.Module, experts: ExpertParallel, tensor: TensorParallel | None, context: ContextParallel | None
 ) -> Balance | None:
     """Watch every router of `model`; None where there are none, or where they say less than a router says."""
-    watched = Balance(tuple(modules), tensor, context, dist.get_world_size())
+    modules = experts.modules
+    watched = Balance(modules, experts.group is not None, tensor, context, dist.get_world_size())
     if not modules or any(_is_linear(model.get_submodule(each.router)) for each in modules):
         return None
     for each in modules:
@@ -221,7 +266,7 @@ def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions
     if options != BalanceOptions() and balance is None:
         raise UserError(
             f"the experts of {type(model).__name__} cannot be balanced: it has no routers that are known",
-            fix="leave balance.aux_loss, balance.z_loss and balance.bias_rate at their defaults",
+            fix="leave balance.aux_loss, z_loss, bias_rate and capacity_factor at their defaults",
         )
     if balance is None:
         return
@@ -234,12 +279,22 @@ def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions
 
 
 def declare(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """One all-reduce of what all routers saw, once a step; with a loss for uneven load, where a row's tokens are on
-    several ranks, one of its counts per router of `layers`."""
-    numbers = sum(each.experts + 2 for each in balance.modules)
+    """One all-reduce of what all routers saw, once a step. Where a row's tokens are on several ranks, of its counts per
+    router of `layers`: one more with a loss for uneven load, and gathering over each axis with a capacity. What a
+    capacity drops is not sent: known after a step, it is taken from the bytes of the all-to-alls."""
+    numbers = sum(map(_numbers, balance.modules))
     found = [Collective("world", "all_reduce", 1, 8 * numbers)] if balance.world > 1 else []
-    count = shape.micro_batches * (2 if shape.recompute == "full" else 1)
+    forwards = 2 if shape.recompute == "full" else 1
+    count = shape.micro_batches * forwards
     own = [each for each in balance.modules if is_within(each.name, layers)]
     for axis, _ in balance._row_groups if balance.options.load else ():
         found += [Collective(axis, "all_reduce", count, count * 8 * shape.rows * each.experts) for each in own]
+    if balance.options.capacity_factor is None:
+        return found
+    shares = balance._shares(shape.tokens // (balance.tensor.size if balance.tensor and balance._is_split else 1))
+    for each in own:
+        found += capacity.declare(shares, shape.rows, each.experts, count)
+        unsent = balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
+        if balance.sends:
+            found.append(Collective("ep", "all_to_all", 0, -(2 * forwards + 2) * unsent))
     return found

@@ -56,7 +56,9 @@ def balance_options(config: RunConfig, hf_config: Any) -> BalanceOptions:
     section, own = config.balance, getattr(hf_config, "router_aux_loss_coef", 0.0)
     follows = own if getattr(hf_config, "output_router_logits", False) else 0.0
     load = follows if section.aux_loss == "auto" else section.aux_loss
-    return BalanceOptions(load=float(load), z=section.z_loss, bias_rate=section.bias_rate)
+    return BalanceOptions(
+        load=float(load), z=section.z_loss, bias_rate=section.bias_rate, capacity_factor=section.capacity_factor
+    )
 
 
 def load_source(config: RunConfig, model: PreTrainedModel) -> TensorSource | None:

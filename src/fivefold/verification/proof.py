@@ -19,6 +19,7 @@ from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.collectives import by_group, differing, record, total
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.spread import spread_of
@@ -50,6 +51,8 @@ class Proof:
             model, self.layout, device=device, source=source, reduce=subject.reduce, loss_chunks=subject.loss_chunks
         )
         self.spread = spread_of(self.model)
+        options = BalanceOptions(capacity_factor=subject.capacity_factor)
+        configure(self.model, self.spread.balance, options, self.spread.buffers)
         self.optimizer = build_optimizer(self.model, subject.optimizer)
         self.found = Found(str(layout), precision=layout.precision)
         self.compare = Comparison(self.found, evidence, self.spread)

@@ -119,6 +119,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
         rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
         reduce=config.precision.reduce, loss_chunks=None if chunks == "auto" else chunks,
+        capacity_factor=config.balance.capacity_factor,
     )  # fmt: skip
 
 

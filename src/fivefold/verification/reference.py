@@ -18,9 +18,10 @@ from torch import Tensor
 from fivefold.config import OptimizerSection
 from fivefold.models import surfaces
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
+from fivefold.verification.drops import Drops, routers
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import first_tensor
-from fivefold.verification.subject import Subject
+from fivefold.verification.subject import Documents, Subject, tokens_of
 
 _IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
 CLIP = 0.5  # of the first step's gradient norm: clipping bites
@@ -38,6 +39,9 @@ class Reference:
         self.model = self.master
         if precision == "bf16":
             self.model = surfaces.load_unmodified(subject.folder, torch.bfloat16).to(device)
+            routers_in_fp32(self.model)
+        factor = subject.capacity_factor
+        self.drops = None if factor is None else Drops(self.model, factor)
         if noise:
             embedding = self.model.get_input_embeddings()
             embedding.register_forward_hook(lambda _, args, out: one_ulp(out))
@@ -100,15 +104,18 @@ class Reference:
         if self.model is not self.master:
             with torch.no_grad():
                 for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
-                    mine.copy_(kept)
+                    mine.copy_(kept.to(self.compute_dtype))
 
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
         """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
         self._sync()
         count, summed = self.subject.targets(step), 0.0
         watch = None if inputs is None else Watch(self, inputs)
-        for row, documents in enumerate(self.subject.documents(step)):
+        batch = self.subject.documents(step)
+        for row, documents in enumerate(batch):
             start = 0
+            if self.drops:
+                self.drops.row(tokens_of(documents))
             for document in documents:
                 ids, targets = (self._tensor(each) for each in (document.tokens, document.targets))
                 with watch.document(row, start, len(ids)) if watch else _nothing():
@@ -122,11 +129,24 @@ class Reference:
                     (loss / count).backward()  # type: ignore[no-untyped-call]
                     summed += loss.item()
                     self._collect()
+        if self.drops:
+            self.drops.row(None)
         if watch:
             watch.finish()
+            if self.drops:
+                self._evaluate(batch)
             self.token_dims = watch.token_dims
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
         return summed / count
+
+    @torch.no_grad()
+    def _evaluate(self, batch: Documents) -> None:
+        """Logits as evaluation has them, which drops nothing."""
+        for row, documents in enumerate(batch):
+            start = 0
+            for ids in (self._tensor(document.tokens) for document in documents):
+                self.tensors["logits"][row, start : start + len(ids)] = self.model(input_ids=ids[None]).logits[0].cpu()
+                start += len(ids)
 
     def _tensor(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.device)
@@ -137,7 +157,8 @@ class Reference:
             return
         for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
             if mine.grad is not None:
-                kept.grad = mine.grad.float() if kept.grad is None else kept.grad + mine.grad.float()
+                gradient = mine.grad.to(self.compute_dtype).float()  # a router's is fp32
+                kept.grad = gradient if kept.grad is None else kept.grad + gradient
                 mine.grad = None
 
     def _update(self, optimizers: list[torch.optim.Optimizer], norm: Tensor, *, is_first: bool) -> None:
@@ -260,6 +281,13 @@ class Watch:
 def _by_token(values: Tensor, dim: int) -> Tensor:
     """[1, n, ...], [1, H, n, ...] or [n, ...] as [n, ...]."""
     return values if dim == 0 else values.movedim(dim, 1)[0]
+
+
+def routers_in_fp32(model: torch.nn.Module) -> None:
+    """The routers of a 16-bit model compute in fp32, from 16-bit weights and hidden states: near a tie tokens would go
+    elsewhere otherwise."""
+    for router, _ in routers(model):
+        router.float().register_forward_pre_hook(lambda _, args: tuple(each.float() for each in args))
 
 
 def one_ulp(values: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Subject:
     cuts: tuple[str, ...] = ()
     prompts: int = 3
     new_tokens: int = 8
+    capacity_factor: float | None = None  # of experts, as the run file has it
 
     @property
     def learning_rate(self) -> float:
@@ -59,9 +60,10 @@ class Subject:
     def describe(self) -> str:
         """One line for people."""
         what = "whole" if not self.cuts else ", ".join(self.cuts)
+        drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         return (
             f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, documents of unequal "
-            f"length; {self.optimizer.name}"
+            f"length; {self.optimizer.name}{drops}"
         )
 
     def documents(self, step: int) -> Documents:

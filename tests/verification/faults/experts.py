@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, merged, surfaces
-from fivefold.parallel import apply, expert, tensor
+from fivefold.parallel import apply, capacity, expert, tensor
+from fivefold.parallel.capacity import Shares
 from fivefold.parallel.spread import spread_of
 from fivefold.training import optimizer
 from fivefold.training import step as training
@@ -18,6 +19,7 @@ from tests.verification.faults.fault import Model, fault
 
 MIXTRAL, DEEPSEEK = Model("mixtral"), Model("deepseek_v3")
 GPT_OSS = Model("gpt_oss", changes=(("num_hidden_layers", 3),))
+FULL = Model("mixtral", capacity=0.9)
 OF_EXPERTS = [("output", r"mlp\.experts")]
 
 
@@ -144,6 +146,30 @@ def rows_dropped() -> Any:
         return plain(hidden, index, weights * kept.view_as(index), number, compute)
 
     return patch.object(expert, "routed", routed)
+
+
+@fault(
+    "an expert's capacity is counted by each rank on its own part of a row",
+    known="a capacity per rank, which changes with the layout",
+    layout="tp2.ep2",
+    model=FULL,
+    expects=OF_EXPERTS,
+)
+def capacity_per_rank() -> Any:
+    plain = capacity._before
+    return patch.object(capacity, "_before", lambda chosen, shares: plain(chosen, Shares(shares.own, (), ())))
+
+
+@fault(
+    "an expert's capacity is that of the padded row",
+    known="a capacity from the length of a batch, padding included",
+    layout="shard2.ep2",
+    model=FULL,
+    expects=OF_EXPERTS,
+)
+def capacity_of_padding() -> Any:
+    plain = capacity.capacity
+    return patch.object(capacity, "capacity", lambda *sizes: plain(*sizes[:3], torch.full_like(sizes[3], 32)))
 
 
 @fault(

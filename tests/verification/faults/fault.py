@@ -15,16 +15,19 @@ Expected = tuple[str, str]  # patterns of the first failing row: all of its `wha
 
 @dataclass(frozen=True)
 class Model:
-    """The model in which a fault bites; `family` is a key of `tests.parity.FAMILIES`."""
+    """The model in which a fault bites; `family` is a key of `tests.parity.FAMILIES`. `capacity`: the factor of its
+    experts."""
 
     family: str = "llama"
     tied: bool = False
     kv_heads: int = 2
     optimizer: str = "adamw"
     changes: tuple[tuple[str, Any], ...] = ()  # of its config
+    capacity: float | None = None
 
     def __str__(self) -> str:
-        return "-".join([self.family, *["tied"] * self.tied, *["muon"] * (self.optimizer == "muon")])
+        marks = {"tied": self.tied, "muon": self.optimizer == "muon", "capacity": self.capacity is not None}
+        return "-".join([self.family, *(mark for mark, is_on in marks.items() if is_on)])
 
 
 @dataclass(frozen=True)
