@@ -18,19 +18,19 @@ SPECS = {
     "whole": whole("w", (13, 7), 3),
     "vector": whole("w", (11,), 2),
     "cube": whole("w", (5, 3, 2), 1),
-    "column": ShardSpec("w", (29, 7), 0, tuple((b,) for b in split_even(29, 3))),
-    "row": ShardSpec("w", (7, 29), 1, tuple((b,) for b in split_even(29, 3))),
-    "bias": ShardSpec("w", (29,), 0, tuple((b,) for b in split_even(29, 4))),
-    "fused columns": ShardSpec("w", (27, 5), 0, FUSED),
-    "fused rows": ShardSpec("w", (5, 27), 1, FUSED),
-    "few kv heads": ShardSpec("w", (6, 5), 0, REPLICATED_KV),
+    "column": ShardSpec.along("w", (29, 7), 0, [(b,) for b in split_even(29, 3)]),
+    "row": ShardSpec.along("w", (7, 29), 1, [(b,) for b in split_even(29, 3)]),
+    "bias": ShardSpec.along("w", (29,), 0, [(b,) for b in split_even(29, 4)]),
+    "fused columns": ShardSpec.along("w", (27, 5), 0, FUSED),
+    "fused rows": ShardSpec.along("w", (5, 27), 1, FUSED),
+    "few kv heads": ShardSpec.along("w", (6, 5), 0, REPLICATED_KV),
 }
 
 
 def expected_local(spec: ShardSpec, values: np.ndarray, tp_rank: int, fsdp_rank: int, fsdp_size: int) -> np.ndarray:
     """The plain twin: slice and concatenate the blocks, then `torch.chunk` along dim 0."""
-    if spec.dim is not None:
-        values = np.concatenate([values.take(range(*b), spec.dim) for b in spec.blocks[tp_rank]], spec.dim)
+    for split in spec.splits:
+        values = np.concatenate([values.take(range(*b), split.dim) for b in split.blocks[tp_rank]], split.dim)
     chunks = torch.chunk(torch.from_numpy(values), fsdp_size)
     return chunks[fsdp_rank].numpy() if fsdp_rank < len(chunks) else values[:0]
 
@@ -40,7 +40,7 @@ def expected_local(spec: ShardSpec, values: np.ndarray, tp_rank: int, fsdp_rank:
 def test_regions_are_what_slicing_gives(name: str, fsdp_size: int) -> None:
     spec = SPECS[name]
     values = np.arange(np.prod(spec.shape)).reshape(spec.shape)
-    for tp_rank in range(len(spec.blocks)):
+    for tp_rank in range(spec.parts):
         for fsdp_rank in range(fsdp_size):
             expected = expected_local(spec, values, tp_rank, fsdp_rank, fsdp_size)
             found = np.full(expected.shape, -1)
@@ -57,7 +57,7 @@ def test_regions_are_what_slicing_gives(name: str, fsdp_size: int) -> None:
 def test_owners_hold_every_element_once(name: str, fsdp_size: int) -> None:
     spec = SPECS[name]
     held = np.zeros(spec.shape, int)
-    for tp_rank in filter(spec.is_owner, range(len(spec.blocks))):
+    for tp_rank in filter(spec.is_owner, range(spec.parts)):
         for fsdp_rank in range(fsdp_size):
             for global_region, _ in local_regions(spec, tp_rank, fsdp_rank, fsdp_size):
                 held[global_region] += 1

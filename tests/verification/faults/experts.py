@@ -183,9 +183,9 @@ def tokens_sent_by_every_tp_rank() -> Any:
 def expert_biases_added_twice() -> Any:
     plain = experts._linear
 
-    def linear(module: Any, name: str, x: Tensor, counts: Tensor) -> Tensor:
+    def linear(module: Any, name: str, x: Tensor, counts: Tensor, *rest: Any) -> Tensor:
         bias = getattr(module, f"{name}_bias").repeat_interleave(counts, dim=0, output_size=len(x))
-        return plain(module, name, x, counts) + bias
+        return plain(module, name, x, counts, *rest) + bias
 
     return patch.object(experts, "_linear", linear)
 
