@@ -199,7 +199,7 @@ ONE_EXPERT = (("num_local_experts", 1), ("num_experts_per_tok", 1))
     [
         (Case("shard2.ep2", "llama"), "LlamaForCausalLM has no experts"),
         (Case("tp2", "deepseek_v3"), "q_b_proj reads model.layers.0.self_attn.q_a_proj: neither column nor row"),
-        (Case("shard2+etp", "mixtral"), "expert_tp is not built yet"),
+        (Case("tp2+etp", "llama"), "LlamaForCausalLM has no experts to split over tp"),
         (Case("shard2.ep2", "mixtral", overrides=ONE_EXPERT), "ep 2 is more than the 1"),
     ],
 )
@@ -215,3 +215,6 @@ def test_ep_must_divide_the_ranks_that_it_is_taken_from() -> None:
     with pytest.raises(UserError, match="ep 3 does not divide dp_shard 4"):
         Layout.parse("shard-1.ep3").resolve(4)
     assert Layout.parse("dp2.shard3.tp2.ep6").resolve(12).ep == 6
+    with pytest.raises(UserError, match="ep 6 does not divide dp_shard 3 x cp 1 = 3, .* dealt to with expert_tp") as raised:
+        Layout.parse("dp2.shard3.tp2.ep6+etp").resolve(12)
+    assert raised.value.fix == "try ep 1, 3"

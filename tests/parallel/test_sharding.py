@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.parallel.sharding import ShardSpec, fsdp_rows, local_regions, split_even, whole
+from fivefold.parallel.sharding import ShardSpec, Split, fsdp_rows, local_regions, split_even, whole
 from fivefold.parallel.spread import spread_of
 from tests.parity import Case, build, reference_model
 from tests.pool import run_ranks
@@ -23,6 +23,9 @@ SPECS = {
     "bias": ShardSpec.along("w", (29,), 0, [(b,) for b in split_even(29, 4)]),
     "fused columns": ShardSpec.along("w", (27, 5), 0, FUSED),
     "fused rows": ShardSpec.along("w", (5, 27), 1, FUSED),
+    "two dimensions": ShardSpec(
+        "w", (7, 27, 3), (Split(0, (((0, 4),), ((4, 7),)) * 3), Split(1, tuple(b for b in FUSED for _ in "ab"))), 6, "ep"
+    ),
     "few kv heads": ShardSpec.along("w", (6, 5), 0, REPLICATED_KV),
 }
 
@@ -67,7 +70,7 @@ def test_owners_hold_every_element_once(name: str, fsdp_size: int) -> None:
 def test_replicas() -> None:
     assert {name: spec.replicas for name, spec in SPECS.items()} == {
         "whole": 3, "vector": 2, "cube": 1, "column": 1, "row": 1, "bias": 1, "fused columns": 1, "fused rows": 1,
-        "few kv heads": 2,
+        "two dimensions": 1, "few kv heads": 2,
     }  # fmt: skip
 
 

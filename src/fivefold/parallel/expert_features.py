@@ -2,11 +2,11 @@
 
 An expert computes `down(act(gate_up(x)))` on I features of its own. A rank that has some of them has the columns of
 `gate_up_proj` that make them and the rows of `down_proj` that read them, and its results are parts of a sum (Megatron's
-expert tensor parallelism). Which columns make a feature is the gate's business: a model's `_apply_gate` is tried on small
-numbers, and what fits none of the orders below is refused.
+expert tensor parallelism). Which columns make a feature is the gate's business: a model's `_apply_gate` is tried on a
+few numbers, and what fits none of the orders below is refused.
 
-`down_proj_bias` belongs to the sum: each rank has, and adds, that of its share of the outputs, so that every number of it
-is added once and lies on one rank.
+`down_proj_bias` is added to the sum: each rank has, and adds, that of its share of the outputs, so that every number of
+it is added once and lies on one rank.
 
 Legend: E experts, D hidden size, I features of an expert, p inputs that the activation makes a feature of.
 """

@@ -16,9 +16,10 @@ class Mesh:
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
     `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp (of dp_shard and cp
-    where tp splits each expert): `fsdp` itself where that is all the same; `ep_group` the ranks that the experts are dealt to (None for one). `kv_replicas` is the group
-    of tp ranks that hold the same key/value heads (None when every rank has its own), `ends` that of the two pipeline
-    ranks that hold a tied embedding (None when one does, and on the ranks between them).
+    where tp splits each expert): `fsdp` itself where that is all the same; `ep_group` the ranks that the experts are
+    dealt to (None for one). `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every
+    rank has its own), `ends` that of the two pipeline ranks that hold a tied embedding (None when one does, and on the
+    ranks between them).
     """
 
     layout: Layout
@@ -175,14 +176,14 @@ def build_mesh(
         if layout.dp_replicate > 1:
             fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
     kv_group, ends = _kv_group(layout, kv_copies), _ends_group(layout, tied_ends)
-    if not experts or layout.ep == 1 and layout.expert_parts == layout.tp:
+    if not experts or (layout.ep == 1 and layout.expert_parts == layout.tp):
         return Mesh(layout, device, fsdp, kv_group, fsdp, ends=ends)
     return Mesh(layout, device, fsdp, kv_group, *_expert_meshes(layout, device_type), ends)
 
 
 def _expert_meshes(layout: Layout, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """What experts are sharded over, and the group that they are dealt to: the same ranks in another shape, the one that
-    `Mesh.cut` counts them in."""
+    """What experts are sharded over, and the group that they are dealt to: the same ranks in another shape, the one in
+    which `Mesh.cut` counts them."""
     shape = {
         "pp": layout.pp, "dp_replicate": layout.dp_replicate, "ep_shard": layout.expert_shards, "ep": layout.ep,
         "expert_parts": layout.expert_parts,
