@@ -1,7 +1,7 @@
-"""`expert_tp`: the features of every expert split over tp, against the unmodified class in one process, in fp64 to 1e-10.
+"""`expert_tp`: the features of every expert split over tp, in fp64 to 1e-10 of the unmodified class in one process.
 
-Layouts x ZeRO x sequence parallel x recompute x accumulation by all-pairs, the families in turn; 17 to 29 features, which
-no degree divides.
+Layouts x ZeRO x sequence parallel x recompute x accumulation by all-pairs, the families in turn; 17 to 29 features,
+which no degree divides.
 """
 
 from pathlib import Path

@@ -13,6 +13,7 @@ from tests.pool import run_ranks
 
 # Two fused projections (query, key and value; gate and up) over 3 tp ranks, as [start, stop) blocks in local order.
 FUSED = (((0, 5), (15, 17), (21, 23)), ((5, 10), (17, 19), (23, 25)), ((10, 15), (19, 21), (25, 27)))
+EXPERTS = (((0, 4),), ((4, 7),))
 REPLICATED_KV = (((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),))
 SPECS = {
     "whole": whole("w", (13, 7), 3),
@@ -24,7 +25,7 @@ SPECS = {
     "fused columns": ShardSpec.along("w", (27, 5), 0, FUSED),
     "fused rows": ShardSpec.along("w", (5, 27), 1, FUSED),
     "two dimensions": ShardSpec(
-        "w", (7, 27, 3), (Split(0, (((0, 4),), ((4, 7),)) * 3), Split(1, tuple(b for b in FUSED for _ in "ab"))), 6, "ep"
+        "w", (7, 27, 3), (Split(0, EXPERTS * 3), Split(1, tuple(blocks for blocks in FUSED for _ in EXPERTS))), 6, "ep"
     ),
     "few kv heads": ShardSpec.along("w", (6, 5), 0, REPLICATED_KV),
 }

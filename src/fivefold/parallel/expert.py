@@ -110,7 +110,7 @@ class ExpertParallel:
         assert self.tensor is not None
         hidden, index, weights = (self.tensor.enter(each.unsqueeze(0)).squeeze(0) for each in given)
         out = routed(hidden, index, weights, experts, partial(self.compute, module))
-        return self.tensor.leave(out.unsqueeze(0)).squeeze(0)
+        return self.tensor.leave(out.unsqueeze(0)).squeeze(0).clone()  # FSDP hooks what no view is
 
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """All tp ranks have all tokens: each sends its share of them."""
