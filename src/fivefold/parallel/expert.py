@@ -82,20 +82,21 @@ def _crossed(splits: Sequence[Split]) -> tuple[Split, ...]:
 @dataclass(frozen=True)
 class ExpertParallel:
     """The expert parallel fold of one model on this rank. `group` None: every rank has all experts. `tensor`: where
-    activations may be replicated, and, with `splits_features`, over which each expert is split."""
+    activations may be replicated. Of each of its experts it has part `part` of `parts`, which are over tp."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
     rank: int
     tensor: TensorParallel | None
-    splits_features: bool
+    part: int
+    parts: int
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
         """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
         hidden_ND, index_NK, weights_NK = _arguments(given, named)
         if weights_NK.dtype != torch.float64:
             weights_NK = weights_NK.float()
-        if self.splits_features:
+        if self.parts > 1:
             return self._add_up(module, experts, hidden_ND, index_NK, weights_NK)
         if self._is_replicated:
             return self._share(module, experts, hidden_ND, index_NK, weights_NK)
@@ -138,10 +139,7 @@ class ExpertParallel:
 
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
-        if not self.splits_features:
-            return expert_mlp(module, rows_SD, counts_E)
-        assert self.tensor is not None
-        first, _ = split_even(rows_SD.shape[1], self.tensor.size)[self.tensor.rank]
+        first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
         return expert_mlp(module, rows_SD, counts_E, biased_from=first)
 
 
@@ -153,16 +151,16 @@ def apply_expert_parallel(
     tensor: TensorParallel | None,
 ) -> ExpertParallel:
     """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward."""
-    group, part = mesh.ep_group, mesh.cut(mesh.place(dist.get_rank()), "ep").part
-    rank = dist.get_rank(group) if group else 0
-    fold = ExpertParallel(tuple(modules), group, rank, tensor, splits_features=mesh.layout.expert_parts > 1)
+    group, parts = mesh.ep_group, mesh.layout.expert_parts
+    cut = mesh.cut(mesh.place(dist.get_rank()), "ep").part
+    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts)
     for each in modules:
         module = model.get_submodule(each.name)
         experts = 0
         for leaf, parameter in list(module.named_parameters()):
             experts = parameter.shape[0]
             owner, _, attribute = leaf.rpartition(".")
-            empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(part))
+            empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(cut))
             setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
         module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
     return fold
@@ -247,7 +245,7 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
     found: list[Collective] = []
     tensor_size = fold.tensor.size if fold.tensor else 1
     seen = shape.rows * shape.tokens
-    tokens = seen if fold.splits_features else seen // tensor_size
+    tokens = seen if fold.parts > 1 else seen // tensor_size
     for each in fold.modules:
         if not is_within(each.name, layers):
             continue
@@ -258,7 +256,7 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
             found.append(Collective("ep", "all_to_all", forwards, forwards * each.experts * 8))
             passes = 2 * forwards + 2 * backwards
             found.append(Collective("ep", "all_to_all", passes, passes * rows_bytes))
-        if fold.splits_features:
+        if fold.parts > 1:
             found += _declare_sums(each, shape)
         elif fold.tensor is not None and not shape.sequence_parallel:
             longest = -(-shape.rows * shape.tokens // tensor_size) * tensor_size
