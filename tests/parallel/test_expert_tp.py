@@ -6,6 +6,7 @@ which no degree divides.
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.models.experts import expert_mlp
 from fivefold.pages.slices import slice_map
+from fivefold.parallel import expert_features
 from fivefold.parallel.expert_features import feature_splits
 from fivefold.parallel.spread import spread_of
 from tests.allpairs import all_pairs
 from tests.checkpoint.ranks import load_and_save, train_and_save
 from tests.checkpoint.test_reshard import equal, whole
 from tests.parallel.test_parity import run
-from tests.parity import Case, assert_proved, build, reference_model
+from tests.parity import Case, assert_proved, build, reference_model, refusal
 from tests.pool import run_ranks
 
 ROWS = 8
@@ -157,3 +159,30 @@ def test_what_cannot_be_split_is_refused_with_its_reason() -> None:
     module.register_parameter("scale", nn.Parameter(torch.ones(12, 1)))
     with pytest.raises(UserError, match="scale acts on what all features of an expert have made"):
         feature_splits("layers.0.experts", module, 2)
+
+
+# ---- classes that no test holds against the model: tried first ------------------------------------------------------
+
+UNLISTED = Case(  # two layers without experts, then one with shared experts beside the others
+    "tp2+mb8+fp64", "none", rows=ROWS, steps=2,
+    overrides=(("model_type", "glm4_moe"), ("n_routed_experts", 12), ("num_experts_per_tok", 2), ("pad_token_id", 3),
+               ("first_k_dense_replace", 2), ("moe_intermediate_size", 17), ("n_group", 1), ("topk_group", 1)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [UNLISTED.layout, "tp2+etp+mb4+fp64+full"])
+def test_experts_of_a_class_without_a_family(layout: str) -> None:
+    found, expected, per_rank = run(UNLISTED.with_layout(layout))
+    assert_proved(found, expected, per_rank)
+
+
+def with_wrong_order(case: Case) -> str:
+    """The refusal, where gate and up are taken to lie side by side."""
+    wrong = {"gate, then up": expert_features.ORDERS["gate beside up"]}
+    with patch.multiple(expert_features, ORDERS=wrong, _agrees=lambda *_: True):
+        return refusal(case)
+
+
+def test_features_that_were_split_wrongly_are_found_when_tried() -> None:
+    for error in run_ranks(2, with_wrong_order, UNLISTED.with_layout("tp2+etp+mb8+fp64")):
+        assert "Glm4MoeForCausalLM is refused: split over 2 ranks it does not compute what it does whole" in error

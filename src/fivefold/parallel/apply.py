@@ -80,7 +80,9 @@ def parallelize(
     _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
-    experts = expert.apply_expert_parallel(model, traced.experts, specs, mesh, fold)
+    experts = expert.apply_expert_parallel(
+        model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.expert_parts
+    )
     balance = balancing.watch_routers(model, traced.experts, fold, rows)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)

@@ -34,7 +34,6 @@ from fivefold.models.trace import Experts
 from fivefold.parallel import ops
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.expert_features import feature_splits
-from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even
 from fivefold.parallel.tensor import TensorParallel
 
@@ -147,12 +146,16 @@ def apply_expert_parallel(
     model: nn.Module,
     modules: Sequence[Experts],
     specs: dict[str, ShardSpec],
-    mesh: Mesh,
     tensor: TensorParallel | None,
+    *,
+    group: dist.ProcessGroup | None,
+    cut: int,
+    parts: int,
 ) -> ExpertParallel:
-    """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward."""
-    group, parts = mesh.ep_group, mesh.layout.expert_parts
-    cut = mesh.cut(mesh.place(dist.get_rank()), "ep").part
+    """Cut the experts of `model` (in place) to those of part `cut` of `specs`, and take over their modules' forward.
+
+    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp.
+    """
     fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts)
     for each in modules:
         module = model.get_submodule(each.name)

@@ -84,6 +84,10 @@ class Mesh:
         row, part = divmod(place.fsdp * self.layout.tp + place.tp, parts)
         return Cut(part, row, self.rows("ep"))
 
+    def part(self, over: Over) -> int:
+        """The part that this rank has of such a parameter."""
+        return self.cut(self.place(dist.get_rank()), over).part
+
     def rows(self, over: Over) -> int:
         """How many ranks FSDP shards a parameter over whose blocks go to the ranks of `over`."""
         return self.fsdp_size if over == "tp" else self.layout.expert_shards
