@@ -42,6 +42,7 @@ _TRIPLES = (
     ("shard2.cp2.ep4+zero1", "olmoe", False),
     ("shard2.tp2.ep4", "qwen3_moe", False),
     ("cp2.tp2.ep4+ring", "mixtral", False),
+    ("cp2.tp2.ep2+etp+allgather", "gpt_oss", False),
     ("cp2.pp2.ep2+allgather", "qwen3_moe", False),
     ("tp2.pp2.ep2", "mixtral", False),
     ("dp2.tp2.ep2+full", "olmoe", False),
@@ -50,6 +51,7 @@ _QUADRUPLES = (
     ("shard2.cp2.tp2.ep4+zero1+ring", "qwen3_moe", False),
     ("shard2.tp2.pp2.ep4+zero1", "mixtral", False),
     ("cp2.tp2.pp2.ep4+allgather", "olmoe", False),
+    ("shard2.tp2.pp2.ep2+etp+zero1", "mixtral", False),
     ("shard2.cp2.pp2.ep2+zero1+ring", "qwen3_moe", False),
     ("dp2.tp2.pp2.ep2+nosp", "mixtral", False),
 )

@@ -303,6 +303,7 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
     [
         "layout=cp4+2x3",
         "layout=tp2.ep2",
+        "layout=tp2+etp",
         "precision.fp8=tensorwise",
         "memory.recompute=selective",
         "memory.offload_activations=true",
@@ -320,6 +321,14 @@ def test_what_is_not_built_yet_is_refused_by_name(override: str) -> None:
 @pytest.mark.parametrize("override", ["memory.recompute=full", "log.to=[jsonl, tensorboard]", "layout=dp2.shard2.tp2"])
 def test_what_is_built_is_not_refused(override: str) -> None:
     check_supported(load_config(None, [override]))
+
+
+def test_experts_are_split_where_there_are_some() -> None:
+    with pytest.raises(UserError, match=r"expert_tp splits experts over tp, and .* has none") as caught:
+        check_supported(load_config(None, ["layout=tp2+etp"]))
+    assert caught.value.fix == "set layout.expert_tp: false"
+    check_supported(load_config(None, ["layout=tp2+etp", "model.name_or_path=someone/mixtral"]))
+    check_supported(load_config(None, ["layout=shard2+etp"]))  # nothing to split over
 
 
 def test_shapes_are_config_files_by_name() -> None:

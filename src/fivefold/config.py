@@ -206,7 +206,7 @@ class LayoutSection(Section):
     ep: Whole = Field(default=1, description="expert parallel; devices, taken from dp_shard, cp and tp")
     zero: Whole = Field(default=3, description="ZeRO stage 1, 2 or 3 inside dp_shard x cp")
     sequence_parallel: bool = Field(default=True, description="split the sequence over tp between the matmuls")
-    expert_tp: bool = Field(default=False, description="split each expert over tp")
+    expert_tp: bool = Field(default=False, description="split each expert over tp; ep then takes dp_shard and cp alone")
     pp_schedule: str = Field(default="1f1b", description="order of the micro batches in the pipeline")
     pp_virtual: Whole = Field(default=1, description="stages per pipeline rank")
     pp_split: str = Field(default="auto", description="layers per stage, as 8-8-8-6")
@@ -410,7 +410,6 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
     layout, memory = config.layout, config.memory
     check_method(layout.cp_method, layout.cp)
     for key, asked, instead in (
-        ("layout.expert_tp", layout.expert_tp, "false"),
         ("precision.fp8", config.precision.fp8 != "none", "none"),
         ("memory.recompute", memory.recompute == "selective", "none or full"),
         ("memory.offload_activations", memory.offload_activations, "false"),
@@ -421,12 +420,14 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
     known = batch and layout.pp > 1 and layout.dp_shard != -1
     check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
-    if layout.ep > 1 and _is_dense(config.model):
-        raise UserError(
-            f"layout.ep {layout.ep} deals experts to ranks, and {config.model.name_or_path} has none",
-            fix="set layout.ep: 1",
-            more=READ_MORE,
-        )
+    for of_experts, does, fix in (
+        (layout.ep > 1, f"ep {layout.ep} deals experts to ranks", "ep: 1"),
+        (layout.expert_parts > 1, "expert_tp splits experts over tp", "expert_tp: false"),
+    ):
+        if of_experts and _is_dense(config.model):
+            raise UserError(
+                f"layout.{does}, and {config.model.name_or_path} has none", fix=f"set layout.{fix}", more=READ_MORE
+            )
     for package in config.log.to:  # each is called as its package
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(

@@ -62,7 +62,8 @@ class Layout:
     """Degrees and execution options of a parallel run.
 
     `dp_shard` may be -1, meaning "the devices the other degrees leave"; `resolve(world)` fills it in. FSDP shards
-    over `dp_shard * cp`; `ep` takes ranks from `dp_shard, cp, tp` and never multiplies the world.
+    over `dp_shard * cp`; `ep` takes ranks from `dp_shard, cp, tp` (with `expert_tp` from `dp_shard, cp`) and never
+    multiplies the world.
 
     Raises `UserError` on construction when a value is out of its range.
     """
@@ -145,6 +146,21 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def expert_parts(self) -> int:
+        """How many ranks share the features of each expert: `tp` with `expert_tp`."""
+        return self.tp if self.expert_tp else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """How many ranks FSDP shards an expert's parameters over: what `ep` leaves of those that it is taken from."""
+        return self._expert_ranks // self.ep
+
+    @property
+    def _expert_ranks(self) -> int:
+        """The ranks that experts are dealt to, and sharded over."""
+        return self.dp_shard * self.cp * self.tp // self.expert_parts
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Mesh shape in `MESH_AXES` order."""
         return tuple(getattr(self, axis) for axis in MESH_AXES)
@@ -181,12 +197,13 @@ class Layout:
 
     def _check_experts(self) -> None:
         """Raise `UserError` with the arithmetic when `ep` does not divide the ranks that it is taken from."""
-        ranks = self.dp_shard * self.cp * self.tp
+        ranks = self._expert_ranks
         if ranks % self.ep:
             fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            over_tp = "" if self.expert_tp else f" x tp {self.tp}"
             raise UserError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} = {ranks}, the "
-                "ranks that experts are dealt to",
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp}{over_tp} = {ranks}, the "
+                f"ranks that experts are dealt to{' with expert_tp' if self.expert_tp else ''}",
                 fix=f"try ep {', '.join(map(str, fits))}",
             )
 

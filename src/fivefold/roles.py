@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from fivefold.errors import UserError
@@ -58,11 +59,11 @@ def examine(model: str | Path, *, tp: int) -> Report[RoleRow]:
 
 
 def _shard(spec: ShardSpec | None, shape: tuple[int, ...]) -> str:
-    if spec is None or spec.dim is None:
+    if spec is None or not spec.splits:
         return f"{' x '.join(map(str, shape))}"
-    held = spec.local_shape(0)
-    sizes = [f"{held[dim]}/{size}" if dim == spec.dim else str(size) for dim, size in enumerate(shape)]
-    pieces = len(spec.blocks[0])
+    held, cut = spec.local_shape(0), {split.dim for split in spec.splits}
+    sizes = [f"{held[dim]}/{size}" if dim in cut else str(size) for dim, size in enumerate(shape)]
+    pieces = prod(len(blocks) for blocks in spec.held[0])
     copies = f", on {spec.replicas} ranks" if spec.replicas > 1 else ""
     return f"{' x '.join(sizes)}{copies}{f', {pieces} pieces' if pieces > 1 else ''}"
 

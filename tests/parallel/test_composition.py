@@ -40,7 +40,7 @@ def test_every_pair_of_folds_is_there() -> None:
     assert len([case for case in QUADRUPLES if len(folds(case)) == 4 and case.parsed.world == 8]) >= 2
 
 
-WAY = ("tp2.pp2", "shard4", "shard4.ep2", "cp2.tp2.ep4", "cp2.pp2.ep2", "single")
+WAY = ("tp2.pp2", "shard4", "shard4.ep2", "cp2.tp2.ep4", "cp2.tp2.ep2+etp", "cp2.pp2.ep2", "single")
 
 
 def test_a_checkpoint_goes_from_fold_to_fold(tmp_path: Path) -> None:

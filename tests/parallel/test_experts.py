@@ -197,7 +197,7 @@ ONE_EXPERT = (("num_local_experts", 1), ("num_experts_per_tok", 1))
     ("case", "said"),
     [
         (Case("shard2.ep2", "llama"), "LlamaForCausalLM has no experts"),
-        (Case("shard2+etp", "mixtral"), "expert_tp is not built yet"),
+        (Case("tp2+etp", "llama"), "LlamaForCausalLM has no experts to split over tp"),
         (Case("shard2.ep2", "mixtral", overrides=ONE_EXPERT), "ep 2 is more than the 1"),
     ],
 )
@@ -213,3 +213,7 @@ def test_ep_must_divide_the_ranks_that_it_is_taken_from() -> None:
     with pytest.raises(UserError, match="ep 3 does not divide dp_shard 4"):
         Layout.parse("shard-1.ep3").resolve(4)
     assert Layout.parse("dp2.shard3.tp2.ep6").resolve(12).ep == 6
+    said = r"ep 6 does not divide dp_shard 3 x cp 1 = 3, the ranks that experts are dealt to with expert_tp"
+    with pytest.raises(UserError, match=said) as raised:
+        Layout.parse("dp2.shard3.tp2.ep6+etp").resolve(12)
+    assert raised.value.fix == "try ep 1, 3"

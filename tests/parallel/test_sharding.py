@@ -6,31 +6,35 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.parallel.sharding import ShardSpec, fsdp_rows, local_regions, split_even, whole
+from fivefold.parallel.sharding import ShardSpec, Split, fsdp_rows, local_regions, split_even, whole
 from fivefold.parallel.spread import spread_of
 from tests.parity import Case, build, reference_model
 from tests.pool import run_ranks
 
 # Two fused projections (query, key and value; gate and up) over 3 tp ranks, as [start, stop) blocks in local order.
 FUSED = (((0, 5), (15, 17), (21, 23)), ((5, 10), (17, 19), (23, 25)), ((10, 15), (19, 21), (25, 27)))
+EXPERTS = (((0, 4),), ((4, 7),))
 REPLICATED_KV = (((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),))
 SPECS = {
     "whole": whole("w", (13, 7), 3),
     "vector": whole("w", (11,), 2),
     "cube": whole("w", (5, 3, 2), 1),
-    "column": ShardSpec("w", (29, 7), 0, tuple((b,) for b in split_even(29, 3))),
-    "row": ShardSpec("w", (7, 29), 1, tuple((b,) for b in split_even(29, 3))),
-    "bias": ShardSpec("w", (29,), 0, tuple((b,) for b in split_even(29, 4))),
-    "fused columns": ShardSpec("w", (27, 5), 0, FUSED),
-    "fused rows": ShardSpec("w", (5, 27), 1, FUSED),
-    "few kv heads": ShardSpec("w", (6, 5), 0, REPLICATED_KV),
+    "column": ShardSpec.along("w", (29, 7), 0, [(b,) for b in split_even(29, 3)]),
+    "row": ShardSpec.along("w", (7, 29), 1, [(b,) for b in split_even(29, 3)]),
+    "bias": ShardSpec.along("w", (29,), 0, [(b,) for b in split_even(29, 4)]),
+    "fused columns": ShardSpec.along("w", (27, 5), 0, FUSED),
+    "fused rows": ShardSpec.along("w", (5, 27), 1, FUSED),
+    "two dimensions": ShardSpec(
+        "w", (7, 27, 3), (Split(0, EXPERTS * 3), Split(1, tuple(blocks for blocks in FUSED for _ in EXPERTS))), 6, "ep"
+    ),
+    "few kv heads": ShardSpec.along("w", (6, 5), 0, REPLICATED_KV),
 }
 
 
 def expected_local(spec: ShardSpec, values: np.ndarray, tp_rank: int, fsdp_rank: int, fsdp_size: int) -> np.ndarray:
     """The plain twin: slice and concatenate the blocks, then `torch.chunk` along dim 0."""
-    if spec.dim is not None:
-        values = np.concatenate([values.take(range(*b), spec.dim) for b in spec.blocks[tp_rank]], spec.dim)
+    for split in spec.splits:
+        values = np.concatenate([values.take(range(*b), split.dim) for b in split.blocks[tp_rank]], split.dim)
     chunks = torch.chunk(torch.from_numpy(values), fsdp_size)
     return chunks[fsdp_rank].numpy() if fsdp_rank < len(chunks) else values[:0]
 
@@ -40,7 +44,7 @@ def expected_local(spec: ShardSpec, values: np.ndarray, tp_rank: int, fsdp_rank:
 def test_regions_are_what_slicing_gives(name: str, fsdp_size: int) -> None:
     spec = SPECS[name]
     values = np.arange(np.prod(spec.shape)).reshape(spec.shape)
-    for tp_rank in range(len(spec.blocks)):
+    for tp_rank in range(spec.parts):
         for fsdp_rank in range(fsdp_size):
             expected = expected_local(spec, values, tp_rank, fsdp_rank, fsdp_size)
             found = np.full(expected.shape, -1)
@@ -57,7 +61,7 @@ def test_regions_are_what_slicing_gives(name: str, fsdp_size: int) -> None:
 def test_owners_hold_every_element_once(name: str, fsdp_size: int) -> None:
     spec = SPECS[name]
     held = np.zeros(spec.shape, int)
-    for tp_rank in filter(spec.is_owner, range(len(spec.blocks))):
+    for tp_rank in filter(spec.is_owner, range(spec.parts)):
         for fsdp_rank in range(fsdp_size):
             for global_region, _ in local_regions(spec, tp_rank, fsdp_rank, fsdp_size):
                 held[global_region] += 1
@@ -67,7 +71,7 @@ def test_owners_hold_every_element_once(name: str, fsdp_size: int) -> None:
 def test_replicas() -> None:
     assert {name: spec.replicas for name, spec in SPECS.items()} == {
         "whole": 3, "vector": 2, "cube": 1, "column": 1, "row": 1, "bias": 1, "fused columns": 1, "fused rows": 1,
-        "few kv heads": 2,
+        "two dimensions": 1, "few kv heads": 2,
     }  # fmt: skip
 
 

@@ -95,22 +95,24 @@ def number_of_experts(module: nn.Module) -> int:
     return next(module.parameters()).shape[0]
 
 
-def expert_mlp(module: Any, x_SD: Tensor, counts_E: Tensor) -> Tensor:
+def expert_mlp(module: Any, x_SD: Tensor, counts_E: Tensor, *, biased_from: int = 0) -> Tensor:
     """What the experts of `module` make of rows that are sorted by expert: its own gate and activation between two
-    grouped matmuls."""
+    grouped matmuls. Where the module has a part of their features, this is a part of a sum, and its biases are those of
+    some outputs, the first of which is `biased_from`."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     made = _linear(module, first, x_SD, counts_E)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
-    made = _linear(module, "down_proj", made, counts_E)
+    made = _linear(module, "down_proj", made, counts_E, biased_from)
     return module.post_expert_norm(made) if module.has_post_expert_norm else made
 
 
-def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor) -> Tensor:
+def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, biased_from: int = 0) -> Tensor:
     weight = getattr(module, name)
     out_SO = grouped_matmul(x_SI, weight if module.is_transposed else weight.transpose(1, 2), counts_E)
     if not module.has_bias:
         return out_SO
-    bias_EO: Tensor = getattr(module, f"{name}_bias")
+    bias: Tensor = getattr(module, f"{name}_bias")
+    bias_EO = F.pad(bias, (biased_from, out_SO.shape[1] - biased_from - bias.shape[1]))
     return out_SO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
 
 

@@ -57,7 +57,7 @@ def parallelize(
     Raises `UserError` when the layout does not fit the world or the model.
     """
     open_world()
-    layout = _checked(layout)
+    layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     use_our_attention(model)
     anatomy = Anatomy.of(model)
@@ -66,7 +66,7 @@ def parallelize(
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     traced = _traced(model, anatomy)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout.ep)
+    specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     stages = assign(model, anatomy, traced, layout)
     holders = {name: stages.holders(name) for name in specs}
@@ -80,7 +80,9 @@ def parallelize(
     _tie(model, anatomy)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
-    experts = expert.apply_expert_parallel(model, traced.experts, specs, mesh.ep_group, fold)
+    experts = expert.apply_expert_parallel(
+        model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.expert_parts
+    )
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
     balance = balancing.watch_routers(model, experts, fold, rows)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
@@ -114,14 +116,6 @@ def parallelize(
             register_fsdp_forward_method(model, method)
         pipeline.prefetch_within_stages(model, staged)
     return model
-
-
-def _checked(layout: Layout) -> Layout:
-    """The layout with its -1 resolved for the current world."""
-    layout = layout.resolve(dist.get_world_size())
-    if layout.expert_tp:
-        raise UserError(f"layout {layout}: expert_tp is not built yet", fix="set layout.expert_tp: false")
-    return layout
 
 
 def _traced(model: Any, anatomy: Anatomy) -> Trace:

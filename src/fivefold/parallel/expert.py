@@ -3,11 +3,13 @@
 Ranks are taken innermost first from dp_shard, cp and tp: they have different tokens already, so that the world does not
 grow. What is left of these three shards the experts' parameters (`data.py`), and their gradients are sums of every
 token's, like all others. Dropless: counts first, then as many rows as the router asked for.
+With `expert_tp`, tp is not among them: each of its ranks has a part of the features of every expert
+(`expert_features.py`), sees the tokens of all, and its results are parts of a sum.
 
     tokens [N, D] --sort--> rows [S, D] by expert --all-to-all--> rows of this rank's experts --grouped matmuls-->
     --all-to-all--> rows [S, D] --weights, sum--> tokens [N, D]
 
-With replicated activations (tp without sequence parallelism) each tp rank takes its share of the tokens, and the
+Else, with replicated activations (tp without sequence parallelism) each tp rank takes its share of the tokens, and the
 results are gathered; with one expert rank, nothing is sent.
 
 Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden size, E experts, n expert ranks.
@@ -16,6 +18,7 @@ Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden siz
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,37 +27,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.errors import UserError
+from fivefold.layout import Layout
 from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.trace import Experts
 from fivefold.parallel import ops
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.sharding import Block, ShardSpec, split_even
+from fivefold.parallel.expert_features import feature_splits
+from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even
 from fivefold.parallel.tensor import TensorParallel
 
 # ---- what every parameter becomes ------------------------------------------------------------------------------------
 
 
-def shard_specs(model: nn.Module, experts: Sequence[Experts], ep: int) -> dict[str, ShardSpec]:
-    """The shards of the experts' parameters: dimension 0 in blocks over `ep`.
+def shard_specs(model: nn.Module, experts: Sequence[Experts], layout: Layout) -> dict[str, ShardSpec]:
+    """The shards of the experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too.
 
-    Raises `UserError` for more ranks than experts, or a model that has none.
+    Raises `UserError` for more ranks than experts, features that cannot be split, or a model that has no experts.
     """
+    ep, pieces = layout.ep, layout.expert_parts
     if ep > 1 and not experts:
         raise UserError(f"ep {ep}: {type(model).__name__} has no experts to deal to ranks", fix="set layout.ep: 1")
+    if pieces > 1 and not experts:
+        fix = "set layout.expert_tp: false"
+        raise UserError(f"expert_tp: {type(model).__name__} has no experts to split over tp", fix=fix)
     specs = {}
     for each in experts:
-        for leaf, parameter in model.get_submodule(each.name).named_parameters():
+        module = model.get_submodule(each.name)
+        features = feature_splits(each.name, module, pieces) if pieces > 1 else {}
+        for leaf, parameter in module.named_parameters():
             name, shape = f"{each.name}.{leaf}", tuple(parameter.shape)
             if shape[0] < ep:
-                raise UserError(f"ep {ep} is more than the {shape[0]} experts of {each.name}", fix=_fix(shape[0]))
-            blocks = tuple((block,) for block in split_even(shape[0], ep))
-            specs[name] = ShardSpec(name, shape, 0, blocks, over="ep")
+                fix = f"use ep {shape[0]} or less"
+                raise UserError(f"ep {ep} is more than the {shape[0]} experts of {each.name}", fix=fix)
+            splits = [Split(0, tuple((block,) for block in split_even(shape[0], ep)))]
+            splits += [features[leaf]] if leaf in features else []
+            specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")
     return specs
 
 
-def _fix(experts: int) -> str:
-    return f"use ep {experts} or less"
+def _crossed(splits: Sequence[Split]) -> tuple[Split, ...]:
+    """The cuts of several dimensions as those of their pairs, the last one's parts innermost."""
+    sizes = [len(split.blocks) for split in splits]
+    places = list(product(*map(range, sizes)))
+    return tuple(
+        Split(split.dim, tuple(split.blocks[place[at]] for place in places)) for at, split in enumerate(splits)
+    )
 
 
 # ---- placing them in a model -----------------------------------------------------------------------------------------
@@ -63,18 +81,22 @@ def _fix(experts: int) -> str:
 @dataclass(frozen=True)
 class ExpertParallel:
     """The expert parallel fold of one model on this rank. `group` None: every rank has all experts. `tensor`: where
-    activations may be replicated. `blocks`: the experts of each rank of the group."""
+    activations may be replicated. Of each of its experts it has part `part` of `parts`, which are over tp."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
     rank: int
     tensor: TensorParallel | None
+    part: int
+    parts: int
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
         """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
         hidden_ND, index_NK, weights_NK = _arguments(given, named)
         if weights_NK.dtype != torch.float64:
             weights_NK = weights_NK.float()
+        if self.parts > 1:
+            return self._add_up(module, experts, hidden_ND, index_NK, weights_NK)
         if self._is_replicated:
             return self._share(module, experts, hidden_ND, index_NK, weights_NK)
         return routed(hidden_ND, index_NK, weights_NK, experts, partial(self.compute, module))
@@ -82,6 +104,13 @@ class ExpertParallel:
     @property
     def _is_replicated(self) -> bool:
         return self.tensor is not None and not self.tensor.sequence_parallel
+
+    def _add_up(self, module: nn.Module, experts: int, *given: Tensor) -> Tensor:
+        """All tp ranks see all tokens, and each makes its part of their results."""
+        assert self.tensor is not None
+        hidden, index, weights = (self.tensor.enter(each.unsqueeze(0)).squeeze(0) for each in given)
+        out = routed(hidden, index, weights, experts, partial(self.compute, module))
+        return self.tensor.leave(out.unsqueeze(0)).squeeze(0).clone()  # FSDP hooks what no view is
 
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """All tp ranks have all tokens: each sends its share of them."""
@@ -95,7 +124,7 @@ class ExpertParallel:
     def compute(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What the experts make of rows that are sorted by expert."""
         if self.group is None:
-            return expert_mlp(module, rows_SD, counts_E)
+            return self._made(module, rows_SD, counts_E)
         size = dist.get_world_size(self.group)
         held = [stop - start for start, stop in split_even(len(counts_E), size)]
         counts_nE = exchange_counts(counts_E, held, self.rank, self.group)  # of this rank's experts, by who sends
@@ -103,28 +132,38 @@ class ExpertParallel:
         received = counts_nE.sum(1).tolist()
         order, counts = by_expert(counts_nE)
         rows = AllToAll.apply(rows_SD, received, sent, self.group)  # type: ignore[no-untyped-call]
-        made = expert_mlp(module, Permute.apply(rows, order), counts)  # type: ignore[no-untyped-call]
+        made = self._made(module, Permute.apply(rows, order), counts)  # type: ignore[no-untyped-call]
         back = Permute.apply(made, inverse(order))  # type: ignore[no-untyped-call]
         return AllToAll.apply(back, sent, received, self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
+        """What this rank's part of its experts makes of their rows."""
+        first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
+        return expert_mlp(module, rows_SD, counts_E, biased_from=first)
 
 
 def apply_expert_parallel(
     model: nn.Module,
     modules: Sequence[Experts],
     specs: dict[str, ShardSpec],
-    group: dist.ProcessGroup | None,
     tensor: TensorParallel | None,
+    *,
+    group: dist.ProcessGroup | None,
+    cut: int,
+    parts: int,
 ) -> ExpertParallel:
-    """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward."""
-    rank = dist.get_rank(group) if group else 0
-    fold = ExpertParallel(tuple(modules), group, rank, tensor)
+    """Cut the experts of `model` (in place) to those of part `cut` of `specs`, and take over their modules' forward.
+
+    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp.
+    """
+    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts)
     for each in modules:
         module = model.get_submodule(each.name)
         experts = 0
         for leaf, parameter in list(module.named_parameters()):
             experts = parameter.shape[0]
             owner, _, attribute = leaf.rpartition(".")
-            empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(rank))
+            empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(cut))
             setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
         module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
     return fold
@@ -208,7 +247,8 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
     """
     found: list[Collective] = []
     tensor_size = fold.tensor.size if fold.tensor else 1
-    tokens = shape.rows * shape.tokens // tensor_size
+    seen = shape.rows * shape.tokens
+    tokens = seen if fold.parts > 1 else seen // tensor_size
     for each in fold.modules:
         if not is_within(each.name, layers):
             continue
@@ -219,7 +259,9 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
             found.append(Collective("ep", "all_to_all", forwards, forwards * each.experts * 8))
             passes = 2 * forwards + 2 * backwards
             found.append(Collective("ep", "all_to_all", passes, passes * rows_bytes))
-        if fold.tensor is not None and not shape.sequence_parallel:
+        if fold.parts > 1:
+            found += _declare_sums(each, shape)
+        elif fold.tensor is not None and not shape.sequence_parallel:
             longest = -(-shape.rows * shape.tokens // tensor_size) * tensor_size
             joins = shape.micro_batches if each.is_last else forwards
             found.append(Collective("tp", "all_gather", joins, joins * longest * shape.hidden * shape.compute_bytes))
@@ -229,3 +271,20 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
             weights = longest * each.picks * max(4, shape.compute_bytes)
             found.append(Collective("tp", "all_gather", backwards, backwards * weights))
     return found
+
+
+def _declare_sums(each: Experts, shape: StepShape) -> list[Collective]:
+    """Of experts whose features are split: what enters, its gradients, and the sum, over tp. A second forward that
+    nothing follows does without the sum."""
+    tokens, steps = shape.rows * shape.tokens, shape.micro_batches
+    forwards = (2 if shape.recompute == "full" else 1) * steps
+    sums = steps if each.is_last else forwards
+    weights = tokens * each.picks * max(4, shape.compute_bytes)
+    if not shape.sequence_parallel:
+        volume = (sums + steps) * shape.hidden_bytes + steps * weights
+        return [Collective("tp", "all_reduce", sums + 2 * steps, volume)]
+    entered = shape.hidden_bytes + weights + tokens * each.picks * 8
+    return [
+        Collective("tp", "all_gather", 3 * forwards + steps, forwards * entered + steps * shape.hidden_bytes),
+        Collective("tp", "reduce_scatter", sums + 2 * steps, (sums + steps) * shape.hidden_bytes + steps * weights),
+    ]

@@ -15,10 +15,11 @@ class Mesh:
     `dp_shard` always. (An axis of one rank would cost a process group per rank of the world.)
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
-    `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp: `fsdp` itself where
-    that is all the same; `ep_group` the ranks that the experts are dealt to (None for one). `kv_replicas` is the group
-    of tp ranks that hold the same key/value heads (None when every rank has its own), `ends` that of the two pipeline
-    ranks that hold a tied embedding (None when one does, and on the ranks between them).
+    `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp (of dp_shard and cp
+    where tp splits each expert): `fsdp` itself where that is all the same; `ep_group` the ranks that the experts are
+    dealt to (None for one). `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every
+    rank has its own), `ends` that of the two pipeline ranks that hold a tied embedding (None when one does, and on the
+    ranks between them).
     """
 
     layout: Layout
@@ -75,15 +76,21 @@ class Mesh:
 
     def cut(self, place: Place, over: Over) -> Cut:
         """The part that a rank has of a parameter whose blocks go to the ranks of `over`. Those of `ep` are taken
-        innermost first from dp_shard, cp and tp, and FSDP shards over what is left of these."""
+        innermost first from dp_shard, cp and tp, and FSDP shards over what is left of these. Where tp splits each
+        expert, its ranks are the innermost parts."""
         if over == "tp":
             return Cut(place.tp, place.fsdp, self.fsdp_size)
-        row, part = divmod(place.fsdp * self.layout.tp + place.tp, self.layout.ep)
+        parts = self.layout.ep * self.layout.expert_parts
+        row, part = divmod(place.fsdp * self.layout.tp + place.tp, parts)
         return Cut(part, row, self.rows("ep"))
+
+    def part(self, over: Over) -> int:
+        """The part that this rank has of such a parameter."""
+        return self.cut(self.place(dist.get_rank()), over).part
 
     def rows(self, over: Over) -> int:
         """How many ranks FSDP shards a parameter over whose blocks go to the ranks of `over`."""
-        return self.fsdp_size if over == "tp" else self.fsdp_size * self.layout.tp // self.layout.ep
+        return self.fsdp_size if over == "tp" else self.layout.expert_shards
 
     def fsdp_mesh(self, over: Over) -> DeviceMesh:
         """The mesh that `fully_shard` takes for such a parameter."""
@@ -173,15 +180,18 @@ def build_mesh(
         if layout.dp_replicate > 1:
             fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
     kv_group, ends = _kv_group(layout, kv_copies), _ends_group(layout, tied_ends)
-    if not experts or layout.ep == layout.tp == 1:
+    if not experts or (layout.ep == 1 and layout.expert_parts == layout.tp):
         return Mesh(layout, device, fsdp, kv_group, fsdp, ends=ends)
     return Mesh(layout, device, fsdp, kv_group, *_expert_meshes(layout, device_type), ends)
 
 
 def _expert_meshes(layout: Layout, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """What experts are sharded over, and the group that they are dealt to: the same ranks in another shape."""
-    shard = layout.dp_shard * layout.cp * layout.tp // layout.ep
-    shape = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "ep_shard": shard, "ep": layout.ep}
+    """What experts are sharded over, and the group that they are dealt to: the same ranks in another shape, the one in
+    which `Mesh.cut` counts them."""
+    shape = {
+        "pp": layout.pp, "dp_replicate": layout.dp_replicate, "ep_shard": layout.expert_shards, "ep": layout.ep,
+        "expert_parts": layout.expert_parts,
+    }  # fmt: skip
     sizes = {axis: size for axis, size in shape.items() if size > 1 or axis == "ep_shard"}
     device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     fsdp = device[("dp_replicate", "ep_shard")] if layout.dp_replicate > 1 else device["ep_shard"]

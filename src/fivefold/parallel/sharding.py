@@ -1,16 +1,19 @@
 """Which part of each parameter a rank holds: the one description that init, load, save and verify read.
 
 Tensor parallelism cuts a parameter along one dimension into blocks chosen by its role (whole heads, vocabulary
-rows, features); FSDP then cuts the local result along dimension 0. A `ShardSpec` says the first, `local_regions`
-adds the second and answers in global coordinates.
+rows, features), expert parallelism along the experts, and along their features as well with `expert_tp`; FSDP then cuts
+the local result along dimension 0. A `ShardSpec` says the first, `local_regions` adds the second and answers in global
+coordinates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, product
 from typing import Literal
 
 Block = tuple[int, int]  # [start, stop) along the sharded dimension, global coordinates
+Blocks = tuple[Block, ...]  # of one rank, in local order
 Region = tuple[slice, ...]
 Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to
 
@@ -37,29 +40,47 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Split:
+    """A cut along dimension `dim`: `blocks[p]` are what part p holds of it, in local order."""
+
+    dim: int
+    blocks: tuple[Blocks, ...]
+
+
+@dataclass(frozen=True)
 class ShardSpec:
     """How tensor (or expert) parallelism cuts one parameter.
 
-    `blocks[r]` are the blocks along `dim` that rank r of `over` holds, in local order; several ranks may hold the same
-    blocks (key/value heads fewer than tp). `dim` None: every rank holds the whole parameter.
+    There are `parts` of it, dealt to the ranks of `over` in their order (`Mesh.cut`): the product of the blocks that
+    each split gives a part, and all of every other dimension. Several parts may be the same (key/value heads fewer than
+    tp); without splits, each is the whole parameter.
     """
 
     name: str
     shape: tuple[int, ...]
-    dim: int | None
-    blocks: tuple[tuple[Block, ...], ...]
+    splits: tuple[Split, ...]
+    parts: int
     over: Over = "tp"
 
-    def local_shape(self, tp_rank: int) -> tuple[int, ...]:
-        """Shape of the slice that tp rank `tp_rank` holds, before FSDP."""
-        shape = list(self.shape)
-        if self.dim is not None:
-            shape[self.dim] = sum(stop - start for start, stop in self.blocks[tp_rank])
-        return tuple(shape)
+    @classmethod
+    def along(cls, name: str, shape: Sequence[int], dim: int, blocks: Sequence[Blocks]) -> "ShardSpec":
+        """A parameter that is cut along one dimension over tp."""
+        return cls(name, tuple(shape), (Split(dim, tuple(blocks)),), len(blocks))
 
-    def is_owner(self, tp_rank: int) -> bool:
-        """True on the first of the ranks that hold the same values: who counts it in the norm, who saves it."""
-        return self.blocks.index(self.blocks[tp_rank]) == tp_rank
+    def local_shape(self, part: int) -> tuple[int, ...]:
+        """Shape of a part, before FSDP."""
+        return tuple(sum(stop - start for start, stop in blocks) for blocks in self.held[part])
+
+    def is_owner(self, part: int) -> bool:
+        """True on the first of the parts that hold the same values: who counts it in the norm, who saves it."""
+        return self.held.index(self.held[part]) == part
+
+    @cached_property
+    def held(self) -> tuple[tuple[Blocks, ...], ...]:
+        """For each part and each dimension, the blocks of it."""
+        cut = {split.dim: split.blocks for split in self.splits}
+        by_dim = [cut.get(dim, (((0, size),),) * self.parts) for dim, size in enumerate(self.shape)]
+        return tuple(tuple(blocks[part] for blocks in by_dim) for part in range(self.parts))
 
     @property
     def dims(self) -> int:
@@ -73,13 +94,13 @@ class ShardSpec:
 
     @property
     def replicas(self) -> int:
-        """How many tp ranks hold the same values."""
-        return len(self.blocks) // len(set(self.blocks))
+        """How many parts hold the same values."""
+        return self.parts // len(set(self.held))
 
 
 def whole(name: str, shape: Sequence[int], tp: int) -> ShardSpec:
     """A parameter that every tp rank holds in full."""
-    return ShardSpec(name, tuple(shape), None, ((),) * tp)
+    return ShardSpec(name, tuple(shape), (), tp)
 
 
 def split_even(size: int, parts: int) -> tuple[Block, ...]:
@@ -96,42 +117,34 @@ def fsdp_rows(rows: int, rank: int, size: int) -> Block:
     return start, min(start + chunk, rows)
 
 
-def local_regions(spec: ShardSpec, tp_rank: int, fsdp_rank: int, fsdp_size: int) -> list[tuple[Region, Region]]:
+def local_regions(spec: ShardSpec, part: int, fsdp_rank: int, fsdp_size: int) -> list[tuple[Region, Region]]:
     """Pairs (global region, region of this rank's local tensor) that together make up the local tensor.
 
     Empty when FSDP leaves this rank no rows.
     """
-    local_shape = spec.local_shape(tp_rank)
-    if not local_shape:  # a scalar: FSDP keeps it on rank 0 as one row
+    if not spec.shape:  # a scalar: FSDP keeps it on rank 0 as one row
         return [((), ())]
-    first, last = fsdp_rows(local_shape[0], fsdp_rank, fsdp_size)
+    rows = spec.local_shape(part)[0]
+    first, last = fsdp_rows(rows, fsdp_rank, fsdp_size)
     if first == last:
         return []
-    pairs = []
-    for start, stop, offset in _located(spec, tp_rank):
-        global_region = [slice(0, size) for size in spec.shape]
-        local_region = [slice(0, size) for size in (last - first, *local_shape[1:])]
-        if spec.dim == 0:
-            low, high = max(offset, first), min(offset + stop - start, last)
-            if low >= high:
-                continue
-            global_region[0] = slice(start + low - offset, start + high - offset)
-            local_region[0] = slice(low - first, high - first)
-        else:
-            global_region[0] = slice(first, last)
-            if spec.dim is not None:
-                global_region[spec.dim] = slice(start, stop)
-                local_region[spec.dim] = slice(offset, offset + stop - start)
-        pairs.append((tuple(global_region), tuple(local_region)))
-    return pairs
+    by_dim = [list(_located(blocks)) for blocks in spec.held[part]]
+    by_dim[0] = list(_clipped(by_dim[0], first, last))
+    return [tuple(zip(*located, strict=True)) for located in product(*by_dim)]
 
 
-def _located(spec: ShardSpec, tp_rank: int) -> list[tuple[int, int, int]]:
-    """Blocks of a tp rank as (start, stop, offset in the local tensor)."""
-    if spec.dim is None:
-        return [(0, spec.shape[0], 0)]
-    located, offset = [], 0
-    for start, stop in spec.blocks[tp_rank]:
-        located.append((start, stop, offset))
+def _located(blocks: Iterable[Block]) -> Iterator[tuple[slice, slice]]:
+    """Where each block lies in the whole dimension, and in the local one."""
+    offset = 0
+    for start, stop in blocks:
+        yield slice(start, stop), slice(offset, offset + stop - start)
         offset += stop - start
-    return located
+
+
+def _clipped(located: Iterable[tuple[slice, slice]], first: int, last: int) -> Iterator[tuple[slice, slice]]:
+    """What of these lies in the local rows [first, last), in which they are counted from there."""
+    for of_whole, of_local in located:
+        low, high = max(of_local.start, first), min(of_local.stop, last)
+        if low < high:
+            shift = of_whole.start - of_local.start
+            yield slice(low + shift, high + shift), slice(low - first, high - first)

@@ -65,13 +65,13 @@ def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> 
     if role.dim is None:
         return whole(name, shape, tp)
     if role.deal is None:
-        return ShardSpec(name, shape, role.dim, tuple((block,) for block in split_even(shape[role.dim], tp)))
+        return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
     if tp > partition.kv and {"query", "kv"} <= {part.owner for part in role.deal}:
         raise UserError(
             f"tp={tp} is more than num_key_value_heads={partition.kv}, and {name} makes all heads at once",
             fix=f"use tp {partition.kv} or less",
         )
-    return ShardSpec(name, shape, role.dim, dealt(role.deal, partition, tp))
+    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
 
 
 def dealt(deal: Deal, partition: Partition, tp: int) -> tuple[tuple[Block, ...], ...]:
@@ -156,7 +156,7 @@ def apply_tensor_parallel(
 ) -> TensorParallel:
     """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    vocabulary = tuple(blocks[0] for blocks in specs[f"{anatomy.embedding}.weight"].blocks)
+    vocabulary = tuple(rows[0] for rows, _ in specs[f"{anatomy.embedding}.weight"].held)
     fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
     fold.sums = gradient_sums(partition, specs, sequence_parallel=sequence_parallel)
     _cut_parameters(model, specs, rank)
@@ -192,7 +192,7 @@ def gradient_sums(partition: Partition, specs: dict[str, ShardSpec], *, sequence
     sums = {}
     for name, spec in specs.items():
         kind = partition.roles[name].kind
-        if spec.dim is not None and spec.replicas > 1:
+        if spec.splits and spec.replicas > 1:
             sums[name] = "tp_kv"
         elif kind in ("local", "latent", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
             sums[name] = "tp"

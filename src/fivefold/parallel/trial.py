@@ -2,7 +2,7 @@
 
 A copy of the model, cut to a layer of each kind and a few tokens of its vocabulary but of its full widths, computes a
 loss and every gradient twice in fp64: as `transformers` has it, whole, on each rank; and split over the tensor parallel
-ranks. They must agree. (Norms that compute in fp32 leave a floor of about 1e-7.)
+ranks, experts with `expert_tp` as well. They must agree. (Norms that compute in fp32 leave a floor of about 1e-7.)
 """
 
 import copy
@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.errors import UserError
+from fivefold.layout import Layout
 from fivefold.models import surfaces
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.trace import trace
-from fivefold.parallel import tensor
+from fivefold.parallel import expert, tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import ShardSpec, local_regions
 
@@ -32,7 +33,7 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
     """Raise `UserError`, on every rank, unless the split model computes what the whole one does, or where it cannot be
     told. Every rank calls this."""
     name = type(model).__name__
-    config = cut(model.config, ranks=mesh.layout.tp)
+    config = cut(model.config, ranks=mesh.layout.tp, least=_first_experts(model))
     small = build_meta(config)
     size = sum(parameter.numel() for parameter in small.parameters())
     if size > MOST:
@@ -54,14 +55,21 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
         )
 
 
-def cut(config: Any, *, ranks: int) -> Any:
-    """A copy of a config with a layer of each kind and a small vocabulary."""
+def _first_experts(model: Any) -> int:
+    """How many layers there are up to the first with experts; 0 without."""
+    names = [name for name, module in model.named_modules() if surfaces.is_experts(module)]
+    layers = Anatomy.of(model).layers
+    return next((at for at, layer in enumerate(layers, 1) if any(is_within(name, [layer]) for name in names)), 0)
+
+
+def cut(config: Any, *, ranks: int, least: int = 0) -> Any:
+    """A copy of a config with a layer of each kind, `least` at least, and a small vocabulary."""
     small = copy.deepcopy(config)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ["all", "all"]))
-    layers = min(config.num_hidden_layers, len(kinds))
+    layers = min(config.num_hidden_layers, max(len(kinds), least))
     small.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
-        small.layer_types = kinds[:layers]
+        small.layer_types = [*kinds, *config.layer_types[len(kinds) :]][:layers]
     small.vocab_size = 8 * ranks + 3
     small.pad_token_id = None
     for key in ("bos_token_id", "eos_token_id"):
@@ -73,8 +81,11 @@ def cut(config: Any, *, ranks: int) -> Any:
 def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
     """Relative errors of the loss and of this rank's part of every gradient, in the order of the model."""
     anatomy = Anatomy.of(model)
-    partition = derive(model, anatomy, trace(model, anatomy))
-    specs = tensor.shard_specs(model, partition, mesh.layout.tp)
+    traced = trace(model, anatomy)
+    partition = derive(model, anatomy, traced)
+    layout = Layout(tp=mesh.layout.tp, expert_tp=mesh.layout.expert_tp)
+    specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
+    parts = {name: mesh.tp_rank % spec.parts for name, spec in specs.items()}
     values = _values(model, device)
     ids = torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0) % model.config.vocab_size
     whole = surfaces.whole_model(model.config, values).to(device)
@@ -83,7 +94,11 @@ def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
     fold = tensor.apply_tensor_parallel(
         model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
     )
-    _fill(model, values, specs, mesh.tp_rank, device)
+    cut = mesh.tp_rank % layout.expert_parts
+    expert.apply_expert_parallel(model, traced.experts, specs, fold, group=None, cut=cut, parts=layout.expert_parts)
+    if layout.expert_parts == 1:  # as FSDP does
+        fold.sums |= {name: "tp" for name, spec in specs.items() if spec.over == "ep"}
+    _fill(model, values, specs, parts, device)
     errors = {"the loss": float(abs(_loss(model, ids) - expected_loss) / abs(expected_loss))}
     tensor.sum_partial_gradients(model, fold, mesh.kv_replicas)
     norm = torch.stack([grad.norm() for grad in expected.values() if grad is not None]).norm()
@@ -92,7 +107,7 @@ def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
             errors[f"the gradient of {name}"] = float(expected[name] is not None or parameter.grad is not None)
             continue
         error = 0.0
-        for global_region, local_region in local_regions(specs[name], mesh.tp_rank, 0, 1):
+        for global_region, local_region in local_regions(specs[name], parts[name], 0, 1):
             right = expected[name][global_region]
             wrong = (parameter.grad[local_region] - right).norm() / torch.maximum(right.norm(), 1e-6 * norm)
             error = max(error, float(wrong))
@@ -110,12 +125,14 @@ def _values(model: Any, device: torch.device) -> dict[str, Tensor]:
     return drawn | {name: buffer.double() for name, buffer in buffer_values(model).items()}
 
 
-def _fill(model: Any, values: dict[str, Tensor], specs: dict[str, ShardSpec], rank: int, device: torch.device) -> None:
+def _fill(
+    model: Any, values: dict[str, Tensor], specs: dict[str, ShardSpec], parts: dict[str, int], device: torch.device
+) -> None:
     model.to(torch.float64).to_empty(device=device)
     model.tie_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            for global_region, local_region in local_regions(specs[name], rank, 0, 1):
+            for global_region, local_region in local_regions(specs[name], parts[name], 0, 1):
                 parameter[local_region] = values[name][global_region].to(device)
         for name, buffer in model.named_buffers():
             buffer.copy_(values[name])

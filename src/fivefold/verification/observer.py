@@ -221,7 +221,7 @@ class Observer:
         if width == features:
             return [(0, features)]
         spec = self._split_of(name, features)
-        return None if spec is None else spec.blocks[self._tp_rank]
+        return None if spec is None else spec.splits[0].blocks[self._tp_rank]
 
     def _is_shared(self, name: str) -> bool:
         """Several ranks compute it (key/value heads fewer than tp, latents): each has a part of its gradient."""
@@ -236,7 +236,7 @@ class Observer:
     def _split_of(self, name: str, features: int) -> ShardSpec | None:
         module = name.removesuffix(" input")
         own = self._own_split(module, 1 if name.endswith(" input") else 0)
-        if own is not None and own.shape[own.dim or 0] == features:
+        if own is not None and own.shape[own.splits[0].dim] == features:
             return own
         layer = next((each for each in self._spread.anatomy.layers if module.startswith(f"{each}.")), None)
         near = module.rpartition(".")[0]
@@ -245,7 +245,7 @@ class Observer:
         for linear in linears:
             for end in (0, 1):
                 spec = self._own_split(linear, end)
-                if spec is not None and spec.shape[spec.dim or 0] == features:
+                if spec is not None and spec.shape[spec.splits[0].dim] == features:
                     return spec
         return None
 
@@ -253,4 +253,4 @@ class Observer:
         """The shard of a linear's weight, if its outputs (`end` 0) or inputs (1) are what is split."""
         dims = surfaces.linear_dims(self._model.get_submodule(name))
         spec = self._spread.shards.get(f"{name}.weight")
-        return spec if dims and spec and spec.dim == dims[end] else None
+        return spec if dims and spec and [each.dim for each in spec.splits] == [dims[end]] else None

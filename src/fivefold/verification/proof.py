@@ -350,7 +350,7 @@ class Proof:
 
     def _norm(self) -> str:
         """The last parameter that is a norm's: where a fault is planted."""
-        vectors = [name for name, spec in self.spread.shards.items() if len(spec.shape) == 1 and spec.dim is None]
+        vectors = [name for name, spec in self.spread.shards.items() if len(spec.shape) == 1 and not spec.splits]
         outside = [name for name in vectors if name.endswith("weight")]
         return (outside or vectors)[-1]
 

@@ -177,7 +177,7 @@ def _contiguous() -> Any:
 
     def regions(self: Spread, name: str, rank: int | None = None) -> Any:
         spec = self.shards[name]
-        if spec.dim != 0 or len(spec.blocks[0]) == 1:
+        if [split.dim for split in spec.splits] != [0] or len(spec.held[0][0]) == 1:
             return plain(self, name, rank)
         size = spec.local_shape(self.mesh.tp_rank)[0]
         start = size * self.mesh.tp_rank

@@ -5,13 +5,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, merged, surfaces
-from fivefold.parallel import apply, capacity, expert, tensor
+from fivefold.parallel import apply, capacity, expert, expert_features, ops, tensor
 from fivefold.parallel.capacity import Shares
+from fivefold.parallel.sharding import Split
 from fivefold.parallel.spread import spread_of
 from fivefold.training import optimizer
 from fivefold.training import step as training
@@ -209,11 +211,81 @@ def tokens_sent_by_every_tp_rank() -> Any:
 def expert_biases_added_twice() -> Any:
     plain = experts._linear
 
-    def linear(module: Any, name: str, x: Tensor, counts: Tensor) -> Tensor:
+    def linear(module: Any, name: str, x: Tensor, counts: Tensor, *rest: Any) -> Tensor:
         bias = getattr(module, f"{name}_bias").repeat_interleave(counts, dim=0, output_size=len(x))
-        return plain(module, name, x, counts) + bias
+        return plain(module, name, x, counts, *rest) + bias
 
     return patch.object(experts, "_linear", linear)
+
+
+@fault(
+    "gate and up are cut as one: a rank has the gates, and another what they open",
+    known="a fused gate_up_proj in contiguous halves over tp",
+    layout="tp2+etp",
+    model=MIXTRAL,
+    expects=OF_EXPERTS,
+)
+def gate_and_up_cut_as_one() -> Any:
+    contiguous = {"gate, then up": expert_features.ORDERS["gate beside up"]}
+    return patch.multiple(expert_features, ORDERS=contiguous, _agrees=lambda *_: True)
+
+
+@fault(
+    "the bias of an expert's result is added by every tp rank that has a part of it",
+    known="row-parallel biases, as in text-generation-inference #1036, of experts",
+    layout="tp2+etp",
+    model=GPT_OSS,
+    expects=OF_EXPERTS,
+)
+def down_bias_added_by_every_part() -> Any:
+    plain, plain_mlp = expert.feature_splits, expert.expert_mlp
+
+    def splits(name: str, module: Any, parts: int) -> dict[str, Split]:
+        whole = ((0, module.down_proj_bias.shape[1]),)
+        return plain(name, module, parts) | {"down_proj_bias": Split(1, (whole,) * parts)}
+
+    def from_the_first(*args: Any, biased_from: int) -> Tensor:
+        return plain_mlp(*args)
+
+    return patch.multiple(expert, feature_splits=splits, expert_mlp=from_the_first)
+
+
+@fault(
+    "the gradient of the router's weights covers a tp rank's part of the features alone",
+    known="a gather whose backward only cuts, before experts that tensor parallelism splits",
+    layout="tp2+etp",
+    model=MIXTRAL,
+    expects=[("gradient of output", r"mlp\.gate")],
+)
+def weights_gradient_of_own_features() -> Any:
+    plain = expert.ExpertParallel._add_up
+
+    def add_up(self: Any, module: Any, number: int, *given: Tensor) -> Tensor:
+        enter = tensor.TensorParallel.enter
+        width = given[-1].shape[-1]
+
+        def of_weights(fold: Any, x: Tensor) -> Tensor:
+            is_weights = fold.sequence_parallel and x.is_floating_point() and x.shape[-1] == width
+            return CutsBack.apply(x, fold.group) if is_weights else enter(fold, x)  # type: ignore[no-any-return,no-untyped-call]
+
+        with patch.object(tensor.TensorParallel, "enter", of_weights):
+            return plain(self, module, number, *given)
+
+    return patch.object(expert.ExpertParallel, "_add_up", add_up)
+
+
+class CutsBack(torch.autograd.Function):
+    """A gather whose backward keeps this rank's block of its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.at = dist.get_rank(group), x.shape[1]
+        return ops.gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        rank, length = ctx.at
+        return grads[0].narrow(1, rank * length, length), None
 
 
 @fault(

@@ -52,7 +52,7 @@ def _copies(spread: Spread, names: Sequence[str]) -> Iterator[tuple[str, dist.Pr
     if layout.tp > 1:
         specs = [spread.shards[name] for name in names]
         alike = [
-            [rank == mesh.tp_rank if s.over != "tp" else s.blocks[rank] == s.blocks[mesh.tp_rank] for s in specs]
+            [rank == mesh.tp_rank if s.over != "tp" else s.held[rank] == s.held[mesh.tp_rank] for s in specs]
             for rank in range(layout.tp)
         ]
         yield "tp", mesh.tp_group, torch.tensor(alike)

@@ -1,0 +1,188 @@
+"""`expert_tp`: the features of every expert split over tp, in fp64 to 1e-10 of the unmodified class in one process.
+
+Layouts x ZeRO x sequence parallel x recompute x accumulation by all-pairs, the families in turn; 17 to 29 features,
+which no degree divides.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fivefold.errors import UserError
+from fivefold.layout import Layout
+from fivefold.models.experts import expert_mlp
+from fivefold.pages.slices import slice_map
+from fivefold.parallel import expert_features
+from fivefold.parallel.expert_features import feature_splits
+from fivefold.parallel.spread import spread_of
+from tests.allpairs import all_pairs
+from tests.checkpoint.ranks import load_and_save, train_and_save
+from tests.checkpoint.test_reshard import equal, whole
+from tests.parallel.test_parity import run
+from tests.parity import Case, assert_proved, build, reference_model, refusal
+from tests.pool import run_ranks
+
+ROWS = 8
+FAMILIES = ("gpt_oss", "mixtral", "qwen3_moe", "olmoe")
+OPTIONS: dict[str, Any] = {
+    "layout": ("tp2", "shard2.tp2", "shard2.tp2.ep2", "cp2.tp2.ep2", "dp2.tp2"),
+    "zero": (1, 2, 3),
+    "sequence_parallel": (True, False),
+    "recompute": ("none", "full"),
+    "accumulation": (1, 2),
+}
+
+
+def case_of(choice: dict[str, Any], family: str) -> Case:
+    micro = ROWS // (Case(choice["layout"]).parsed.data_ranks * choice["accumulation"])
+    text = f"{choice['layout']}+zero{choice['zero']}+mb{micro}+fp64+etp"
+    text += "" if choice["sequence_parallel"] else "+nosp"
+    text += "+full" if choice["recompute"] == "full" else ""
+    return Case(text, family, rows=ROWS, steps=2)
+
+
+CASES = [case_of(choice, FAMILIES[i % 4]) for i, choice in enumerate(all_pairs(OPTIONS))]
+PIPED = [Case("tp2.pp2+zb+etp+mb2+fp64", "gpt_oss", rows=ROWS, steps=2), Case("tp3+etp+mb8+fp64", "mixtral", rows=ROWS,
+         steps=2, kv_heads=3, overrides=(("num_attention_heads", 3),))]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, *PIPED], ids=lambda case: f"{case.family}-{case.layout}")
+def test_layout_equals_one_process(case: Case) -> None:
+    found, expected, per_rank = run(case)
+    assert_proved(found, expected, per_rank)
+
+
+WAY = ("shard2.tp2.ep2+etp", "shard4.ep4", "tp2+etp", "tp2.ep2", "single")
+
+
+def test_a_checkpoint_goes_to_other_cuts_and_back_bit_for_bit(tmp_path: Path) -> None:
+    """With transposed matrices and biases: each layout loads what the one before saved, saves it, and trains on."""
+    case = Case(f"{WAY[0]}+fp64", "gpt_oss")
+    states = run_ranks(4, train_and_save, case, tmp_path / "0", 2, 1)
+    expected, losses = whole(states), states[0].losses
+    assert any(name.endswith("experts.down_proj_bias") and values.any() for name, values in expected.items())
+    for number, text in enumerate(WAY[1:], 1):
+        other = case.with_layout(f"{text}+fp64")
+        before = tmp_path / str(number - 1) / "step-000002"
+        states = run_ranks(other.parsed.world, load_and_save, other, before, tmp_path / str(number), 1)
+        assert equal(whole(states), expected), text
+        np.testing.assert_allclose(states[0].losses, losses, rtol=1e-10, err_msg=text)
+
+
+# ---- who holds what --------------------------------------------------------------------------------------------------
+
+
+def held(case: Case) -> Any:
+    spread = spread_of(build(case))
+    return spread.by_rank(), {name: spread.local_shape(name) for name in spread.shards}
+
+
+def test_the_map_shows_both_cuts() -> None:
+    """12 experts of 23 features over ep 2 and tp 2: six experts each, and 12 or 11 features, gate and up together."""
+    ranks = run_ranks(4, held, Case("shard2.tp2.ep2+etp", "gpt_oss"))
+    by_rank, prefix = ranks[0][0], "model.layers.0.mlp.experts."
+    assert by_rank[f"{prefix}gate_up_proj"]["ranks"] == [
+        [[[0, 6], [0, 32], [0, 24]]], [[[0, 6], [0, 32], [24, 46]]], [[[6, 12], [0, 32], [0, 24]]],
+        [[[6, 12], [0, 32], [24, 46]]],
+    ]  # fmt: skip
+    assert [shapes[f"{prefix}down_proj"] for _, shapes in ranks] == [(6, 12, 32), (6, 11, 32)] * 2
+    assert [shapes[f"{prefix}down_proj_bias"] for _, shapes in ranks] == [(6, 16)] * 4
+    drawn = slice_map({f"{prefix}gate_up_proj": by_rank[f"{prefix}gate_up_proj"]})
+    assert drawn is not None and [(cell.x > 0, cell.y > 0) for cell in drawn.parts[0].drawings[0].cells] == [
+        (False, False), (True, False), (False, True), (True, True),
+    ]  # fmt: skip
+
+
+def test_ranks_of_a_layout() -> None:
+    layout = Layout.parse("dp2.shard3.cp2.tp2.ep6+etp")
+    assert str(layout) == "dp2.shard3.cp2.tp2.ep6+etp" and layout.resolve(24) == layout
+    assert (layout.expert_parts, layout.expert_shards) == (2, 1)
+    plain = Layout.parse("dp2.shard3.cp2.tp2.ep6")
+    assert (plain.expert_parts, plain.expert_shards) == (1, 2)
+    assert Layout.parse("shard4.ep2+etp").resolve(4).expert_parts == 1  # nothing to split over
+
+
+# ---- the order of an expert's features -------------------------------------------------------------------------------
+
+
+def experts_of(family: str) -> Any:
+    return reference_model(Case("single", family)).model.layers[0].mlp.experts
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "no gate"])
+def test_parts_of_an_expert_add_up_to_it(family: str) -> None:
+    """As slices of the module's own parameters, three parts of uneven size."""
+    module = experts_of("mixtral" if family == "no gate" else family)
+    if family == "no gate":
+        module.has_gate, module.up_proj = False, nn.Parameter(module.gate_up_proj[:, :29].detach())
+        del module.gate_up_proj
+    splits = feature_splits("experts", module, 3)
+    plain = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    assert splits.keys() == plain.keys()
+    counts = torch.tensor([2, 0, 5] + [1] * (len(module.down_proj) - 3))
+    x = torch.randn(int(counts.sum()), 32, dtype=torch.float64)
+    expected, total = expert_mlp(module, x, counts), 0
+    for part in range(3):
+        for name, values in plain.items():
+            blocks = splits[name].blocks[part]
+            own = torch.cat([values.narrow(splits[name].dim, a, b - a) for a, b in blocks], splits[name].dim)
+            setattr(module, name, nn.Parameter(own))
+        bias = splits["down_proj_bias"].blocks[part][0][0] if "down_proj_bias" in splits else 0
+        total = total + expert_mlp(module, x, counts, biased_from=bias)
+    assert (total - expected).norm() <= 1e-12 * expected.norm()
+
+
+def softmaxed(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return gate.softmax(-1) * up
+
+
+def sized(gate_up: Tensor) -> Tensor:
+    return gate_up[..., :29].sigmoid() * gate_up[..., 29:]
+
+
+def test_what_cannot_be_split_is_refused_with_its_reason() -> None:
+    module = experts_of("mixtral")
+    with pytest.raises(UserError, match="an expert has 29 features") as raised:
+        feature_splits("layers.0.experts", module, 31)
+    assert raised.value.fix == "use tp 29 or less"
+    for gate, reason in ((softmaxed, "makes a feature of is in no order that is known"), (sized, "cannot be tried")):
+        module._apply_gate = gate
+        with pytest.raises(UserError, match=f"features of layers.0.experts cannot be split: .*{reason}"):
+            feature_splits("layers.0.experts", module, 2)
+    module = experts_of("mixtral")
+    module.register_parameter("scale", nn.Parameter(torch.ones(12, 1)))
+    with pytest.raises(UserError, match="scale acts on what all features of an expert have made"):
+        feature_splits("layers.0.experts", module, 2)
+
+
+# ---- classes that no test holds against the model: tried first ------------------------------------------------------
+
+UNLISTED = Case(  # two layers without experts, then one with shared experts beside the others
+    "tp2+mb8+fp64", "none", rows=ROWS, steps=2,
+    overrides=(("model_type", "glm4_moe"), ("n_routed_experts", 12), ("num_experts_per_tok", 2), ("pad_token_id", 3),
+               ("first_k_dense_replace", 2), ("moe_intermediate_size", 17), ("n_group", 1), ("topk_group", 1)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [UNLISTED.layout, "tp2+etp+mb4+fp64+full"])
+def test_experts_of_a_class_without_a_family(layout: str) -> None:
+    found, expected, per_rank = run(UNLISTED.with_layout(layout))
+    assert_proved(found, expected, per_rank)
+
+
+def with_wrong_order(case: Case) -> str:
+    """The refusal, where gate and up are taken to lie side by side."""
+    wrong = {"gate, then up": expert_features.ORDERS["gate beside up"]}
+    with patch.multiple(expert_features, ORDERS=wrong, _agrees=lambda *_: True):
+        return refusal(case)
+
+
+def test_features_that_were_split_wrongly_are_found_when_tried() -> None:
+    for error in run_ranks(2, with_wrong_order, UNLISTED.with_layout("tp2+etp+mb8+fp64")):
+        assert "Glm4MoeForCausalLM is refused: split over 2 ranks it does not compute what it does whole" in error
