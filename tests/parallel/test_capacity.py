@@ -73,6 +73,8 @@ class Plain:
         ("tp2.ep2+nosp+mb4+fp64+full", "qwen3_moe"),
         ("cp2.ep2+mb2+fp64+full", "deepseek_v3"),
         ("cp2.tp2.ep4+mb4+fp64+zero1", "mixtral"),
+        ("shard2.tp2.ep2+etp+mb4+fp64", "deepseek_v3"),
+        ("cp2.tp2.ep2+etp+nosp+mb4+fp64+full", "mixtral"),
         ("cp2.pp2.ep2+mb2+fp64+full", "qwen3_moe"),
     ],
 )

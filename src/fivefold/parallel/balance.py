@@ -71,11 +71,12 @@ class BalanceResult:
 
 @dataclass
 class Balance:
-    """Watches the routers of one model, on this rank. `options` may be set until the first step. `sends`: rows go to
-    other ranks; `unsent`: by router, those of this rank that the last step dropped."""
+    """Watches the routers of one model, on this rank. `options` may be set until the first step. `senders`: how many
+    ranks send a token's row to experts elsewhere; `unsent`: by router, those of this rank that the last step dropped.
+    """
 
     modules: tuple[Experts, ...]
-    sends: bool
+    senders: int
     tensor: TensorParallel | None
     context: ContextParallel | None
     world: int
@@ -248,8 +249,8 @@ def watch_routers(
     model: nn.Module, experts: ExpertParallel, tensor: TensorParallel | None, context: ContextParallel | None
 ) -> Balance | None:
     """Watch every router of `model`; None where there are none, or where they say less than a router says."""
-    modules = experts.modules
-    watched = Balance(modules, experts.group is not None, tensor, context, dist.get_world_size())
+    modules, senders = experts.modules, experts.parts if experts.group else 0
+    watched = Balance(modules, senders, tensor, context, dist.get_world_size())
     if not modules or any(_is_linear(model.get_submodule(each.router)) for each in modules):
         return None
     for each in modules:
@@ -294,7 +295,7 @@ def declare(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     shares = balance._shares(shape.tokens // (balance.tensor.size if balance.tensor and balance._is_split else 1))
     for each in own:
         found += capacity.declare(shares, shape.rows, each.experts, count)
-        unsent = balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
-        if balance.sends:
+        unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
+        if balance.senders:
             found.append(Collective("ep", "all_to_all", 0, -(2 * forwards + 2) * unsent))
     return found
