@@ -44,9 +44,9 @@ from fivefold.verification.thin import fill
 
 LAYOUTS = ("shard2+zero1", "dp2+full", "tp2", "tp2+nosp", "shard2.tp2+zero2", "tp4")
 FOLDED = ("cp2+ring", "pp2+zero1", "cp2.tp2+allgather", "shard2.pp2+full", "cp2+ulysses+full", "tp2.pp2+gpipe")
-DEALT = ("shard2.ep2", "shard4.ep2+zero1", "tp2.ep2", "shard2.ep2+zero2+full")  # experts
+DEALT = ("shard2.ep2", "shard4.ep2+zero1", "tp2.ep2", "tp2+etp+zero2+full")  # experts
 ALL = (*LAYOUTS, *FOLDED, *DEALT)
-PRECISIONS = {"fp64": ALL, "fp32": ALL[::2], "bf16": ALL[1::2]}
+PRECISIONS = {"fp64": 2, "fp32": 4, "bf16": 4}  # of a family's layouts, every so many is proved
 STEPS = 5
 
 
@@ -76,7 +76,7 @@ def layouts_of(family: str) -> list[str]:
         layout = Layout.parse(text)
         try:
             tensor.shard_specs(model, partition, layout.tp)
-            expert.shard_specs(model, traced.experts, layout.ep)
+            expert.shard_specs(model, traced.experts, layout)
         except UserError:
             continue
         if layout.tp == 1 or not (layout.sequence_parallel and partition.sequence_parallel_refusal):
@@ -113,12 +113,12 @@ def on_rank(folder: Path, layout: str, saved: Path) -> dict[str, Any]:
 
 
 def proofs(only: list[str]) -> Iterator[Clean]:
-    """Every family in every precision under every layout it can have."""
+    """Every family in every precision under some of the layouts that it can have, each family under others."""
     for number, family in enumerate(FAMILIES):
         for shift, precision in enumerate(PRECISIONS):
             if only and family not in only:
                 continue
-            layouts = [text for text in layouts_of(family) if text in PRECISIONS[precision]]
+            layouts = layouts_of(family)[(number + shift) % PRECISIONS[precision] :: PRECISIONS[precision]]
             seed = 1000 + 3 * number + shift
             with tempfile.TemporaryDirectory() as name:
                 make_subject(family, precision, layouts, seed, Path(name))
