@@ -1,6 +1,7 @@
 """How often `fivefold verify` cries wolf: sound layouts proved over families, precisions and seeds.
 
     python benchmarks/clean_proofs.py                  all: writes benchmarks/results/clean_proofs.json
+    python benchmarks/clean_proofs.py --more           go on: what the results do not have yet
     python benchmarks/clean_proofs.py --only llama     a family, or some, on the screen alone
 
 Each is the whole proof of `fivefold verify` over five steps, of a small model of the family that hides nothing (biases,
@@ -12,7 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ DEALT = ("shard2.ep2", "shard4.ep2+zero1", "tp2.ep2", "tp2+etp+zero2+full")  # e
 ALL = (*LAYOUTS, *FOLDED, *DEALT)
 PRECISIONS = {"fp64": 2, "fp32": 4, "bf16": 4}  # of a family's layouts, every so many is proved
 STEPS = 5
+FILE = RESULTS / "clean_proofs.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Clean:
     comparisons: int
     closest: float
     of: str
+    commit: str = ""
 
 
 def layouts_of(family: str) -> list[str]:
@@ -112,13 +115,17 @@ def on_rank(folder: Path, layout: str, saved: Path) -> dict[str, Any]:
     return proof.found.to_json()
 
 
-def proofs(only: list[str]) -> Iterator[Clean]:
-    """Every family in every precision under some of the layouts that it can have, each family under others."""
+def proofs(only: list[str], known: Collection[tuple[str, str, str]] = ()) -> Iterator[Clean]:
+    """Every family in every precision under some of the layouts that it can have, each family under others; but for
+    those that are `known`: family, precision, layout."""
     for number, family in enumerate(FAMILIES):
         for shift, precision in enumerate(PRECISIONS):
             if only and family not in only:
                 continue
-            layouts = layouts_of(family)[(number + shift) % PRECISIONS[precision] :: PRECISIONS[precision]]
+            chosen = layouts_of(family)[(number + shift) % PRECISIONS[precision] :: PRECISIONS[precision]]
+            layouts = [text for text in chosen if (family, precision, text) not in known]
+            if not layouts:
+                continue
             seed = 1000 + 3 * number + shift
             with tempfile.TemporaryDirectory() as name:
                 make_subject(family, precision, layouts, seed, Path(name))
@@ -135,32 +142,35 @@ def _clean(family: str, precision: str, layout: str, seed: int, folder: Path, te
     alarm = "" if found.ok else first_sentence(found)
     return Clean(
         family, precision, layout, seed, alarm, len(found.rows), nearest.error / nearest.tolerance,
-        f"{nearest.what} {nearest.where}".strip(),
+        f"{nearest.what} {nearest.where}".strip(), machine()["commit"],
     )  # fmt: skip
 
 
 def main() -> int:
     """Run them, and say how many alarms there were."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--more", action="store_true", help="only those that results/clean_proofs.json does not have")
     parser.add_argument("--only", nargs="*", default=[], choices=list(FAMILIES), metavar="FAMILY")
-    only = parser.parse_args().only
+    args = parser.parse_args()
     surfaces.no_progress_bars()
-    found = []
-    for each in proofs(only):
+    found = [Clean(**each) for each in json.loads(FILE.read_text())["proofs"]] if args.more else []
+    known = {(each.family, each.precision, each.layout) for each in found}
+    for each in proofs(args.only, known):
         found.append(each)
         says = each.alarm or f"closest {each.closest:.2f} of what is allowed, {each.of}"
         print(f"{each.family:<11} {each.precision}  {each.layout:<17} {says}", flush=True)
+        if not args.only or args.more:
+            write(found)
     alarms = sum(bool(each.alarm) for each in found)
     print(f"{alarms} false alarms in {len(found)} proofs, {sum(each.comparisons for each in found):,} comparisons")
-    if not only:
-        values = {
-            "machine": machine(),
-            "runs": len(found),
-            "alarms": alarms,
-            "proofs": [asdict(each) for each in found],
-        }
-        (RESULTS / "clean_proofs.json").write_text(json.dumps(values, indent=1) + "\n")
     return int(alarms > 0)
+
+
+def write(found: Sequence[Clean]) -> None:
+    """After every proof: a campaign that is cut goes on with `--more`."""
+    alarms = sum(bool(each.alarm) for each in found)
+    values = {"machine": machine(), "runs": len(found), "alarms": alarms, "proofs": [asdict(each) for each in found]}
+    FILE.write_text(json.dumps(values, indent=1) + "\n")
 
 
 if __name__ == "__main__":
