@@ -50,6 +50,7 @@ ALL = (*LAYOUTS, *FOLDED, *DEALT)
 PRECISIONS = {"fp64": 2, "fp32": 4, "bf16": 4}  # of a family's layouts, every so many is proved
 STEPS = 5
 FILE = RESULTS / "clean_proofs.json"
+COMMIT = machine()["commit"]  # before this campaign writes anything
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _clean(family: str, precision: str, layout: str, seed: int, folder: Path, te
     alarm = "" if found.ok else first_sentence(found)
     return Clean(
         family, precision, layout, seed, alarm, len(found.rows), nearest.error / nearest.tolerance,
-        f"{nearest.what} {nearest.where}".strip(), machine()["commit"],
+        f"{nearest.what} {nearest.where}".strip(), COMMIT,
     )  # fmt: skip
 
 

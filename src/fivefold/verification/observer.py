@@ -67,6 +67,8 @@ class Observer:
         base = self._model.get_submodule(anatomy.base)
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
+        names = [name for name, _ in self._model.named_modules()]
+        self._early = set(names[: names.index(anatomy.layers[0])])
         for name, module in self._model.named_modules():
             if isinstance(module, StandIn):
                 continue  # another stage's module is compared where it is
@@ -121,6 +123,7 @@ class Observer:
         if not self._inside:
             slot = self._spread.pipeline.running if self._spread.pipeline else None
             self._micro_batch = slot.micro_batch if slot else self._passes
+            self._is_later_stage = slot is not None and slot.stage > 0
             self._passes, self._inside, self._seen = self._passes + 1, True, set()
 
     def _end(self, *_: Any) -> None:
@@ -159,6 +162,8 @@ class Observer:
         if values is None or not self._inside or name in self._seen:
             return
         self._seen.add(name)
+        if name in self._early and self._is_later_stage and values.shape[-1] == self._hidden_size:
+            return  # what hands on the embedding's output: of a stand-in there
         micro_batch = self._micro_batch
         expected_type = self._evidence.about["dtypes"].get(name)
         if expected_type and str(values.dtype) != expected_type:
