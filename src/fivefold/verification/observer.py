@@ -55,6 +55,9 @@ class Observer:
         self._micro_batch, self._passes, self._inside = -1, 0, False
         self._seen: set[str] = set()
         self._splits: dict[tuple[str, int, int], ShardSpec] = {}
+        self._hidden_size = model.config.get_text_config().hidden_size
+        self._early = _before_layers(model, self._spread.anatomy.layers[0])
+        self._is_later_stage = False  # of a pipeline, in the pass under way
         self._raw: dict[str, Tensor] = {}
         self._hooked: set[int] = set()
         self._nodes: list[Any] = []  # of the graph; alive, or their hooks would go with them
@@ -67,8 +70,6 @@ class Observer:
         base = self._model.get_submodule(anatomy.base)
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
-        names = [name for name, _ in self._model.named_modules()]
-        self._early = set(names[: names.index(anatomy.layers[0])])
         for name, module in self._model.named_modules():
             if isinstance(module, StandIn):
                 continue  # another stage's module is compared where it is
@@ -259,3 +260,14 @@ class Observer:
         dims = surfaces.linear_dims(self._model.get_submodule(name))
         spec = self._spread.shards.get(f"{name}.weight")
         return spec if dims and spec and [each.dim for each in spec.splits] == [dims[end]] else None
+
+
+def _before_layers(model: nn.Module, first: str) -> set[str]:
+    """Modules without parameters that stand before the `first` layer, such as a dropout after the embedding."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if name == first:
+            break
+        if not any(True for _ in module.parameters()):
+            found.add(name)
+    return found
