@@ -65,3 +65,10 @@ def test_routers_compute_in_fp32_on_both_sides_of_a_proof_in_bf16(tmp_path: Path
     found = Found.of(run_ranks(2, in_bf16, str(place), "shard2.ep2")[0])
     assert not [row for row in found.rows if not row.ok]
     assert "types" in {row.what for row in found.rows}
+
+
+def test_what_hands_on_the_embedding_is_looked_at_in_the_first_stage_only(tmp_path: Path) -> None:
+    """GPT-2's dropout before the layers runs in every stage, and is given a stand-in's zeros in the later ones."""
+    outcome = prove("step", Model("gpt2"), "pp2", tmp_path, steps=1)
+    assert not outcome.is_killed, outcome.row or outcome.found.refused
+    assert any(row.where == "transformer.drop" for row in outcome.found.rows)
