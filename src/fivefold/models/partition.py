@@ -15,7 +15,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from fivefold.models import surfaces
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.deals import Deal, Part, by_features, by_heads
 from fivefold.models.families import family_of
 from fivefold.models.feeds import Pair, pairs_of
@@ -111,11 +111,10 @@ class Partition:
 
     def of_layers(self, layers: Sequence[str]) -> "Partition":
         """The part of these layers; roles stay whole."""
-        prefixes = tuple(f"{layer}." for layer in layers)
         return replace(
             self,
-            regions=tuple(region for region in self.regions if region.row.startswith(prefixes)),
-            across={name: deal for name, deal in self.across.items() if name.startswith(prefixes)},
+            regions=tuple(region for region in self.regions if is_within(region.row, layers)),
+            across={name: deal for name, deal in self.across.items() if is_within(name, layers)},
             unfinished=tuple(layer for layer in self.unfinished if layer in layers),
         )
 
