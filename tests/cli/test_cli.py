@@ -49,7 +49,9 @@ def best_seconds(*command: str, repeats: int = 5) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["train", "--keys"], ["verify", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["train", "--keys"], ["train", "--schema"], ["verify", "--help"]]
+)
 def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
     assert best_seconds(sys.executable, "-m", "fivefold", *arguments) < 0.5
     code = (
@@ -215,6 +217,18 @@ def test_keys_are_listed_with_default_and_unit(capsys: pytest.CaptureFixture[str
     listed = capsys.readouterr().out
     assert re.search(r"^data\.seq_length  \[8192\]\n +tokens per row", listed, re.MULTILINE)
     assert "Undefined" not in listed
+    assert re.search(r"^scheduler\.name  \[cosine\]  cosine \| linear \| wsd \| constant$", listed, re.MULTILINE)
+    assert max(map(len, listed.splitlines())) <= 80
+    assert not [word for word in ("fp8", "selective", "offload") if word in listed]  # not built
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    import fivefold
+
+    assert run("--version") == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"fivefold \d\S* \(torch \d\S+, transformers \d\S+, Python 3\.\d+\.\d+\)\n", said)
+    assert said.split()[1] == fivefold.__version__
 
 
 def test_doctor_prints_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
