@@ -78,7 +78,7 @@ DIFFERENT = {
     "adam_beta1 adam_beta2 beta1 beta2": "set both as optimizer.betas: [0.9, 0.95]",
     "output_dir out_dir save_dir checkpoint_dir": "the run folder is run.dir/run.name: for out/first set run.dir: out "
     "and run.name: first",
-    "resume resume_from_checkpoint auto_resume": "checkpoint.resume: auto, the default, goes on from the newest "
+    "resume_from_checkpoint auto_resume": "checkpoint.resume: auto, the default, goes on from the newest "
     "checkpoint in the run folder",
     "bf16": "set precision.compute: bf16, which is the default",
     "fp16": "fp16 is not built; precision.compute: bf16 needs no loss scaling",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.errors import UserError
-from fivefold.hub import is_hub_id
+from fivefold.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import surfaces
@@ -161,10 +161,7 @@ def weights_folder(name_or_path: str | Path) -> Path:
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
     _check_hub_id(str(name_or_path))
-    try:
-        return surfaces.download_weights(str(name_or_path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"the weights of {name_or_path} cannot be fetched: {_first_line(error)}") from error
+    return snapshot(str(name_or_path), ["*.safetensors", "*.json"], key=MODEL)
 
 
 def _read(name_or_path: str | Path) -> dict[str, Any]:
@@ -174,12 +171,12 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} holds no config.json", fix="name a Hugging Face model folder")
     if not path.exists():
         _check_hub_id(str(name_or_path))
+        source = config_file(str(name_or_path))
     try:
         return surfaces.read_config_dict(source)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model {str(name_or_path)!r} is neither a local folder, a config.json, a built-in shape, nor a hub id "
-            f"that can be read: {_first_line(error)}"
+            f"the config.json of model {str(name_or_path)!r} cannot be read: {_first_line(error)}"
         ) from error
 
 
