@@ -53,6 +53,7 @@ def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | N
 def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NAME) -> PreTrainedModel:
     """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
 
+    `model.config.dtype` stays that of `hf_config`, the type of the weights that came in: an export goes back to it.
     Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
@@ -68,6 +69,7 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
             fix="use a model that calls the attention functions of transformers",
         ) from error
     model.config.use_cache = False
+    model.config.dtype = hf_config.dtype
     surfaces.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
