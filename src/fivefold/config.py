@@ -28,6 +28,7 @@ from fivefold.config_errors import Key, explained
 from fivefold.errors import UserError
 from fivefold.heads import check_method
 from fivefold.layout import Layout
+from fivefold.models.folder_config import read_folder_config
 from fivefold.models.shapes import shape_folder
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.runfile import READ_MORE, RunFile
@@ -495,11 +496,10 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
 def _is_dense(model: ModelSection) -> bool:
     """Whether a config.json at hand names no experts. What is not at hand is told later."""
     path = Path(shape_folder(model.name_or_path) or model.name_or_path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         return False
-    values = json.loads(path.read_text(encoding="utf-8")) | dict(model.overrides)
-    return isinstance(values, dict) and not any("experts" in key for key in values)
+    values = read_folder_config(path) | dict(model.overrides)
+    return not any("experts" in key for key in values)
 
 
 def keys() -> Iterator[Key]:
