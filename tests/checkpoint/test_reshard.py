@@ -126,3 +126,18 @@ def test_the_momentum_of_muon_goes_from_layout_to_layout(tmp_path: Path, wrote: 
         if layout == wrote:  # as if it had not been stopped
             assert read[0][0].losses == losses
         np.testing.assert_allclose(read[0][0].losses, losses, rtol=1e-10, err_msg=layout)
+
+
+def test_what_adamw_keeps_beside_muon_is_saved_and_goes_on(tmp_path: Path) -> None:
+    """Embedding, head and norms: moments and step counts are in the checkpoint, come back, and are used."""
+    case = Case("shard2+fp64", optimizer="muon")
+    saved = run_ranks(2, train_and_save, case, tmp_path, 2, 2)
+    manifest = Checkpoint.open(tmp_path / "step-000002").manifest
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert manifest.scalars[name] == {"step": 2.0}
+        assert name in manifest.tensors["exp_avg"] and name in manifest.tensors["exp_avg_sq"]
+    again = [rank[0] for rank in run_ranks(2, load_and_train, case, [tmp_path / "step-000002"], 2)]
+    assert equal(whole(again), whole(saved))
+    assert [state.steps for state in again] == [{2.0}, {2.0}]
+    assert all(np.abs(values).max() > 0 for key, values in whole(again).items() if key.startswith("exp_avg"))
+    assert again[0].losses == saved[0].losses
