@@ -4,6 +4,7 @@ Schedules x layouts x ZeRO x ties x recompute, and families x layouts, by all-pa
 transfers included, are those that it declares.
 """
 
+from collections import ChainMap
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +18,10 @@ from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.schedule import Plan, Slot
+from fivefold.parallel.schedule import SPLITTING, Plan, Slot
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import Staged
+from fivefold.parallel.tensor import local
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.allpairs import all_pairs
@@ -216,3 +218,26 @@ def test_hidden_states_that_the_next_stage_does_not_expect_are_refused() -> None
     for wrong in (torch.zeros(3, 5, 8), torch.zeros(3, 10, 8, dtype=torch.bfloat16)):
         with pytest.raises(UserError, match=r"stage 1 of Identity gives hidden states"):
             staged.check(1, wrong, ids)
+
+
+# ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def bf16_gradients(case: Case) -> dict[str, np.ndarray]:
+    """Of one step, by parameter, on this rank."""
+    model = parallelize(build_meta(hf_config(case)), case.parsed)
+    batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+    gradients(model, batch, torch.tensor(0.01, dtype=torch.float64))
+    return {name: local(p.grad).float().numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", SPLITTING)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_put_off_are_summed_as_precisely_in_bf16(schedule: str, zero: int) -> None:
+    """Each micro batch's gradient is rounded to bf16, and their sum is not: under 1F1B as where matrices come late."""
+    cases = [Case(f"pp2+{name}+zero{zero}", overrides=LAYERS_4) for name in ("1f1b", schedule)]
+    expected, found = (dict(ChainMap(*run_ranks(2, bf16_gradients, case))) for case in cases)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        largest = float(np.abs(expected[name]).max())
+        np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-5 * largest, err_msg=name)

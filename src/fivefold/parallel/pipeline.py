@@ -255,9 +255,11 @@ class _Flags:
             module.set_reshard_after_backward(self._zero == 3, recurse=False)
 
     def after_weights(self, slot: Slot) -> None:
-        """Reduce what the hooks have left."""
+        """Add up, and reduce, what the hooks have left."""
         self._progress.note(slot)
         for module, users in self._units:
+            if slot.stage in users:
+                data.add_late(module)
             if self._progress.reduces(slot, users):
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)

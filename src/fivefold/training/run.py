@@ -156,6 +156,7 @@ class Job:
             self.step += 1
             self.tokens_seen += result.tokens
             self._count_skipped(result)
+            self._report_uncompiled()
             self._report_save()
             row = self._row(result, rate, seconds, waited)
             if self._due(self.config.eval.every) and self.data.validation:
@@ -233,6 +234,13 @@ class Job:
         what = "loss" if not math.isfinite(result.loss) else "gradient"
         if self.display:
             self.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
+
+    def _report_uncompiled(self) -> None:
+        """Say it, once, when Dynamo has given up a block of this rank."""
+        compiled = spread_of(self.model).compiled
+        if compiled and self.display:
+            for line in compiled.news():
+                self.display.note(f"step {self.step}: {line}")
 
     def _stop_if_diverged(self) -> None:
         """Raise `RunFailed` when as many steps as that were skipped in a row."""
