@@ -116,7 +116,7 @@ def join(world: World) -> Iterator[World]:
     if dist.is_initialized():
         yield world
         return
-    # Collectives that PyTorch's flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
+    # Collectives that the flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     _open_group(world)
     try:

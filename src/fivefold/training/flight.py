@@ -1,8 +1,9 @@
 """What PyTorch's flight recorder knows of the collectives of this process, gloo's and NCCL's.
 
 An entry is a dict as the recorder writes it. Three things are not as they look. NCCL has a recorder of its own: gloo's
-is empty under it. A send or receive within a batch stays "scheduled" and never retires: the entry "nccl:coalesced" after
-it stands for the batch. And the CPU runs ahead of a GPU: what waits is the first entry that is not done, not the last.
+is empty under it. A send or receive within a batch stays "scheduled" and never retires: the entry "nccl:coalesced"
+behind it stands for the batch. And the CPU runs ahead of a GPU: what waits is the first entry that is not done, not the
+last.
 """
 
 import json
