@@ -54,12 +54,14 @@ Action = Slot | Transfer
 
 @dataclass(frozen=True)
 class Timed:
-    """When a rank was busy with a slot, in seconds (or in the unit of the durations)."""
+    """When a rank was busy with a slot, in seconds (or in the unit of the durations). `waited`: before the start, for
+    what another rank sends."""
 
     rank: int
     slot: Slot
     start: float
     end: float
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,15 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which a rank waits, mean over ranks."""
+        """The part of the time in which a rank is in no slot, mean over ranks: it waits, also for what a slot needs."""
         busy = sum(each.end - each.start for each in self.slots)
         return 1 - busy / (self.ranks * self.span)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: slots as objects with rank, stage, kind, micro_batch, start, end."""
-        slots = [{"rank": t.rank, **asdict(t.slot), "start": t.start, "end": t.end} for t in self.slots]
+        """Plain JSON: slots as objects with rank, stage, kind, micro_batch, start, end, waited."""
+        slots = [
+            {"rank": t.rank, **asdict(t.slot), "start": t.start, "end": t.end, "waited": t.waited} for t in self.slots
+        ]
         return {"ranks": self.ranks, "span": self.span, "bubble": self.bubble, "slots": slots}
 
 
