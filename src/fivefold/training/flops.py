@@ -20,8 +20,8 @@ from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
 
 # Dense bf16 peak of one device in TFLOP/s, summed in fp32, by words of the name that CUDA or ROCm gives it; the first
-# match counts. Where a datasheet states it with sparsity, half of that. Devices without bf16 (V100, T4) and slices (MIG)
-# have none.
+# match counts. Where a datasheet states it with sparsity, half of that. Devices without bf16 (V100, T4) have none, nor
+# have slices (MIG).
 BF16_PEAKS = {
     # NVIDIA's datasheets: GB200 and GB300 NVL72 (360 PFLOP/s sparse of 72), HGX B200 and B300 (36 of 8), GH200, H200,
     # H100; H800 is an H100 with slower links, H20 as its own datasheet has it.
