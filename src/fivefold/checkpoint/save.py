@@ -303,11 +303,17 @@ def _texts(model: nn.Module, about: About) -> dict[str, bytes]:
     model_files = model_folder.model_files(
         model.config,
         model_class=spread_of(model).anatomy.model_class,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
         origin=Path(about.config.model.name_or_path) if about.config else None,
+        came_in=dtype_name(getattr(model.config, "dtype", None)),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    """As config.json names it: `bfloat16`."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
