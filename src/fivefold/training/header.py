@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from fivefold.launch.world import multiplies_bf16
 from fivefold.layout import MESH_AXES
+from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.spread import spread_of
 from fivefold.units import human
 
@@ -39,6 +40,8 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
+    if compiled and layout.pp > 1 and layout.pp_schedule in SPLITTING:
+        rows.append(("", nothing_put_off(layout.pp_schedule)))
     rows += [("DAMAGED", damage) for damage in resumed.damages]
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
