@@ -38,21 +38,23 @@ def test_a_healthy_ring_waits_for_nothing() -> None:
     """Its sends and receives are older than any timeout, and will never be said to be done."""
     later = entry("nccl:all_reduce", group="default_pg", done=True)
     for found in (RING, [*RING, later]):
-        assert flight.under_way(found) is None
+        assert flight.under_way(found) == []
         assert flight.waited(found, NOW) == 0
 
 
 def test_a_hung_ring_is_seen_at_the_batch_that_hangs() -> None:
     found = [*RING, *batch(age=300, done=False, number=77), *batch(age=299, done=False, number=78)]
-    first = flight.under_way(found)
-    assert first is not None and (first["profiling_name"], first["op_id"]) == ("nccl:coalesced", 77)
+    assert [(each["profiling_name"], each["op_id"]) for each in flight.under_way(found)] == [
+        ("nccl:coalesced", 77),
+        ("nccl:coalesced", 78),
+    ]
     assert flight.waited(found, NOW) == pytest.approx(300)
 
 
 def test_a_receive_of_a_pipeline_that_never_comes_is_seen() -> None:
     """It is in no batch, and stands for itself; batches of another group do not hide it."""
     hung = entry("nccl:recv", group="mesh_pp", age=400, done=False, number=5)
-    assert flight.under_way([*RING[:6], hung, *RING[6:]]) == hung
+    assert flight.under_way([*RING[:6], hung, *RING[6:]]) == [hung]
 
 
 def test_the_first_that_is_not_done_is_told_not_the_last() -> None:

@@ -39,24 +39,28 @@ def is_stuck(source: Recorder, timeout: float) -> bool:
     return waited(entries(source)) > timeout
 
 
-def under_way(found: Sequence[Entry]) -> Entry | None:
-    """The first collective that is not done, and is waited for."""
+def under_way(found: Sequence[Entry]) -> list[Entry]:
+    """The collectives that are not done, oldest first: the first one is waited for, and the others behind it."""
     batched: set[int] = set()  # groups in which a batch ends later
-    first = None
+    waiting = []
     for entry in reversed(found):
-        group, name = entry["pg_id"], entry["profiling_name"]
-        if name.endswith(":coalesced"):
-            batched.add(group)
-        stands_for_nothing = entry["is_p2p"] and group in batched
-        if not (entry["retired"] or stands_for_nothing or entry["process_group"][1] in PATIENT):
-            first = entry
-    return first
+        if entry["profiling_name"].endswith(":coalesced"):
+            batched.add(entry["pg_id"])
+        stands_for_nothing = entry["is_p2p"] and entry["pg_id"] in batched
+        if not (entry["retired"] or stands_for_nothing):
+            waiting.append(entry)
+    return waiting[::-1]
+
+
+def is_patient(entry: Entry) -> bool:
+    """Whether a collective may take as long as it likes."""
+    return entry["process_group"][1] in PATIENT
 
 
 def waited(found: Sequence[Entry], now: float | None = None) -> float:
-    """Seconds since which the first collective under way is waited for, 0 without one: since it was enqueued, or since
-    the last that is known to be done was. `now`: as `time.time` has it."""
-    first = under_way(found)
+    """Seconds since which a collective is waited for, 0 without one: since it was enqueued, or since the last that is
+    known to be done was. `now`: as `time.time` has it."""
+    first = next((entry for entry in under_way(found) if not is_patient(entry)), None)
     if first is None:
         return 0.0
     done = max((entry.get("time_discovered_completed_ns") or 0 for entry in found), default=0)
@@ -64,11 +68,11 @@ def waited(found: Sequence[Entry], now: float | None = None) -> float:
 
 
 def told(found: Sequence[Entry]) -> str:
-    """For the user: the collective under way, or else the last one."""
+    """For the user: the first collective under way, or else the last one."""
     if not found:
         return "none was begun"
-    first = under_way(found)
-    entry, word, state = (found[-1], "last", "done") if first is None else (first, "waits in", "under way")
+    waiting = under_way(found)
+    entry, word, state = (waiting[0], "waits in", "under way") if waiting else (found[-1], "last", "done")
     name = entry["profiling_name"].partition(":")[2]
     return (
         f"{word}: {name} {entry['input_sizes']} of group {entry['process_group'][1]}, number {entry['op_id']}, {state}"
