@@ -148,3 +148,33 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_it_was_meant(tmp_path: Path) -> No
     assert "measured at step 7" in text and "bubble 50.0 % of the time; 25.0 % by the closed form" in text
     assert "rank 1, stage 1, micro batch 0: backward, 2 s from 2" in text
     assert text[text.index("The pipeline, slot by slot") :].count("<rect") == 8
+
+
+def test_a_path_that_is_no_run_is_answered_with_the_runs_that_are_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "notes", [row(1)])
+    (tmp_path / "notes.yaml").write_text("run: {name: notes}\n")
+    (tmp_path / "other.yaml").write_text("run: {name: other}\n")
+    (tmp_path / "empty").mkdir()
+    said = {}
+    for name in (
+        "runs/none",
+        "runs",
+        "empty",
+        "notes.yaml",
+        "other.yaml",
+        "runs/notes/run.yaml",
+        "runs/notes/metrics.jsonl",
+    ):
+        with pytest.raises(UserError) as caught:
+            main(Path(name))
+        said[name] = str(caught.value)
+        assert "a run folder is what fivefold train writes" in said[name]
+        assert "demo" not in said[name] and ".yaml/run.yaml" not in said[name] and "write one" not in said[name]
+    assert "there is no such folder\nruns in runs: notes" in said["runs/none"]
+    assert "runs in runs: notes" in said["empty"] and "runs in runs: notes" in said["other.yaml"]
+    assert "it holds no run.yaml\nruns in runs: notes" in said["runs"]
+    assert "is a file, not a run folder\nits run: fivefold report runs/notes" in said["notes.yaml"]
+    assert "its run: fivefold report runs/notes" in said["runs/notes/run.yaml"]

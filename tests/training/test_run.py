@@ -111,6 +111,7 @@ def test_nothing_is_written_for_tensorboard_unless_asked(tmp_path: Path) -> None
     assert sorted(path.name for path in run_dir(tree).iterdir()) == [
         ".lock",
         "checkpoints",
+        "history.jsonl",
         "logs",
         "metrics.jsonl",
         "run.yaml",

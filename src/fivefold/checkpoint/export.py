@@ -12,12 +12,14 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
@@ -63,8 +65,10 @@ def export(
         if out.exists():
             out.rmdir()
         os.rename(temporary, out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and is_users(error):
+            raise cannot_write(out, error, instead="name another folder") from error
         raise RunFailed(f"{out} could not be written: {error}") from error
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
     return Exported(out, checkpoint.manifest.step, parameters, size)

@@ -12,6 +12,8 @@ import typer
 
 from fivefold.cli import doctor, export, generate, report, train, verify
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
+from fivefold.terminal import say
 
 INTERRUPTED = 130
 
@@ -65,12 +67,14 @@ def _say(error: UserError, *, debug: bool) -> int:
     """Print the three lines, and under `--debug` where they come from."""
     if debug:
         inner = getattr(error, "traceback", "") or "".join(traceback.format_exception(error.__cause__ or error))
-        print(inner, file=sys.stderr)
-    print(error, file=sys.stderr)
+        say(inner, stream=sys.stderr)
+    say(error, stream=sys.stderr)
     return error.exit_code
 
 
 def _unexpected(error: Exception) -> UserError:
+    if isinstance(error, OSError) and error.filename is not None and is_users(error):
+        return cannot_write(error.filename, error, instead="choose another place")
     first_line = (str(error).strip().splitlines() or [""])[0]
     failure = RunFailed(f"{type(error).__name__}: {first_line}", fix="this is a bug of fivefold; --debug shows where")
     failure.__cause__ = error

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
+from fivefold.terminal import say
 
 
 def export(
@@ -25,4 +26,4 @@ def export(
     from fivefold.checkpoint.export import export as export_run
 
     export_run(run, out, step=step)
-    print(f"{out} is a Hugging Face folder: transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")
+    say(f"{out} is a Hugging Face folder: transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")

@@ -135,7 +135,6 @@ def _inspect(folder: Path, root: Path) -> TokenizerInfo:
         facts = json.loads(note.read_text())
     except (OSError, ValueError):
         facts = _facts(folder, digests[0])
-        note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(note, json.dumps(facts))
     return TokenizerInfo(folder=folder, **facts)
 

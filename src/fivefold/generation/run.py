@@ -23,6 +23,7 @@ from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.nearby import runs
 from fivefold.parallel.apply import parallelize
+from fivefold.terminal import shown
 
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
 
@@ -92,7 +93,11 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 
 def to_screen(text: str) -> None:
-    """Write at once; a character that the screen's encoding does not have becomes `?`."""
+    """Write at once; a character that the screen's encoding does not have becomes `?`.
+
+    On a terminal no character is a command; in a file or a pipe the text is exactly what the model wrote.
+    """
+    text = shown(text) if sys.stdout.isatty() else text
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()

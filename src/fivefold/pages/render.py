@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
+from fivefold.files import replace, writing
 from fivefold.pages.slices import SliceMap
 
 PACKAGES = ("fivefold", "torch", "transformers")
@@ -29,10 +30,14 @@ def render(
     return environment.get_template(template).render(stripes=stripes, versions=versions, when=when, **values)
 
 
-def write(html: str, path: Path) -> None:
-    """Write a page to `path`, whose folder is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html, encoding="utf-8")
+def write(html: str, path: Path, *, instead: str) -> None:
+    """Write a page to `path`, whose folder is made where it is missing. `instead`: how to name another place.
+
+    Raises `UserError` where it cannot be written.
+    """
+    with writing(path, instead=instead):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, html.encode())
 
 
 def _version(name: str) -> str:

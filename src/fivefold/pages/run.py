@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,8 @@ from markupsafe import Markup
 
 from fivefold.config import RunConfig, load_config
 from fivefold.errors import UserError
+from fivefold.json_lines import read
+from fivefold.nearby import is_run, runs
 from fivefold.pages import curves
 from fivefold.pages.load import heat
 from fivefold.pages.names import ranks_text
@@ -19,7 +22,7 @@ from fivefold.pages.render import render, write
 from fivefold.pages.slices import places, slice_map
 from fivefold.pages.timeline import Drawing, drawing
 from fivefold.step_folders import steps
-from fivefold.units import human
+from fivefold.units import human, human_bytes
 
 SAMPLES = 12  # the last ones are shown
 Rows = Sequence[Mapping[str, Any]]
@@ -38,13 +41,44 @@ def main(run: Path, out: Path | None = None) -> Path:
 
     Raises `UserError` when that is no run folder, or the run has not come to its first step.
     """
+    check_run(run)
     config = load_config(run)
-    rows = _objects(run / "metrics.jsonl")
+    rows = read(run / "metrics.jsonl").rows
     if not rows:
-        raise UserError(f"{run} has no metrics yet: nothing was trained", fix=f"fivefold train {run / 'run.yaml'}")
+        raise UserError(
+            f"{run} has no metrics yet: nothing was trained", fix=f"train it first: fivefold train {quote(str(run))}"
+        )
     path = out or run / "report.html"
-    write(page(config, run, rows), path)
+    write(page(config, run, rows), path, instead="name another file: --out FILE")
     return path
+
+
+def check_run(run: Path) -> None:
+    """Raise `UserError` unless `run` is a run folder, naming those that are near."""
+    if run.is_dir() and is_run(run):
+        return
+    if not run.exists():
+        what = f"{run}: there is no such folder"
+    elif run.is_dir():
+        what = f"{run} is not a run folder: it holds no run.yaml"
+    else:
+        what = f"{run} is a file, not a run folder"
+    raise UserError(
+        what,
+        fix=_run_of(run) or runs(run) or runs(run.parent) or runs(Path("runs")) or "fivefold train makes one",
+        more="a run folder is what fivefold train writes: runs/NAME, with run.yaml and metrics.jsonl",
+    )
+
+
+def _run_of(file: Path) -> str:
+    """The run that a run file is trained in, if there is one."""
+    if not file.is_file():
+        return ""
+    try:
+        folder = file.parent if file.name == "run.yaml" else load_config(file).run_dir
+    except UserError:  # no run file either
+        return ""
+    return f"its run: fivefold report {quote(str(folder))}" if is_run(folder) else ""
 
 
 def page(config: RunConfig, run: Path, rows: Rows) -> str:
@@ -57,7 +91,7 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
         places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
         curves=Markup(curves.draw(curves.panels(rows))), timelines=_timelines(spread.get("timeline", {})),
         heat=heat(rows), sent=_sent(spread.get("collectives", [])),
-        changed=_changed(config), config=config.to_yaml(), samples=_objects(run / "samples.jsonl")[-SAMPLES:],
+        changed=_changed(config), config=config.to_yaml(), samples=read(run / "samples.jsonl").rows[-SAMPLES:],
     )  # fmt: skip
 
 
@@ -108,7 +142,7 @@ def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sent]:
     """Ranks that send alike together."""
     alike: dict[tuple[tuple[str, str, int, str], ...], list[int]] = {}
     for rank, listed in enumerate(by_rank):
-        rows = tuple((each["axis"], each["kind"], each["count"], _size(each["bytes"])) for each in listed)
+        rows = tuple((each["axis"], each["kind"], each["count"], human_bytes(each["bytes"])) for each in listed)
         alike.setdefault(rows, []).append(rank)
     return [Sent(_ranks(ranks, len(by_rank)), rows) for rows, ranks in alike.items() if rows]
 
@@ -117,15 +151,6 @@ def _ranks(ranks: Sequence[int], world: int) -> str:
     if len(ranks) == world:
         return f"each of the {world} ranks"
     return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"
-
-
-def _size(count: float) -> str:
-    """`27.8 MiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"
 
 
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -142,12 +167,6 @@ def _written(value: Any) -> str:
     """As a run file has it, on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON-lines file; a half-written last one is left out."""
-    lines = _text(path).splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
 
 
 def _text(path: Path) -> str:

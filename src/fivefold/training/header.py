@@ -1,10 +1,13 @@
 """The lines around a run: what it is before the first step, where everything is after the last."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from fivefold.history import History, changes
 from fivefold.launch.world import multiplies_bf16
 from fivefold.layout import MESH_AXES
 from fivefold.parallel.spread import spread_of
+from fivefold.training.schedule import learning_rate
 from fivefold.units import human
 
 if TYPE_CHECKING:
@@ -41,6 +44,21 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:
+    """What this start, of which the history is to say `about`, does otherwise than the one before it; a row or none."""
+    if not before.starts:
+        return []
+    was = before.starts[-1].about
+    found = changes(was, about)
+    try:
+        old, new = learning_rate(step, **was["schedule"]), learning_rate(step, **about["schedule"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the record of an earlier version
+        old = new = 0.0
+    if abs(new - old) > 0.01 * max(old, new):
+        found.append(f"the learning rate of step {step + 1} is {new:.2e}; it would have been {old:.2e}")
+    return [("changed", "; ".join(found))] if found else []
 
 
 def _mfu_line(job: "Job") -> str:

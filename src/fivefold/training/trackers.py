@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
+from fivefold.files import replace
 
 PROJECT = "fivefold"
 IDS = "trackers.json"
@@ -167,9 +168,7 @@ class _Ids:
         return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
 
     def keep(self, name: str, value: str) -> None:
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps({**self.read(), name: value}) + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        replace(self.path, json.dumps({**self.read(), name: value}).encode() + b"\n")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "
 
 def write_page(report: VerifyReport, path: str) -> None:
     """Write `report` as one HTML file to `path`, whose folder is made where it is missing."""
-    write(page(report), Path(path))
+    write(page(report), Path(path), instead="name another file: --html FILE")
 
 
 def page(report: VerifyReport) -> str:

@@ -20,6 +20,7 @@ from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.layout import Layout
 from fivefold.models import surfaces
 from fivefold.parallel.schedule import layers_for
+from fivefold.terminal import say
 from fivefold.verification.evidence import Evidence
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
@@ -101,7 +102,7 @@ def _saved(asked: VerifyRequest) -> dict[str, Path]:
 
 def print_line(text: str) -> None:
     """At once."""
-    print(text, flush=True)
+    say(text)
 
 
 def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
