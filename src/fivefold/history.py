@@ -9,7 +9,7 @@ import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -86,11 +86,11 @@ def load(run: Path) -> History:
         if kind == "start":
             starts.append(Start(step, str(row.get("time", "")), row))
         elif kind == "end" and starts:
-            begun = starts[-1]
-            starts[-1] = Start(
-                begun.step, begun.time, begun.about, step, str(row.get("time", "")), str(row.get("what"))
-            )
+            when, how = str(row.get("time", "")), str(row.get("what", ""))
+            starts[-1] = replace(starts[-1], last=step, ended=when, how=how)
         elif kind != "end":
+            if kind == "died" and starts and not starts[-1].ended:
+                starts[-1] = replace(starts[-1], last=step, ended=str(row.get("time", "")), how="a worker died")
             events.append(Event(step, kind, str(row.get("what", "")), number))
     return History(starts, events, [str(each) for each in lines.damaged])
 

@@ -1,6 +1,7 @@
 """`fivefold report`: the page of a run, from what lies in its folder. `run.html.j2` lays it out."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,23 +10,34 @@ from statistics import median
 from typing import Any
 
 import yaml
-from markupsafe import Markup
 
+from fivefold import history
 from fivefold.config import RunConfig, load_config
 from fivefold.errors import UserError
 from fivefold.json_lines import read
 from fivefold.nearby import is_run, runs
-from fivefold.pages import curves
+from fivefold.pages import curves, story
 from fivefold.pages.load import heat
 from fivefold.pages.names import ranks_text
 from fivefold.pages.render import render, write
 from fivefold.pages.slices import places, slice_map
 from fivefold.pages.timeline import Drawing, drawing
 from fivefold.step_folders import steps
+from fivefold.terminal import shown
 from fivefold.units import human, human_bytes
 
+SCRIPT = Path(__file__).with_name("curves.js")
 SAMPLES = 12  # the last ones are shown
 Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text, without its prompt."""
+
+    step: int
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -85,14 +97,25 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
     """The HTML of a run. `rows`: its metrics."""
     spread = json.loads(text) if (text := _text(run / "spread.json")) else {}
     slices = slice_map(spread.get("holds", {}))
+    past, samples = history.load(run), read(run / "samples.jsonl")
+    newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
+    seen, marks = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows)
+    damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged]
     return render(
-        "run.html.j2", "fivefold.pages", [slices] if slices else [], {}, run=config.run.name,
-        headline=_headline(config, rows), facts=_facts(config, run, rows, spread), slices=slices,
+        "run.html.j2", "fivefold.pages", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
+        headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past), slices=slices,
         places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
-        curves=Markup(curves.draw(curves.panels(rows))), timelines=_timelines(spread.get("timeline", {})),
-        heat=heat(rows), sent=_sent(spread.get("collectives", [])),
-        changed=_changed(config), config=config.to_yaml(), samples=read(run / "samples.jsonl").rows[-SAMPLES:],
+        curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
+        spans=story.spans(past, rows),
+        data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,
+        timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
+        changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],
     )  # fmt: skip
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    prompt, text = shown(str(row.get("prompt", ""))), shown(str(row.get("text", "")))
+    return Sample(row["step"], prompt, text.removeprefix(prompt))
 
 
 def _headline(config: RunConfig, rows: Rows) -> str:
@@ -102,30 +125,58 @@ def _headline(config: RunConfig, rows: Rows) -> str:
     return done + (f", loss {loss:.4f}" if loss is not None else ", and the last loss is not a number")
 
 
-def _facts(config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any]) -> dict[str, str]:
+def _facts(
+    config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any], past: history.History
+) -> dict[str, str]:
     """What a run is and came to, in words; what is not known is left out."""
-    usual = rows[1:] or rows  # the first step also sets up
-    last = rows[-1]
+    last, newest = rows[-1], past.starts[-1].about if past.starts else {}
     validation = [(row["eval/loss"], row["step"]) for row in rows if row.get("eval/loss") is not None]
-    peak = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
     saved = ", ".join(str(step) for step in steps(run / "checkpoints"))
     weights = f"{spread['model']}, {human(spread['parameters'])} parameters, " if spread else ""
-    ranks = f", {spread['world']} rank{'s' * (spread['world'] > 1)} on {spread['device']}" if spread else ""
+    device = newest.get("device") or spread.get("device")
+    ranks = f", {spread['world']} rank{'s' * (spread['world'] > 1)} on {device}" if spread else ""
+    layouts = list(dict.fromkeys(span.layout for span in story.spans(past, rows)))
+    earlier = f" (before: {', '.join(layouts[:-1])})" if len(layouts) > 1 else ""
+    versions = ", ".join(f"{name} {number}" for name, number in (newest.get("versions") or {}).items())
+    machine = newest.get("machine") or {}
     facts = {
         "model": f"{weights}{config.model.name_or_path} ({config.model.init} weights)",
-        "layout": f"{spread.get('layout') or config.layout}{ranks}",
+        "layout": f"{spread.get('layout') or config.layout}{ranks}{earlier}",
         "batch": f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens",
-        "trained on": f"{last['train/tokens_seen']:,} tokens",
-        "validation": f"{validation[-1][0]:.4f} at step {validation[-1][1]}, best {min(validation)[0]:.4f}"
-        if validation else "",
-        "speed": f"{median(row['perf/tokens_per_second'] for row in usual):,.0f} tokens per second, "
-        f"{median(row['perf/step_seconds'] for row in usual):.3g} s a step (medians)",
-        "peak memory": f"{max(peak):.2f} GiB on the fullest rank" if peak else "",
+        "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
+        "validation": f"loss {validation[-1][0]:.4f} at step {validation[-1][1]} (perplexity "
+        f"{_perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
+        **_speed(rows, past),
         "skipped": f"{skipped} steps without a finite loss or gradient"
         if (skipped := last.get("train/skipped_steps")) else "",
         "checkpoints": f"step {saved}" if saved else "",
+        "began": story.moment(past.starts[0].time) if past.starts else "not recorded",
+        "took": story.took(past),
+        "machine": ", ".join(filter(None, (machine.get("host"), machine.get("system")))),
+        "versions": versions or "not recorded",
     }  # fmt: skip
     return {name: text for name, text in facts.items() if text}
+
+
+def _perplexity(loss: float) -> str:
+    return human(math.exp(loss)) if loss < 100 else "∞"
+
+
+def _speed(rows: Rows, past: history.History) -> dict[str, str]:
+    """Of the whole run, or of its last start where there were several: layouts are not averaged."""
+    own = list(past.spans())
+    several = len(story.spans(past, rows)) > 1
+    rows = [row for row in rows if row["step"] > own[-1][1]] or rows if several else rows
+    usual = rows[1:] or rows  # the first step also sets up
+    peaks = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
+    of = "since the last start; the table of starts has them all" if several else "medians"
+    speeds = [row["perf/tokens_per_second"] for row in usual if "perf/tokens_per_second" in row]
+    seconds = [row["perf/step_seconds"] for row in usual if "perf/step_seconds" in row]
+    known = f"{median(speeds):,.0f} tokens per second, {median(seconds):.3g} s a step" if speeds and seconds else ""
+    return {
+        "speed": known and f"{known} ({of})",
+        "peak memory": f"{max(peaks):.2f} GiB on the fullest rank" if peaks else "",
+    }
 
 
 def _timelines(found: Mapping[str, Any]) -> list[Drawing]:
