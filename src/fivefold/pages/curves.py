@@ -148,7 +148,7 @@ def draw(found: Sequence[Panel], marks: Sequence[Mark], *, averaged: bool) -> Dr
         "hours": [[_short(point.hours) for point in points[grid]] for grid in grids],
     }
     shown = [mark for mark in marks if first <= mark.step <= last]
-    data = {
+    data: dict[str, Any] = {
         "box": [WIDTH, HEIGHT, LEFT, TOP, BOTTOM],
         "xs": {name: lists for name, lists in xs.items() if all(None not in each for each in lists)},
         "marks": [mark.step for mark in shown],
