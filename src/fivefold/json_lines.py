@@ -83,6 +83,7 @@ class JsonLines:
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._failing = False
+        self._is_other = False  # the file was put in the place of the one that was opened
         self.failed = 0  # writes that failed
         self._lines = self._read()
         kept = [
@@ -185,7 +186,9 @@ class JsonLines:
         os.close(self._descriptor)
         self._descriptor = None
         now = "another file is there now, which it goes on with" if is_other else "it is there again, with all its rows"
-        self._say(f"{self._path} was removed while the run writes to it; {now}")
+        if not (is_other and self._is_other):
+            self._say(f"{self._path} was removed while the run writes to it; {now}")
+        self._is_other = is_other
 
 
 def _rows(count: int) -> str:

@@ -39,20 +39,21 @@ class HeldFolder:
         """
         if self._lock is None or self._lock.is_at(self._run_dir / LOCK):
             return
+        gone = {name: content for name, content in self._files.items() if not (self._run_dir / name).exists()}
         try:
             (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
-            again = FolderLock(self._run_dir)
-            self._lock.release()
-            self._lock = again
-            for name, content in self._files.items():
-                if not (self._run_dir / name).exists():
-                    replace(self._run_dir / name, content)
+            lock, self._lock = self._lock, FolderLock(self._run_dir)
+            lock.release()
+            for name, content in gone.items():
+                replace(self._run_dir / name, content)
         except OSError as error:
             if not self._is_lost:
                 say(f"WARNING: {self._run_dir} was removed, and cannot be made again: {error.strerror or error}")
             self._is_lost = True
             return
         self._is_lost = False
+        if not gone:  # the lock alone
+            return
         there = "its checkpoints are gone, and the next one is saved on time"
         if any(os.scandir(self._run_dir / "checkpoints") if (self._run_dir / "checkpoints").is_dir() else ()):
             there = "its checkpoints are there"

@@ -133,8 +133,11 @@ class TrackerSink:
                 what = f"log.to names {name}, which does not start: {_first_line(error)}"
                 raise UserError(what, fix=_ADVICE[name], more=f"or leave {name} out of log.to") from error
             self._let_go(error)
-        else:
+            return
+        try:
             ids.keep(name, self._tracker.id)
+        except OSError as error:
+            say(f"{ids.path} cannot be written: {error.strerror or error}; a resume begins a new {name} run")
 
     def write(self, row: Mapping[str, Any]) -> None:
         if self._tracker is None or row["step"] <= self._sent:
