@@ -130,7 +130,7 @@ def test_the_data_is_told(run: Path) -> None:
     text = plain(main(run))
     data = text[text.index("<h2>Data</h2>") : text.index("<h2>Parameter sharding</h2>")]
     for said in (
-        "30 documents in 2 files, 40,000 tokens; 1 files left out", "90 rows of 256 tokens, 80.0 % full",
+        "30 documents in 2 files, 40,000 tokens; 1 file left out", "90 rows of 256 tokens, 80.0 % full",
         "2.4 % of the tokens (1 % asked)", "3.00 epochs", "bos added", "3 pieces left out", "a.txt", ">3.00<", "2,048",
     ):  # fmt: skip
         assert said in data, said
@@ -161,7 +161,7 @@ def test_damage_is_named_and_the_page_is_there(run: Path) -> None:
         file.write("[]\n")
     text = plain(main(run))
     assert "metrics.jsonl:61 is not a row of JSON" in text and "history.jsonl:6 is not a row" in text
-    assert "62 of 1000 steps" in text
+    assert "62 of 200 steps" in text
 
 
 def test_the_script_has_the_numbers_of_every_axis(run: Path) -> None:

@@ -170,7 +170,8 @@ def _panel(panel: Panel, grids: Sequence[tuple[float, ...]], span: tuple[float, 
     values = [point.value for curve in panel.curves.values() for point in curve]
     ticks = nice(min(values), max(values), 5)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
-    high = high if high > low else low + (abs(low) or 1)
+    if high <= low:  # a constant lies in the middle
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
 
     def y(value: float) -> float:
         return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)

@@ -88,15 +88,14 @@ def marks(history: History, rows: Rows) -> list[Mark]:
 
 def _resumed(before: Start, start: Start, rows: Rows) -> Mark:
     changed = changes(before.about, start.about)
+    rows = [row for row in rows if "train/learning_rate" in row]
     origin = str(start.about.get("resumed") or "the start").rpartition("/")[2]
     again = f", whose steps after {start.step} are done again" if before.last and before.last > start.step else ""
     what = f"{moment(start.time)}: goes on from {origin}{again}"
-    rates = [
-        next((row.get("train/learning_rate") for row in order if test(row["step"])), None)
-        for order, test in ((rows[::-1], start.step.__ge__), (rows, start.step.__lt__))
-    ]
-    if before.about.get("schedule") != start.about.get("schedule") and None not in rates:
-        changed.append(f"learning rate {rates[0]:.2e} → {rates[1]:.2e}")
+    old = next((row["train/learning_rate"] for row in rows[::-1] if row["step"] <= start.step), 0.0)
+    new = next((row["train/learning_rate"] for row in rows if row["step"] > start.step), 0.0)
+    if before.about.get("schedule") != start.about.get("schedule") and abs(new - old) > 0.01 * max(new, old):
+        changed.append(f"learning rate {old:.2e} → {new:.2e}")
     damages = [f"DAMAGED {damage}" for damage in start.about.get("damages", ())]
     is_layout = any(each.startswith("layout ") for each in changed)
     return Mark(start.step, "layout" if is_layout else "start", "; ".join((what, *changed, *damages)))
@@ -134,7 +133,7 @@ def data_facts(config: RunConfig, about: Mapping[str, Any], tokens_seen: int) ->
     vocabulary = f", {data['vocabulary']:,} tokens" if data.get("vocabulary") else ""
     facts = {"sources": paths, "tokenizer": f"{config.tokenizer.name_or_path}{vocabulary}"}
     if "documents" in data:
-        left_out = f"; {data['files_left_out']:,} files left out" if data.get("files_left_out") else ""
+        left_out = f"; {_many(data['files_left_out'], 'file')} left out" if data.get("files_left_out") else ""
         facts["read"] = (
             f"{_many(data['documents'], 'document')} in {_many(data['files'], 'file')}, "
             f"{_many(data['tokens'], 'token')}{left_out}"
