@@ -26,8 +26,15 @@ INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended b
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
     """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
+    from fivefold.training.memory import out_of_gpu_memory
+
     with join(world):
-        _body(verb)(request, world)
+        try:
+            _body(verb)(request, world)
+        except Exception as error:
+            if said := out_of_gpu_memory(error, world.rank):
+                raise said from error
+            raise
 
 
 def main(verb: str, request_file: str) -> int:

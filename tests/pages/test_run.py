@@ -135,7 +135,7 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_it_was_meant(tmp_path: Path) -> No
     run = make_run(tmp_path / "run", [row(1)])
     slots = [
         slot(0, 0, "F", 0, 10, 11),
-        slot(1, 1, "F", 0, 11, 12),
+        {**slot(1, 1, "F", 0, 11, 12), "waited": 0.75},
         slot(1, 1, "B", 0, 12, 14),
         slot(0, 0, "B", 0, 14, 16),
     ]
@@ -146,7 +146,8 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_it_was_meant(tmp_path: Path) -> No
     text = main(run).read_text(encoding="utf-8")
     asks_for_nothing(text)
     assert "measured at step 7" in text and "bubble 50.0 % of the time; 25.0 % by the closed form" in text
-    assert "rank 1, stage 1, micro batch 0: backward, 2 s from 2" in text
+    assert "rank 1, stage 1, micro batch 0: backward, 2 s from 2<" in text
+    assert "rank 1, stage 1, micro batch 0: forward, 1 s from 1, after waiting 0.75<" in text
     assert text[text.index("Pipeline schedule") :].count("<rect") == 8
 
 

@@ -23,6 +23,7 @@ from fivefold.checkpoint import disk, model_folder, shard
 from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.remote import Remote
+from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
 from fivefold.files import cannot_write, is_users
@@ -99,7 +100,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
-        self._staged: dict[str, Tensor] = {}
+        self._staging = Staging()
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> None:
         """Save weights and optimizer state as they are now; asynchronous: return when they are copied.
@@ -111,6 +112,7 @@ class Saver:
         self._pending = self._thread.submit(self._write_and_publish, self._snapshot(model, optimizer, about))
         if not self._asynchronous:
             futures.wait([self._pending])
+            self._staging.free()
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -137,9 +139,7 @@ class Saver:
 
     def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> _Snapshot:
         spread = spread_of(model)
-        slices = [replace(one, values=self._stage(one)) for one in collect(model, optimizer)]
-        if any(parameter.is_cuda for parameter in model.parameters()):
-            torch.cuda.synchronize()
+        slices = self._staged(list(collect(model, optimizer)))
         return _Snapshot(
             about=about,
             layout=str(spread.layout),
@@ -149,15 +149,15 @@ class Saver:
             texts=_texts(model, about) if dist.get_rank() == 0 else {},
         )
 
-    def _stage(self, one: OwnedSlice) -> Tensor:
-        """The values on the CPU; asynchronous: a copy that training does not touch."""
-        if not self._asynchronous and not one.values.is_cuda:
-            return one.values
-        kept = self._staged.get(one.key)
-        if kept is None or kept.dtype != one.values.dtype:
-            kept = torch.empty(one.values.shape, dtype=one.values.dtype, pin_memory=one.values.is_cuda)
-            self._staged[one.key] = kept
-        return kept.copy_(one.values, non_blocking=True)
+    def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
+        """The slices on the CPU; asynchronous: copies that training does not touch."""
+        on_gpu = any(one.values.is_cuda for one in slices)
+        if not (self._asynchronous or on_gpu):
+            return slices
+        copies = self._staging.copies([one.values for one in slices])
+        if on_gpu:
+            torch.cuda.synchronize()
+        return [replace(one, values=copy) for one, copy in zip(slices, copies, strict=True)]
 
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""
@@ -305,11 +305,17 @@ def _texts(model: nn.Module, about: About) -> dict[str, bytes]:
     model_files = model_folder.model_files(
         model.config,
         model_class=spread_of(model).anatomy.model_class,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
         origin=Path(about.config.model.name_or_path) if about.config else None,
+        came_in=dtype_name(getattr(model.config, "dtype", None)),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    """As config.json names it: `bfloat16`."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:

@@ -7,6 +7,7 @@ appears under `--debug` only. Exit codes: 0 fine, 1 the thing asked about failed
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
@@ -32,8 +33,22 @@ for _name, _verb in VERBS.items():
     app.command(_name)(_verb)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from fivefold.version import versions
+
+        print(versions())
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
-def verbs(context: typer.Context) -> None:
+def verbs(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say what is installed, for bug reports."),
+    ] = False,
+) -> None:
     """Train any Hugging Face language model, unchanged, in five dimensions of parallelism."""
     if context.invoked_subcommand is None:
         print((verbs.__doc__ or "").strip() + "\n")

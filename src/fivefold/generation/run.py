@@ -14,6 +14,7 @@ from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.errors import UserError
+from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.text import TextStream, encode_prompt
 from fivefold.hub import is_hub_id
@@ -43,9 +44,9 @@ class GenerateRequest:
     layout: str = "single"
     step: int | None = None
     max_new_tokens: int = 100
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 1234
+    temperature: float = TEMPERATURE
+    top_k: int = TOP_K
+    seed: int = SEED
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):

@@ -17,7 +17,10 @@ POINTS = 400  # of a curve; of more, neighbours are averaged
 DOTTED = 60  # curves of fewer points show each
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420.0, 190.0, 44.0, 10.0, 8.0, 22.0  # pixels, of a panel and around it
 RIGHT_AXIS = 44.0  # pixels where the right side has labels too
-LABELS = {"train/loss": "training", "eval/loss": "validation"}
+LABELS = {
+    "train/loss": "training", "eval/loss": "validation",
+    "memory/peak_gib": "allocated", "memory/peak_reserved_gib": "reserved",
+}  # fmt: skip
 LOSS = "loss, nats per token"
 _PANELS = (
     (LOSS, ("train/loss", "eval/loss")),
@@ -25,7 +28,7 @@ _PANELS = (
     ("tokens per second", ("perf/tokens_per_second",)),
     ("step time, s", ("perf/step_seconds",)),
     ("learning rate", ("train/learning_rate",)),
-    ("peak memory of a rank, GiB", ("memory/peak_gib",)),
+    ("peak memory of a rank, GiB", ("memory/peak_gib", "memory/peak_reserved_gib")),
     ("TFLOP/s per device", ("perf/tflops_per_device",)),
     ("model FLOPs utilisation, %", ("perf/mfu_pct",)),
     ("data wait, % of the step time", ("perf/data_wait_pct",)),

@@ -201,6 +201,7 @@ class Job:
             self.step += 1
             self.tokens_seen += result.tokens
             self._count_skipped(result)
+            self._report_uncompiled()
             self._report_save()
             row = self._row(result, rate, seconds, waited)
             if self._due(self.config.eval.every) and self.data.validation:
@@ -289,6 +290,13 @@ class Job:
         if self.history:
             self.history.write(event, self.step, what=what)
 
+    def _report_uncompiled(self) -> None:
+        """Say it, once, when Dynamo has given up a block of this rank."""
+        compiled = spread_of(self.model).compiled
+        if compiled and self.display:
+            for line in compiled.news():
+                self.display.note(f"step {self.step}: {line}")
+
     def _stop_if_diverged(self) -> None:
         """Raise `RunFailed` when as many steps as that were skipped in a row."""
         if self.in_a_row == MAX_SKIPPED:
@@ -350,7 +358,7 @@ class Job:
     def _log(self, row: dict[str, Any]) -> None:
         if not self._due(self.config.log.every) and "eval/loss" not in row:
             return
-        row["memory/peak_gib"] = self._peak_memory()
+        row |= self._peak_memory()
         self._look_at_folder()
         for sink in self.sinks:
             sink.write(row)
@@ -362,12 +370,14 @@ class Job:
         if self.display:
             self.folder.look(self.display.note)
 
-    def _peak_memory(self) -> float | None:
-        """The largest peak over ranks, GiB."""
-        mine = self.memory.gib
-        peak = torch.tensor(-1.0 if mine is None else mine, device=self.world.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return None if peak.item() < 0 else peak.item()
+    def _peak_memory(self) -> dict[str, float | None]:
+        """The largest peaks over ranks, GiB."""
+        mine = {"memory/peak_gib": self.memory.gib}
+        if self.memory.reserved_gib is not None:
+            mine["memory/peak_reserved_gib"] = self.memory.reserved_gib
+        peaks = torch.tensor([-1.0 if each is None else each for each in mine.values()], device=self.world.device)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        return {name: None if peak < 0 else peak for name, peak in zip(mine, peaks.tolist(), strict=True)}
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:

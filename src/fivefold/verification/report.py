@@ -105,7 +105,8 @@ def _show(found: Found, console: "Console") -> None:
         console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", ("NOT RUN", "bold red"), why))
         return
     verdict = ("PROVED", "bold green") if found.ok else ("WRONG", "bold red")
-    console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", verdict, f"  {found.seconds:.1f} s"))
+    counted = f"  {len(found.rows):,} comparisons  {found.seconds:.1f} s"
+    console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", verdict, counted))
     table = Table(box=None, header_style="dim", pad_edge=False)
     for column, side in (("what", "left"), ("compared", "right"), ("error", "right"), ("allowed", "right")):
         table.add_column(column, justify=side, no_wrap=True)  # type: ignore[arg-type]
