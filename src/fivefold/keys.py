@@ -43,18 +43,19 @@ class Key:
 
 def keys_of(config: type[BaseModel]) -> Iterator[Key]:
     """Every key that works, in the order of the file; `config` has a field for each section."""
+    return (key for name, field in _fields(config) if (key := _key(name, field)) is not None)
+
+
+def _fields(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of every section by its dotted name; those of a list's items after the list."""
     for section_name, section in config.model_fields.items():
         name = section.alias or section_name
         for key, field in type(section.default).model_fields.items():
+            yield f"{name}.{field.alias or key}", field
             default = field.get_default()
-            listed = _key(f"{name}.{field.alias or key}", field)
-            if listed is not None:
-                yield listed
             if isinstance(default, tuple) and default and isinstance(default[0], BaseModel):
                 for inner, of_item in type(default[0]).model_fields.items():
-                    item = _key(f"{name}.{key}[].{inner}", of_item)
-                    if item is not None:
-                        yield item
+                    yield f"{name}.{key}[].{inner}", of_item
 
 
 def built(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -71,7 +71,7 @@ DIFFERENT = {
     "forward pass",
     "gradient_accumulation_steps grad_accum_steps gradient_accumulation accumulate_grad_batches": "set "
     f"train.global_batch_size = train.micro_batch_size x accumulation x data ranks; {_DATA_RANKS}",
-    "num_train_epochs num_epochs epochs n_epochs max_epochs": "set train.max_steps = epochs x rows / "
+    "num_train_epochs num_epochs epochs n_epochs": "set train.max_steps = epochs x rows / "
     "train.global_batch_size; the rows are in the first lines of a run",
     "warmup_ratio warmup_fraction lr_warmup_fraction": "set scheduler.warmup_steps = ratio x train.max_steps",
     "min_lr min_learning_rate lr_min": "set scheduler.min_lr_ratio = lowest rate / optimizer.learning_rate",
@@ -105,16 +105,8 @@ DIFFERENT = {
 
 # Sections of others that are answered as a whole: `lora.r`, `peft.method`.
 _WHOLE = (
-    "lora",
-    "qlora",
-    "peft",
-    "peft_config",
-    "quantization",
-    "quantization_config",
-    "dpo",
-    "deepspeed",
-    "fsdp_config",
-)
+    "lora", "qlora", "peft", "peft_config", "quantization", "quantization_config", "dpo", "deepspeed", "fsdp_config",
+)  # fmt: skip
 
 _ANSWERS = {name: f"write {key}" for key, names in SAME.items() for name in names.split()} | {
     name: answer for names, answer in DIFFERENT.items() for name in names.split()
