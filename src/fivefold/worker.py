@@ -90,6 +90,7 @@ def _body(verb: str) -> Body:
 
 def _log_to(path: Path, *, whole: bool) -> None:
     """Send logging to `path`; `whole` sends everything that this process prints there too."""
+    logging.raiseExceptions = False  # a log that cannot be written (a full disk) is no reason for a traceback
     stream = path.open("w", encoding="utf-8", buffering=1)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -26,6 +26,7 @@ from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
 from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
@@ -281,7 +282,8 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
         read_manifest(beside)
     except (OSError, ValueError, TypeError) as error:
         disk.remove(beside)
-        raise RunFailed(f"checkpoint {published} could not be written: {error}", fix="is that disk full?") from error
+        fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
+        raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
     if published.exists():  # not valid, or `_start` would have refused
         disk.rename(published, published.with_name(f"{_BESIDE}damaged-{published.name}"))
     disk.rename(beside, published)
@@ -303,11 +305,17 @@ def _texts(model: nn.Module, about: About) -> dict[str, bytes]:
     model_files = model_folder.model_files(
         model.config,
         model_class=spread_of(model).anatomy.model_class,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
         origin=Path(about.config.model.name_or_path) if about.config else None,
+        came_in=dtype_name(getattr(model.config, "dtype", None)),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    """As config.json names it: `bfloat16`."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
@@ -369,7 +377,8 @@ def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None 
         except UserError as error:
             outcome[1] = error
         except OSError as error:
-            outcome[1] = RunFailed(f"the run folder could not be read or written: {error}")
+            fix = cannot_write("", error).fix if is_users(error) else None
+            outcome[1] = RunFailed(f"the run folder could not be read or written: {error}", fix=fix)
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
