@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from fivefold.config import RunConfig
 from fivefold.launch.world import multiplies_bf16
 from fivefold.layout import MESH_AXES
 from fivefold.parallel.spread import spread_of
+from fivefold.training import length
 from fivefold.units import human
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
+        ("length", f"{length.epochs_text(config, job.data, job.total_steps)}   {_warmup(config)}"),
         (
             "compute",
             f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}",
@@ -37,10 +40,18 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.insert(-1, ("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
+    alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
+    too_long = length.warning(config, job.total_steps)
+    rows += [("WARNING", line) for line in (*alone, too_long) if line]
     rows += [("DAMAGED", damage) for damage in resumed.damages]
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def _warmup(config: RunConfig) -> str:
+    steps = int(config.scheduler.warmup_steps)
+    return f"warm-up {steps:,} step{'s' * (steps != 1)}, then {config.scheduler.name}"
 
 
 def _mfu_line(job: "Job") -> str:
@@ -59,6 +70,7 @@ def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
     export = [] if (run / "hf").exists() else [("", f"fivefold export {run} {run / 'hf'}")]
     return [
         ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
+        ("read", length.epochs_text(job.config, job.data, job.step)),
         ("files", f"{run}/  {'  '.join(there)}"),
         ("next", f'fivefold generate {run} --prompt "{prompt}"'),
         *export,

@@ -31,7 +31,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
-from fivefold.training import checks, flops, header, record
+from fivefold.training import checks, flops, header, length, record
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
 from fivefold.training.keeper import Keeper, Resumed
@@ -101,7 +101,7 @@ class Job:
         check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(model)
-        total_steps = config.train.max_steps or steps_for(config.train.max_tokens or 0, config, data)
+        total_steps = length.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
@@ -117,6 +117,8 @@ class Job:
         stack.callback(keeper.close)
         resumed = keeper.resume()
         job.step = job.start = resumed.step
+        job.config = config = length.settled(config, total_steps, before=resumed.warmup_steps)
+        keeper.settle(config)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
         record.write(model, config, device=world.device, parameters=costs.parameters)
@@ -215,7 +217,7 @@ class Job:
             step,
             name=scheduler.name,
             peak=self.config.optimizer.learning_rate,
-            warmup_steps=scheduler.warmup_steps,
+            warmup_steps=int(scheduler.warmup_steps),
             total_steps=self.total_steps,
             min_lr_ratio=scheduler.min_lr_ratio,
         )
@@ -318,6 +320,7 @@ class Job:
                 temperature=0.7,
                 top_k=40,
                 seed=self.config.train.seed,
+                bos_token_ids=self.data.bos_token_ids,
             )
             if self.display:
                 self._samples.write({"step": self.step, "prompt": prompt, "text": text})
@@ -371,11 +374,6 @@ def _hold(run_dir: Path, stack: ExitStack) -> None:
 def _close_sink(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
     """As the run ends. One that was asked to stop has not failed."""
     sink.close(failed=kind is not None and not issubclass(kind, Stopped))
-
-
-def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:
-    """Steps that read at least `max_tokens` real input tokens, at the mean fill of the rows."""
-    return max(1, math.ceil(max_tokens / (data.train.tokens_per_row * config.train.global_batch_size)))
 
 
 def _finite(number: float) -> float | None:
