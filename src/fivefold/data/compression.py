@@ -77,6 +77,15 @@ def opened(path: Path, where: str) -> Iterator[IO[bytes]]:
         yield io.BufferedReader(_Bounded(expanded, path, where))
 
 
+def read_most(file: IO[bytes], most: int) -> bytes:
+    """All of a file, or a little more than `most` bytes of it: asked for so many at once, a buffer of them is made."""
+    chunks, size = [], 0
+    while size <= most and (chunk := file.read(2**20)):
+        chunks.append(chunk)
+        size += len(chunk)
+    return b"".join(chunks)
+
+
 def lines_of(file: IO[bytes], where: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with their numbers, from 1. Raises UserError for one that is too long to be held."""
     row = 0

@@ -23,6 +23,7 @@ MORE = (
 )
 # What lies beside texts and is none: the card and the notes of a dataset.
 _BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_SHRINKS = 4  # times: text that is compressed, roughly
 _HEAD = 8192  # bytes by which a file of an unknown kind is judged
 
 
@@ -83,8 +84,8 @@ class Format:
         return file_digest(path, root)
 
     def size(self, path: Path) -> int:
-        """Bytes of one file, roughly: for progress, and for its part of a sample."""
-        return path.stat().st_size
+        """Bytes of one file's text, roughly: for progress, and for its part of a sample."""
+        return path.stat().st_size * (_SHRINKS if is_compressed(path) else 1)
 
     def options(self, source: Source) -> dict[str, str]:
         """The options that change what `documents` gives: part of the cache key."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.data.compression import MOST_BYTES, opened
+from fivefold.data.compression import MOST_BYTES, opened, read_most
 from fivefold.data.formats.jsonl import refuse_surrogates
 from fivefold.data.records import text_of
 from fivefold.data.source import Format, Source
@@ -37,7 +37,7 @@ class Json(Format):
 def _records(path: Path, source: Source) -> list[object]:
     where = f"{source.label}: {path}"
     with opened(path, where) as file:
-        raw = file.read(MOST_BYTES + 1)
+        raw = read_most(file, MOST_BYTES)
     as_lines = f"if every line is a record: {source.option('format', 'jsonl')}"
     if len(raw) > MOST_BYTES:
         raise UserError(
