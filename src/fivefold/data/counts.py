@@ -103,7 +103,9 @@ class DataCounts:
         alone = self.train.without_target + (self.validation.without_target if self.validation else 0)
         remarks = []
         if self.validation_asked and not (self.validation and self.validation.rows):
-            remarks.append("the text is too short to hold some of it out: ask for more of it, or name another text")
+            remarks.append(
+                "the text is too short to hold some of it out, or all alike: ask for more of it, or name another text"
+            )
         if self.files_left_out:
             remarks.append(f"{_many(self.files_left_out, 'file')} of an unknown kind left out")
         if alone:
