@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
-    written(folder, text)
+    written(folder, text or "{}")
     return load_config(Path("run.yaml"), overrides)
 
 

@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from fivefold.config_errors import Key, explained
 from fivefold.errors import UserError
 from fivefold.heads import check_method
 from fivefold.layout import Layout
+from fivefold.models.folder_config import read_folder_config
 from fivefold.models.shapes import shape_folder
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.runfile import READ_MORE, RunFile
@@ -27,6 +37,10 @@ from fivefold.units import parse_count, parse_fraction, parse_length, parse_step
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
 LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # of `train`: how long a run is, said in one way
+MOST_NAME_BYTES = 240  # of a file; file systems take 255, and what is written gets a few letters more
+MOST_PATH_BYTES = 3000  # Linux takes 4096
+MOST_ROWS = 2**31  # of a step; larger numbers are slips of the keyboard that take minutes to fail
+MOST_VOCABULARY = 2**22
 MUON_DEFAULTS = {"momentum": 0.95, "ns_steps": 5}
 SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
 
@@ -35,6 +49,23 @@ def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number")
     return value
+
+
+def _printable(name: str) -> str:
+    """A name that a terminal shows. Raises `ValueError`."""
+    if not name.strip() or not name.isprintable():
+        raise ValueError(f"{name!r} holds characters that cannot be shown")
+    return name
+
+
+def _findable(path: str) -> str:
+    """A path that file systems take. Raises `ValueError`."""
+    longest = max(map(len, path.encode().split(b"/")))
+    if longest > MOST_NAME_BYTES or len(path.encode()) > MOST_PATH_BYTES:
+        raise ValueError(
+            f"it has {len(path.encode())} bytes; a path has {MOST_PATH_BYTES} and each part {MOST_NAME_BYTES}"
+        )
+    return path
 
 
 def _sources(value: Any) -> Any:
@@ -56,6 +87,7 @@ Count = Annotated[int, BeforeValidator(parse_count)]
 Length = Annotated[int, BeforeValidator(parse_length)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
+PathText = Annotated[str, AfterValidator(_findable)]
 Decay = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
 Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
 # A number of steps, a part of the run between 0 and 1, or auto.
@@ -69,7 +101,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    name_or_path: str = Field(
+    name_or_path: PathText = Field(
         default="demo", description="hub id, local Hugging Face folder, config.json or built-in shape"
     )
     init: Literal["pretrained", "random"] = Field(
@@ -79,7 +111,7 @@ class ModelSection(Section):
 
 
 class TokenizerSection(Section):
-    name_or_path: str = Field(
+    name_or_path: PathText = Field(
         default="auto",
         description="auto: the model's (of a built-in shape: train:2048); byte: built in; train:8192: BPE of that many "
         "tokens, trained on data.train; or a name or path",
@@ -93,6 +125,8 @@ class TokenizerSection(Section):
             return value
         if parse_length(size) < 257:
             raise ValueError(f"{value} is too small: a byte-level vocabulary has 257 tokens or more")
+        if parse_length(size) > MOST_VOCABULARY:
+            raise ValueError(f"{value} is too large: at most {MOST_VOCABULARY} tokens")
         return f"train:{parse_length(size)}"
 
     @property
@@ -103,7 +137,7 @@ class TokenizerSection(Section):
 
 
 class DataSource(Section):
-    path: str = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
+    path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(
         default="auto", description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens"
     )
@@ -121,7 +155,10 @@ class DataSection(Section):
         default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources"
     )
     seq_length: Length = Field(
-        default=8192, ge=1, description="tokens per row; 8k = 8192; not set: at most a built-in shape's positions"
+        default=8192,
+        ge=1,
+        le=2**31,
+        description="tokens per row; 8k = 8192; not set: at most a built-in shape's positions",
     )
     packing: bool = Field(
         default=True, description="several whole documents per row; attention never crosses a document"
@@ -139,8 +176,10 @@ class TrainSection(Section):
     max_epochs: Number | None = Field(
         default=None, gt=0, description="passes over the training rows, instead of max_steps; 2.5"
     )
-    global_batch_size: Whole = Field(default=64, ge=1, description="rows per optimizer step, over all devices")
-    micro_batch_size: Whole = Field(default=1, ge=1, description="rows per forward pass of one data rank")
+    global_batch_size: Whole = Field(
+        default=64, ge=1, le=MOST_ROWS, description="rows per optimizer step, over all devices"
+    )
+    micro_batch_size: Whole = Field(default=1, ge=1, le=MOST_ROWS, description="rows per forward pass of one data rank")
     seed: Whole = Field(default=1234, ge=0, description="fixes the initial weights and the order of the rows")
     compile: Literal["auto"] | bool = Field(
         default="auto", description="torch.compile of each block: auto, true, false"
@@ -311,8 +350,21 @@ class LogSection(Section):
 
 
 class RunSection(Section):
-    name: str = Field(default="demo", min_length=1, description="name of the run, and of its folder")
-    dir: str = Field(default="runs", min_length=1, description="folder that holds the runs")
+    name: PathText = Field(default="demo", min_length=1, description="name of the run, and of its folder")
+    dir: PathText = Field(default="runs", min_length=1, description="folder that holds the runs")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_s_name(cls, value: str) -> str:
+        """One new folder inside of `run.dir`, whatever the name: never another place, never half of a line."""
+        if value in (".", "..") or "/" in value or "\\" in value:
+            raise ValueError(f"{value!r} is a path; a name is one word, and run.dir is where the folder goes")
+        return _printable(value)
+
+    @field_validator("dir")
+    @classmethod
+    def _is_shown(cls, value: str) -> str:
+        return _printable(value)
 
 
 class RunConfig(Section):
@@ -458,11 +510,10 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
 def _is_dense(model: ModelSection) -> bool:
     """Whether a config.json at hand names no experts. What is not at hand is told later."""
     path = Path(shape_folder(model.name_or_path) or model.name_or_path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         return False
-    values = json.loads(path.read_text(encoding="utf-8")) | dict(model.overrides)
-    return isinstance(values, dict) and not any("experts" in key for key in values)
+    values = read_folder_config(path) | dict(model.overrides)
+    return not any("experts" in key for key in values)
 
 
 def keys() -> Iterator[Key]:

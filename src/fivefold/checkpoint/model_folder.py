@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fivefold import strict_json
 from fivefold.errors import UserError
 
 FOLDER = "model"
@@ -50,7 +51,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `UserError` when it is none."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(strict_json.read_config(path))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 

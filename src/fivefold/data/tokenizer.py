@@ -4,11 +4,16 @@
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fivefold import strict_json
+from fivefold.data import tokenizer_probe
 from fivefold.data.cache import Progress, entry, file_digest, key_of, write_atomically
 from fivefold.data.source import FileList
 from fivefold.errors import UserError
@@ -25,6 +30,9 @@ _FACTS_VERSION = 2  # raise when what is remembered of a folder changes
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+_MOST_BYTES = 2**29  # of a tokenizer.json; the largest known has 35 MB
+_PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
+_PROBE_SECONDS = 120
 _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
 
 
@@ -194,7 +202,42 @@ def _inspect(folder: Path, root: Path) -> TokenizerInfo:
     return TokenizerInfo(folder=folder, **{**facts, "template_ids": tuple(facts["template_ids"])})
 
 
+def _check(file: Path) -> None:
+    """Raise `UserError` for a tokenizer.json that cannot be loaded, or that needs far more memory than its size tells.
+
+    Tried in another process first, whose memory is bounded: a file of a few hundred bytes can ask for all there is.
+    """
+    _regular(file)
+    size = file.stat().st_size
+    if size > _MOST_BYTES:
+        raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
+    most = _PROBE_BYTES + _PROBE_BYTES_A_BYTE * size
+    command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(file), str(most)]
+    one_thread = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(
+            command, env=one_thread, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, timeout=_PROBE_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _not_a_tokenizer(file, f"a short text is not encoded within {_PROBE_SECONDS} s") from None
+    if done.returncode:
+        raise _not_a_tokenizer(file, f"loading it and encoding a short text takes more than {most >> 20} MiB")
+    if found := done.stdout.strip():
+        raise _not_a_tokenizer(file, found)
+
+
+def _regular(file: Path) -> None:
+    if not file.is_file():  # a pipe would never end
+        raise _not_a_tokenizer(file, "not a regular file")
+
+
+def _not_a_tokenizer(file: Path, why: object) -> UserError:
+    return UserError(f"{file}: not a tokenizer: {why}", fix="copy the file from its origin again", more=_MORE)
+
+
 def _facts(folder: Path, digest: str) -> dict[str, Any]:
+    _check(folder / "tokenizer.json")
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     eos = _named_id(folder, vocabulary, "eos")
@@ -206,10 +249,10 @@ def _facts(folder: Path, digest: str) -> dict[str, Any]:
         )
     template, bos = template_ids(tokenizer), _named_id(folder, vocabulary, "bos")
     bos = bos if bos in vocabulary.values() else None
+    written = "".join(str(tokenizer.id_to_token(number)) for number in template or (() if bos is None else (bos,)))
     info = TokenizerInfo(
         folder, key_of(digest, eos), max(eos, *vocabulary.values()) + 1, eos,
-        template_ids=template, bos_token_id=bos,
-        bos="".join(str(tokenizer.id_to_token(number)) for number in template or (() if bos is None else (bos,))),
+        template_ids=template, bos_token_id=bos, bos=written if written.isprintable() else repr(written),
     )  # fmt: skip
     return {name: value for name, value in asdict(info).items() if name not in ("folder", "bos_token_ids")}
 
@@ -220,9 +263,7 @@ def _read(path: Path) -> "Tokenizer":
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(
-            f"{path}: not a tokenizer: {error}", fix="copy the file from its origin again", more=_MORE
-        ) from error
+        raise _not_a_tokenizer(path, error) from error
     tokenizer.no_truncation()  # a tokenizer.json may carry both from whoever saved it
     tokenizer.no_padding()
     return tokenizer
@@ -234,7 +275,7 @@ def _named_id(folder: Path, vocabulary: dict[str, int], which: Literal["bos", "e
         facts = _read_json(folder / name)
         token = facts.get(f"{which}_token")
         content = token.get("content") if isinstance(token, dict) else token
-        if content is not None and content in vocabulary:
+        if isinstance(content, str) and content in vocabulary:
             return vocabulary[content]
         number = facts.get(f"{which}_token_id") if name == "config.json" else None
         first = number[0] if isinstance(number, list) and number else number
@@ -245,10 +286,10 @@ def _named_id(folder: Path, vocabulary: dict[str, int], which: Literal["bos", "e
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = strict_json.read_config(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
     return facts if isinstance(facts, dict) else {}
 
