@@ -59,6 +59,19 @@ def test_flipped_rows_are_packed_again_and_that_is_said(tmp_path: Path, file: st
     assert len(said) == 1 and "DAMAGED: the cached rows" in said[0] and path.name in said[0]
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "checksums.json"])
+def test_a_flipped_tokenizer_is_made_again_and_that_is_said(
+    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = prepare_texts(tmp_path, TEXTS, tokenizer="train:300")
+    (path,) = (tmp_path / "cache").glob(f"tokenizers/*/{file}")
+    flip(path, 50)
+    again = prepare_texts(tmp_path, TEXTS, tokenizer="train:300")
+    assert (again.fingerprint, rows(again)) == (expected.fingerprint, rows(expected))
+    said = capsys.readouterr().err
+    assert said.count("DAMAGED: the cached tokenizer train-") == 1 and file in said
+
+
 def test_what_cannot_be_made_again_is_said_with_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fivefold.data.source.file_digest", lambda path, root: "the same")  # as if it had not changed
     prepare_texts(tmp_path, TEXTS, validation=0.1)
@@ -84,12 +97,19 @@ def test_tokens_of_another_store_are_not_taken_for_ones_own(tmp_path: Path) -> N
 # ---- a token store that is given ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token store of more than two chunks."""
+    folder = tmp_path_factory.mktemp("made")
+    prepare_texts(folder, [*TEXTS, "x " * (CHUNK // 2), *TEXTS], packing=False)
+    (meta,) = (folder / "cache").glob("stores/*/meta.json")
+    return meta.parent
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Path:
-    """A token store somewhere else, of more than two chunks."""
-    prepare_texts(tmp_path, [*TEXTS, "x" * CHUNK, *TEXTS], packing=False)
-    (meta,) = (tmp_path / "cache").glob("stores/*/meta.json")
-    return Path(shutil.copytree(meta.parent, tmp_path / "given"))
+def store(tmp_path: Path, made: Path) -> Path:
+    """A token store somewhere else."""
+    return Path(shutil.copytree(made, tmp_path / "given"))
 
 
 def rewritten(store: Path, **changes: object) -> None:
@@ -141,8 +161,16 @@ def rewritten_files(store: Path) -> None:
     (store / "meta.json").write_text(signed({**meta, "files": files}))
 
 
+def _no_numbers(store: Path) -> None:
+    rewritten(store, vocab_size="many")
+
+
 def _earlier_version(store: Path) -> None:
     (store / "meta.json").write_text(json.dumps({"kind": "fivefold token store", "version": 1}))
+
+
+def _later_version(store: Path) -> None:
+    rewritten(store, version=3)
 
 
 WRONG: dict[Callable[[Path], None], str] = {
@@ -153,7 +181,9 @@ WRONG: dict[Callable[[Path], None], str] = {
     _wider: "tokens.bin has ",
     _other_offsets: "offsets.npy does not cut ",
     _beyond: "tokens.bin holds 60000 as token 600,001, beyond the 257 of its tokenizer",
-    _earlier_version: "meta.json is of version 1; this fivefold reads 2",
+    _no_numbers: "",
+    _earlier_version: "meta.json has no checksum: it is of an earlier version",
+    _later_version: "meta.json is of version 3; this fivefold reads 2",
 }
 
 

@@ -1,5 +1,6 @@
 """How long a run is and how long it warms up: said in steps, tokens or epochs, settled once the data is known."""
 
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -101,27 +102,28 @@ def test_a_warm_up_left_open_agrees_with_what_a_checkpoint_has() -> None:
 
 
 def test_a_run_that_is_made_longer_keeps_its_warm_up(tmp_path: Path) -> None:
-    """A finished run of 30 steps, whose 5% are 2, goes on to 60, whose 5% would be 3: with the old file and its own."""
-    tree = run_file(tmp_path, train__max_steps=30, train__global_batch_size=2, train__check_every=0)
+    """A finished run of 21 steps, whose 5% are 2, goes on to 41, whose 5% would be 3, then to 1.3 epochs."""
+    tree = run_file(tmp_path, train__max_steps=21, train__global_batch_size=2, train__check_every=0)
     del tree["scheduler"]
     ran = train(tree, world=1)
     assert ran.error is None and "warm-up 2 steps, then cosine" in ran.screen
-    assert "rows; 30 steps read them" in ran.screen.split("step 1/30")[0]  # at the start
-    assert "rows; 30 steps read them" in ran.screen.split("step 30/30")[1]  # and at the end
+    assert "rows; 21 steps read them" in ran.screen.split("step 1/21")[0]  # at the start
+    assert "rows; 21 steps read them" in ran.screen.split("step 21/21")[1]  # and at the end
     assert max(column(tree, "train/learning_rate")) == 1e-2
     own = yaml.safe_load((run_dir(tree) / "run.yaml").read_text())
     assert own["scheduler"]["warmup_steps"] == 2
-    tree["train"]["max_steps"] = 60
+    tree["train"]["max_steps"] = 41
     assert train(tree, world=1).error is None
     rates = column(tree, "train/learning_rate")
-    assert rates[:2] == [5e-3, 1e-2] and rates[30] < 1e-2 and len(rates) == 60
+    assert rates[:2] == [5e-3, 1e-2] and rates[21] < 1e-2 and len(rates) == 41
     own = yaml.safe_load((run_dir(tree) / "run.yaml").read_text())
     assert own["scheduler"]["warmup_steps"] == 2
     del tree["train"]["max_steps"]
-    tree["train"]["max_epochs"] = own_epochs = 60 * 2 / 66 + 0.05  # as many rows again, and a few more
+    tree["train"]["max_epochs"] = 1.3
     ran = train(tree, world=1)
-    assert ran.error is None and own_epochs and "warm-up 2 steps" in ran.screen
-    assert len(column(tree, "train/loss")) > 60
+    assert ran.error is None and "warm-up 2 steps" in ran.screen
+    rows = int(ran.screen.split(" rows; ")[0].split()[-1])
+    assert len(column(tree, "train/loss")) == ceil(1.3 * rows / 2) > 41
 
 
 def test_a_warm_up_too_long_is_said_on_the_screen(tmp_path: Path) -> None:

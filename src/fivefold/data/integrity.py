@@ -31,15 +31,16 @@ def signed(tree: Mapping[str, Any]) -> str:
 
 
 def read_signed(path: Path) -> dict[str, Any]:
-    """What `signed` wrote. Raises DamagedError."""
+    """What was given to `signed`. Raises DamagedError."""
     try:
-        tree = json.loads(path.read_bytes())
-        checksum = tree.pop("checksum", None)
-    except (OSError, ValueError, AttributeError) as error:
+        tree = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path.name} cannot be read: {error}") from error
-    if checksum is not None and checksum != _sum(tree):
+    if "checksum" not in tree:
+        raise DamagedError(f"{path.name} has no checksum: it is of an earlier version")
+    if tree.pop("checksum") != _sum(tree):
         raise DamagedError(f"{path.name} is not what was written: its checksum differs")
-    return {**tree, "checksum": checksum}
+    return tree
 
 
 def file_checksum(path: Path) -> str:

@@ -213,8 +213,6 @@ def _damage(folder: Path, root: Path) -> str | None:
         counts = read_signed(folder / "counts.json")
         for name, checksum in counts["arrays"].items():
             check_file(folder / name, checksum, root)
-    except KeyError:
-        return "counts.json is of an earlier version"
     except DamagedError as damage:
         return str(damage)
     return None
@@ -258,7 +256,7 @@ def _open(
             repeated=counts["repeated"],
             fraction=plan.fraction,
             bos=_bos_line(tokenizer),
-            answers_alone=tuple(line for store in plan.stores for line in store.meta.answers_alone),
+            answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,
         bos_token_ids=tokenizer.bos_token_ids,

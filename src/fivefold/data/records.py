@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fivefold.data.source import FileList, Source
 from fivefold.errors import UserError
@@ -85,6 +86,7 @@ def no_text(names: Iterable[str], source: Source, where: str, *, likely: str | N
     return UserError(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
         fix=_fix(source, None if _asks(names) else likely, noun),
+        more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
     )
 
 

@@ -108,8 +108,8 @@ def open_store(folder: Path, root: Path) -> TokenStore:
 
     Raises DamagedError, naming the file and the place in it.
     """
-    store = TokenStore(folder, _read_meta(folder / "meta.json"))
     try:
+        store = TokenStore(folder, _read_meta(folder / "meta.json"))
         for name in _ARRAYS:
             check_file(folder / name, store.meta.files[name], root)
         _check_offsets(store)
@@ -129,12 +129,9 @@ def _read_meta(path: Path) -> StoreMeta:
         meta = StoreMeta(**given)
     except (KeyError, TypeError) as error:
         raise DamagedError(f"{path.name} lacks {error}") from error
-    if tree["checksum"] is None or meta.dtype != _dtype(meta.vocab_size).str:
+    if meta.dtype != (dtype := _dtype(meta.vocab_size).str):
         raise DamagedError(
-            f"{path.name} has no checksum"
-            if tree["checksum"] is None
-            else f"{path.name} says dtype {meta.dtype!r}; {meta.vocab_size:,} tokens are stored as "
-            f"{_dtype(meta.vocab_size).str!r}, little-endian"
+            f"{path.name} says dtype {meta.dtype!r}; {meta.vocab_size:,} tokens are stored as {dtype!r}, little-endian"
         )
     return meta
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fivefold import strict_json
 from fivefold.data import tokenizer_probe
-from fivefold.data.cache import Progress, entry, file_digest, key_of, write_atomically
+from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
+from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
 from fivefold.errors import UserError
 from fivefold.hub import is_hub_id
@@ -29,6 +30,7 @@ _TRAIN_VERSION = 1  # raise when what `train:N` gives changes
 _FACTS_VERSION = 2  # raise when what is remembered of a folder changes
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
+_CHECKSUMS = "checksums.json"  # of the files of a folder in the cache
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _MOST_BYTES = 2**29  # of a tokenizer.json; the largest known has 35 MB
 _PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
@@ -123,8 +125,26 @@ def _find(name: str, *, model: str, corpus: Sequence[FileList], root: Path, prog
 
 
 def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path:
+    damages: list[str] = []
+
+    def is_valid(folder: Path) -> bool:
+        try:
+            for name, checksum in read_signed(folder / _CHECKSUMS).items():
+                check_file(folder / name, str(checksum), root)
+        except DamagedError as damage:
+            damages[:] = [str(damage)] if (folder / _CHECKSUMS).exists() else []  # earlier versions wrote none
+            return False
+        return True
+
+    def write(beside: Path) -> None:
+        if damages:
+            say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damages[0]}; it is made again")
+        build(beside)
+        checksums = {path.name: file_checksum(path) for path in sorted(beside.iterdir())}
+        (beside / _CHECKSUMS).write_text(signed(checksums), encoding="utf-8")
+
     folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
-    return entry(folder, is_valid=lambda folder: (folder / "tokenizer_config.json").is_file(), build=build)
+    return entry(folder, is_valid=is_valid, build=write)
 
 
 def _refuse_stores(corpus: Sequence[FileList]) -> None:
