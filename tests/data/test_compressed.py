@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -178,19 +177,32 @@ def test_a_line_and_a_json_file_have_a_limit(tmp_path: Path, monkeypatch: pytest
 
 def test_zst_is_read_by_zstandard_or_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(content := b'{"text": "one"}\n')
+    path.write_bytes(b'<{"text": "one"}\n{"te><xt": "two"}\n>')
     for module in ("zstandard", "compression.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
     error = refusal(tmp_path, path)
     assert "reading .zst needs the package zstandard" in error.what and error.fix == "pip install zstandard"
 
-    class Decompressor:
-        def stream_reader(self, source: Any, **_: Any) -> Any:
-            return source
+    monkeypatch.setitem(sys.modules, "zstandard", SimpleNamespace(ZstdDecompressor=Zstandard, ZstdError=ValueError))
+    assert read(tmp_path, path) == [b"one", b"two"]
+    path.write_bytes(path.read_bytes()[:-3])
+    assert "the zst file is cut short" in refusal(tmp_path, path).what
 
-    fake = SimpleNamespace(ZstdDecompressor=Decompressor, ZstdError=ValueError)
-    monkeypatch.setitem(sys.modules, "zstandard", fake)
-    assert read(tmp_path, path) == [b"one"] and content
+
+class Zstandard:
+    """In the place of the package: a frame is what stands between < and >."""
+
+    def decompressobj(self) -> "Frame":
+        return Frame()
+
+
+class Frame:
+    eof, unused_data = False, b""
+
+    def decompress(self, chunk: bytes) -> bytes:
+        content, end, self.unused_data = chunk.partition(b">")
+        self.eof = bool(end)
+        return content.removeprefix(b"<")
 
 
 def test_the_sample_of_a_trained_tokenizer_is_of_the_expanded_text(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fivefold.errors import UserError
 MOST_BYTES = 2**28  # of a line, a record or a .json file: what is held in memory at once
 _MOST_TIMES = 200  # how many times its size a compressed file may grow to ...
 _ALWAYS_BYTES = 2**26  # ... but so much is never too much
+_BUFFER = 2**18  # bytes expanded together
 
 
 def _gzip(path: Path) -> IO[bytes]:
@@ -41,8 +42,7 @@ def _zstd(path: Path) -> IO[bytes]:
     """From Python 3.14 on by the standard library."""
     with suppress(ImportError):
         return cast(IO[bytes], import_module("compression.zstd").open(path))
-    decompressor = import_module("zstandard").ZstdDecompressor()
-    return cast(IO[bytes], decompressor.stream_reader(path.open("rb"), read_across_frames=True, closefd=True))
+    return cast(IO[bytes], _Frames(path, import_module("zstandard").ZstdDecompressor()))
 
 
 _OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": _gzip, ".bz2": _bz2, ".xz": _xz, ".zst": _zstd}
@@ -74,7 +74,7 @@ def opened(path: Path, where: str) -> Iterator[IO[bytes]]:
             yield file
         return
     with _readable(path, where), opener(path) as expanded:
-        yield io.BufferedReader(_Bounded(expanded, path, where))
+        yield io.BufferedReader(_Bounded(expanded, path, where), _BUFFER)
 
 
 def read_most(file: IO[bytes], most: int) -> bytes:
@@ -96,6 +96,38 @@ def lines_of(file: IO[bytes], where: str) -> Iterator[tuple[int, bytes]]:
                 f"{where}:{row}: a line of more than {MOST_BYTES // 2**20} MiB", fix="cut the text into several records"
             )
         yield row, line
+
+
+class _Frames(io.RawIOBase):
+    """The frames of a .zst file, by the package zstandard, whose own reader takes a cut file for a whole one."""
+
+    _CHUNK = 1024  # bytes: what one expands to is held in memory
+
+    def __init__(self, path: Path, decompressor: Any) -> None:
+        self._file, self._decompressor = path.open("rb"), decompressor
+        self._frame: Any = None
+        self._rest, self._out = b"", io.BytesIO()
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not (given := self._out.read(len(buffer))):
+            chunk, self._rest = self._rest or self._file.read(self._CHUNK), b""
+            if not chunk and self._frame is not None:
+                raise EOFError
+            if not chunk:
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._out = io.BytesIO(self._frame.decompress(chunk))
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        buffer[: len(given)] = given
+        return len(given)
 
 
 class _Bounded(io.RawIOBase):
