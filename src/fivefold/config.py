@@ -24,10 +24,11 @@ from pydantic import (
     model_validator,
 )
 
-from fivefold.config_errors import Key, explained
+from fivefold.config_errors import explained
 from fivefold.errors import UserError
 from fivefold.heads import check_method
-from fivefold.layout import Layout
+from fivefold.keys import NOT_BUILT, Key, keys_of
+from fivefold.layout import SCHEDULES, Layout
 from fivefold.models.folder_config import read_folder_config
 from fivefold.models.shapes import shape_folder
 from fivefold.parallel.schedule import check as check_pipeline
@@ -147,13 +148,17 @@ class DataSource(Section):
     )
 
 
+_Sources = str | DataSource | list[str | DataSource]  # as they may be written
+
+
 class DataSection(Section):
-    train: Annotated[tuple[DataSource, ...], BeforeValidator(_sources), Field(min_length=1)] = Field(
-        default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources"
-    )
-    validation: Annotated[float | tuple[DataSource, ...], BeforeValidator(_fraction_or_sources)] = Field(
-        default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources"
-    )
+    train: Annotated[
+        tuple[DataSource, ...], BeforeValidator(_sources, json_schema_input_type=_Sources), Field(min_length=1)
+    ] = Field(default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources")
+    validation: Annotated[
+        float | tuple[DataSource, ...],
+        BeforeValidator(_fraction_or_sources, json_schema_input_type=float | _Sources),
+    ] = Field(default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources")
     seq_length: Length = Field(
         default=8192,
         ge=1,
@@ -257,10 +262,14 @@ class LayoutSection(Section):
     cp: Whole = Field(default=1, description="context parallel; devices")
     pp: Whole = Field(default=1, description="pipeline stages; devices")
     ep: Whole = Field(default=1, description="expert parallel; devices, taken from dp_shard, cp and tp")
-    zero: Whole = Field(default=3, description="ZeRO stage 1, 2 or 3 inside dp_shard x cp")
+    zero: Whole = Field(default=3, description="ZeRO stage inside dp_shard x cp", json_schema_extra={"enum": [1, 2, 3]})
     sequence_parallel: bool = Field(default=True, description="split the sequence over tp between the matmuls")
     expert_tp: bool = Field(default=False, description="split each expert over tp; ep then takes dp_shard and cp alone")
-    pp_schedule: str = Field(default="1f1b", description="order of the micro batches in the pipeline")
+    pp_schedule: str = Field(
+        default="1f1b",
+        description="order of the micro batches in the pipeline",
+        json_schema_extra={"enum": list(SCHEDULES)},
+    )
     pp_virtual: Whole = Field(default=1, description="stages per pipeline rank")
     pp_split: str = Field(default="auto", description="layers per stage, as 8-8-8-6")
     cp_method: str = Field(default="auto", description="auto, ring, allgather, ulysses or RxU")
@@ -473,16 +482,12 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
 
     `batch`: its batch is what a step will have.
     """
-    layout, memory = config.layout, config.memory
+    layout = config.layout
     check_method(layout.cp_method, layout.cp)
-    for key, asked, instead in (
-        ("precision.fp8", config.precision.fp8 != "none", "none"),
-        ("memory.recompute", memory.recompute == "selective", "none or full"),
-        ("memory.offload_activations", memory.offload_activations, "false"),
-        ("memory.offload_optimizer", memory.offload_optimizer, "false"),
-    ):
-        if asked:
-            value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
+    for key, (absent, instead) in NOT_BUILT.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value in absent:
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
     known = batch and layout.pp > 1 and layout.dp_shard != -1
     check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
@@ -517,13 +522,5 @@ def _is_dense(model: ModelSection) -> bool:
 
 
 def keys() -> Iterator[Key]:
-    """Every key of the run file, in the order of the file."""
-    for section_name, section in RunConfig.model_fields.items():
-        name = section.alias or section_name
-        for key, field in type(section.default).model_fields.items():
-            default = field.get_default()
-            yield Key(f"{name}.{field.alias or key}", default, field.description or "")
-            if isinstance(default, tuple) and default and isinstance(default[0], DataSource):
-                for inner, of_source in DataSource.model_fields.items():
-                    default = None if of_source.is_required() else of_source.get_default()
-                    yield Key(f"{name}.{key}[].{inner}", default, of_source.description or "")
+    """Every key of the run file that works, in the order of the file."""
+    return keys_of(RunConfig)

@@ -26,8 +26,15 @@ INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended b
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
     """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
+    from fivefold.training.memory import out_of_gpu_memory
+
     with join(world):
-        _body(verb)(request, world)
+        try:
+            _body(verb)(request, world)
+        except Exception as error:
+            if said := out_of_gpu_memory(error, world.rank):
+                raise said from error
+            raise
 
 
 def main(verb: str, request_file: str) -> int:
@@ -83,6 +90,7 @@ def _body(verb: str) -> Body:
 
 def _log_to(path: Path, *, whole: bool) -> None:
     """Send logging to `path`; `whole` sends everything that this process prints there too."""
+    logging.raiseExceptions = False  # a log that cannot be written (a full disk) is no reason for a traceback
     stream = path.open("w", encoding="utf-8", buffering=1)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -18,7 +18,7 @@ from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud,
 from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
 from fivefold.errors import UserError
-from fivefold.hub import is_hub_id
+from fivefold.hub import MODEL, is_hub_id, snapshot
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -191,19 +191,15 @@ def _from_hub(name: str, auto: bool) -> Path:
     """The tokenizer files of a hub id: those already on this machine, else downloaded (the user named the id)."""
     from huggingface_hub import snapshot_download
 
-    for offline in (True, False):
-        try:
-            folder = Path(
-                snapshot_download(name, allow_patterns=["tokenizer*.json", *_CONFIG_FILES], local_files_only=offline)
-            )
-        except Exception as error:
-            if not offline:
-                raise _no_tokenizer(
-                    f"cannot fetch {name!r} from the hub: {str(error).splitlines()[0]}", auto
-                ) from error
-            continue
-        if (folder / "tokenizer.json").is_file():
-            return folder
+    files = ["tokenizer*.json", *_CONFIG_FILES]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+    except Exception:  # no copy here
+        folder = None
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        folder = snapshot(name, files, key=MODEL if auto else "tokenizer.name_or_path")
+    if (folder / "tokenizer.json").is_file():
+        return folder
     raise _no_tokenizer(f"{name!r} on the hub has no tokenizer.json", auto)
 
 
@@ -217,7 +213,6 @@ def _inspect(folder: Path, root: Path) -> TokenizerInfo:
         facts = json.loads(note.read_text())
     except (OSError, ValueError):
         facts = _facts(folder, digests[0])
-        note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(note, json.dumps(facts))
     return TokenizerInfo(folder=folder, **{**facts, "template_ids": tuple(facts["template_ids"])})
 

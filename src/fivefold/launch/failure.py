@@ -1,12 +1,14 @@
 """What a worker that fails leaves beside the logs, and how it is read again: JSON, never a pickle. No torch."""
 
 import json
+import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import RunFailed, UserError
+from fivefold.terminal import say
 
 
 def failure_file(logs: Path, rank: int) -> Path:
@@ -33,8 +35,12 @@ def leave_failure(logs: Path, rank: int, error: Exception, stack: str | None = N
         "traceback": stack or "".join(traceback.format_exception(error)),
     }
     unfinished = logs / f".failure-{rank}.json"
-    unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
-    unfinished.replace(failure_file(logs, rank))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
+        unfinished.replace(failure_file(logs, rank))
+    except OSError as full:  # a full disk, too, ends in words
+        say(f"{said}\n{logs} cannot be written: {full.strerror or full}", stream=sys.stderr)
 
 
 def failures(logs: Path) -> list[dict[str, Any]]:

@@ -12,11 +12,13 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from fivefold import history
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.failure import failure_file, failures, hang_flag
@@ -33,6 +35,7 @@ from fivefold.launch.world import (
     worker_environment,
 )
 from fivefold.layout import MESH_AXES, Layout
+from fivefold.terminal import say
 from fivefold.verification import before_training
 from fivefold.worker import INTERRUPTED, TERMINATED, execute
 
@@ -120,9 +123,16 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: b
         lambda: start_workers("train", request, workers=workers, logs=logs),
         most=config.train.max_restarts,
         steps=lambda: (last_logged_step(config), last_saved_step(config)),
-        say=lambda text: print(text, flush=True),
+        say=partial(_tell_restart, config),
     )
     return config.run_dir
+
+
+def _tell_restart(config: RunConfig, text: str) -> None:
+    """On the screen, and in the run's history."""
+    say(text)
+    with history.opened(config.run_dir, say) as log:
+        log.write("died", last_logged_step(config), what=text)
 
 
 def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:

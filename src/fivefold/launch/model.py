@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
 from fivefold.heads import check_heads, context_method
-from fivefold.hub import is_hub_id
+from fivefold.hub import config_file, is_hub_id
 from fivefold.layout import Layout
 from fivefold.models.folder_config import read_folder_config
 from fivefold.models.shapes import shape_folder, shape_names
@@ -20,20 +20,20 @@ READ_MORE = "fivefold train --keys"
 
 
 def check_model(config: RunConfig, *, weights: bool = True) -> None:
-    """Raise `UserError` where the model cannot run as asked. A hub id is left to the workers, which may fetch it.
+    """Raise `UserError` where the model cannot run as asked. Of a hub id, config.json is fetched.
 
     `weights`: those that it starts from are looked for as well.
     """
     name = config.model.name_or_path
     path = shape_folder(name) or Path(name).expanduser()
     if not path.exists():
-        if is_hub_id(name):
-            return
-        raise UserError(
-            f"model.name_or_path {name} is neither a folder nor a hub id",
-            fix=f"name a model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
-            more=runs(Path(name).parent) or READ_MORE,
-        )
+        if not is_hub_id(name):
+            raise UserError(
+                f"model.name_or_path {name} is neither a folder nor a hub id",
+                fix=f"name a model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
+                more=runs(Path(name).parent) or READ_MORE,
+            )
+        path, weights = config_file(name), False
     values = read_folder_config(path) | config.model.overrides
     _check_heads(values, config.layout)
     _check_layers(values, config.layout)

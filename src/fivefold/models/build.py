@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.errors import UserError
-from fivefold.hub import is_hub_id
+from fivefold.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import surfaces
@@ -61,6 +61,7 @@ def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | N
 def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NAME) -> PreTrainedModel:
     """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
 
+    `model.config.dtype` stays that of `hf_config`, the type of the weights that came in: an export goes back to it.
     Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
@@ -85,6 +86,7 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
         ) from error
     _check_sizes(model)
     model.config.use_cache = False
+    model.config.dtype = hf_config.dtype
     surfaces.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
@@ -208,10 +210,7 @@ def weights_folder(name_or_path: str | Path) -> Path:
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
     _check_hub_id(str(name_or_path))
-    try:
-        return surfaces.download_weights(str(name_or_path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"the weights of {name_or_path} cannot be fetched: {_first_line(error)}") from error
+    return snapshot(str(name_or_path), ["*.safetensors", "*.json"], key=MODEL)
 
 
 def _read(name_or_path: str | Path) -> dict[str, Any]:
@@ -221,14 +220,14 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
         read_folder_config(path)
     else:
         _check_hub_id(str(name_or_path))
+        source = config_file(str(name_or_path))
     try:
         values = surfaces.read_config_dict(source)
         check_counts(values, str(name_or_path))
         return values
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"model {str(name_or_path)!r} is neither a local folder, a config.json, a built-in shape, nor a hub id "
-            f"that can be read: {_first_line(error)}"
+            f"the config.json of model {str(name_or_path)!r} cannot be read: {_first_line(error)}"
         ) from error
 
 
