@@ -7,6 +7,7 @@ import typer
 
 from fivefold.cli.options import Debug
 from fivefold.errors import UserError
+from fivefold.streams import unseen_if_need_be
 
 
 def train(
@@ -38,7 +39,8 @@ def train(
     path, overrides = split_arguments(arguments or [])
     from fivefold.launch.local import run
 
-    run(path, overrides, nproc=nproc, verify=verify)
+    with unseen_if_need_be():
+        run(path, overrides, nproc=nproc, verify=verify)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
