@@ -1,8 +1,8 @@
 """What a worker that fails leaves beside the logs, and how it is read again: JSON, never a pickle. No torch."""
 
 import json
+import os
 import re
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -76,12 +76,12 @@ def place(stack: str) -> str:
     frames = re.findall(r'File "([^"]*)", line (\d+) in (.*)', main)
     if not frames:
         return "an unknown place"
-    own = (each for each in frames if "/fivefold/" in each[0] or not each[0].startswith(_OTHERS))
+    own = (each for each in frames if "/fivefold/" in each[0] or not any(part in each[0] for part in _OTHERS))
     file, line, function = next(own, frames[0])
     return f"{function} ({'/'.join(Path(file).parts[-2:])}:{line})"
 
 
-_OTHERS = (*{sys.prefix, sys.base_prefix}, "<frozen")
+_OTHERS = (os.path.dirname(os.__file__), "site-packages", "<frozen")
 
 
 def _one_line(error: Exception) -> str:

@@ -80,7 +80,8 @@ class Watch:
             if self._silent[rank] > self._patience:
                 self._frozen[rank] = f"gave no sign for {self._patience:g} s{self._why(rank)}"
         said = [self._said(rank) for rank in running]
-        if said and all(each and each["still"] > self._patience for each in said):
+        # One that waits for no other says so itself.
+        if said and all(each and each["waits"] and each["still"] > self._patience for each in said):
             self._frozen |= {
                 rank: f"stood still for {self._patience:g} s, as all ranks do"
                 for rank in running

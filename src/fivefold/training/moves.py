@@ -73,11 +73,15 @@ def _stacks() -> tuple[list[Any], bool]:
 
 
 def _bytes() -> int:
-    """Bytes that this process has read and written so far; 0 where the system does not tell."""
+    """Bytes that this process, but for this thread, has read and written so far; 0 where the system does not tell."""
     with suppress(OSError, ValueError):
-        lines = (_PROC / "self/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+        return _read_and_written("self/io") - _read_and_written("thread-self/io")
     return 0
+
+
+def _read_and_written(name: str) -> int:
+    lines = (_PROC / name).read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 def _children(pid: int) -> dict[int, float]:
