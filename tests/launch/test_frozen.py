@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -14,6 +15,7 @@ from fivefold.launch.local import WorkerCrashed, start_workers
 from fivefold.launch.processes import keep, scratch_folder
 from fivefold.training.moves import Moves
 from tests.launch.test_local import ROOT, body
+from tests.launch.test_restart import Command, file_of
 
 TIMEOUT = 2.0
 
@@ -97,3 +99,26 @@ def test_folders_of_those_that_were_killed_are_removed(tmp_path: Path, monkeypat
     keep(kept)
     another = scratch_folder("another")
     assert sorted(tmp_path.iterdir()) == sorted([kept, mine, another])
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_real_run_names_the_rank_that_was_stopped(rank: int, tmp_path: Path) -> None:
+    tree = file_of(tmp_path, "frozen", train__collective_timeout=8, train__max_restarts=0)
+    command = Command(tree)
+    command.until(10)
+    os.kill(command.workers()[rank], signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, out = command.end()
+    assert code == 1 and time.monotonic() - stopped < 8 + 5, out
+    assert f"rank {rank} stopped: Frozen: gave no sign" in out and "its process is stopped (SIGSTOP), in " in out
+    assert "memory" not in out.rpartition("\n\n")[2].partition("stopped: Frozen")[2]
+
+
+@pytest.mark.campaign
+def test_an_impatient_run_that_is_well_is_left_alone(tmp_path: Path) -> None:
+    """Two seconds are more than a step, an evaluation and a save of this model take, and less than its start."""
+    tree = file_of(tmp_path, "impatient", train__collective_timeout=2, sample__every=20)
+    code, out = Command(tree).end()
+    assert code == 0, out

@@ -67,7 +67,8 @@ def _is_consequence(failure: dict[str, Any]) -> tuple[bool, int]:
 
 def is_out_of_memory(failure: dict[str, Any]) -> bool:
     """Whether memory could not be had: CUDA's, or of this machine, from torch or from Python."""
-    return failure["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in failure["what"]
+    says_so = any(said in failure["what"] for said in ("can't allocate memory", "std::bad_alloc"))
+    return says_so or failure["type"] in ("OutOfMemoryError", "MemoryError")
 
 
 def place(stack: str) -> str:

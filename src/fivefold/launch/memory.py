@@ -4,6 +4,7 @@ want of it. No torch."""
 import json
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 GIB = 2**30
 SCARCE = 0.03  # of all memory: less than that free, and a process that was killed was killed for it
+LOOK_SECONDS = 0.25
 _NEEDS = "needs.json"
 _UNLIMITED = 2**60  # what cgroup v1 says where there is no limit
 
@@ -59,7 +61,7 @@ class Needs:
         """What helps where `room` bytes are all there is."""
         if self.state > room:
             return (
-                f"{self.parameters / 1e9:.3g}e9 parameters need {self.state / GIB:.2f} GiB, before any activation; "
+                f"{self.parameters / 1e9:.2f} billion parameters need {self.state / GIB:.2f} GiB at the least; "
                 "take a smaller model or more machines; optimizer.name: muon keeps one number a weight instead of two"
             )
         helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
@@ -90,11 +92,14 @@ class Pressure:
     def __init__(self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._groups = proc, groups
         self._kills = self._count()
-        self._scarce = False
+        self._scarce, self._looked = False, 0.0
         self.held = 0  # the most bytes that the processes held together
 
     def look(self, pids: Iterable[int]) -> None:
-        """Look at the memory that is left, and at what `pids` hold."""
+        """Look at the memory that is left, and at what `pids` hold, if it is time to."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
         self.held = max(self.held, sum(_resident(self._proc, pid) for pid in pids))
         now = room(self._proc, self._groups)
         self._scarce = now is not None and now.free < SCARCE * now.total
