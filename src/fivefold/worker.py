@@ -1,7 +1,7 @@
 """One worker process: `python -m fivefold.worker VERB REQUEST.json`.
 
-Reads its place in the world, joins it and calls the verb's body, `body(request, world)`; a verb that is not in the
-table names its body itself, as `package.module:function`. The first failure of a worker is left as a file
+Reads its place in the world, joins it and calls the verb's body, `body(request, world)`; any verb but `train`
+names its body itself, as `package.module:function`. The first failure of a worker is left as a file
 beside the logs (never a pickle), where the process that started the workers finds it and says it once.
 """
 
@@ -30,8 +30,9 @@ CLOSED = CLOSED_PIPE
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
     """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
+    body = _body(verb)  # imported before ranks wait for each other: that takes long, and not on all equally long
     with join(world):
-        _body(verb)(request, world)
+        body(request, world)
 
 
 def main(verb: str, request_file: str) -> int:
@@ -45,8 +46,10 @@ def main(verb: str, request_file: str) -> int:
     _tell_stacks(world)
     shown = unseen_if_need_be() if verb == "train" else nullcontext()  # what training is for lies in files
     try:
-        with shown, _telling(logs, world.rank), join(world), _telling(logs, world.rank):
-            execute(verb, request, world)
+        with shown, _telling(logs, world.rank):
+            body = _body(verb)
+            with join(world), _telling(logs, world.rank):
+                body(request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as stopped:  # by a signal, politely
@@ -72,19 +75,14 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
         raise
 
 
-def _train(request: Mapping[str, Any], world: World) -> None:
-    from fivefold.training.run import train
-
-    train(parse_config(request["config"]), world)
-
-
 Body = Callable[[Mapping[str, Any], World], object]
-_BODIES: dict[str, Body] = {"train": _train}
 
 
 def _body(verb: str) -> Body:
-    if verb in _BODIES:
-        return _BODIES[verb]
+    if verb == "train":
+        from fivefold.training.run import train
+
+        return lambda request, world: train(parse_config(request["config"]), world)
     module, _, function = verb.partition(":")
     body: Body = getattr(import_module(module), function)
     return body

@@ -96,7 +96,7 @@ class Watch:
             self._wait(lambda: all(failure_file(logs, rank).exists() for rank in self._workers.running))
             for rank in self._workers.running:
                 if not failure_file(logs, rank).exists():
-                    self._frozen[rank] = f"gave no sign{self._why(rank)}"
+                    self._frozen[rank] = f"did not say where it stands{self._why(rank)}"
         if not self._frozen:
             return False
         ranks = [rank for rank in self._frozen if rank in self._workers.running]
