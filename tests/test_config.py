@@ -8,6 +8,8 @@ import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
 from fivefold.errors import UserError
+from fivefold.keys import NOT_BUILT
+from fivefold.layout import SCHEDULES
 from fivefold.models.shapes import shape_folder, shape_names
 from fivefold.units import human, parse_count, parse_fraction, parse_length
 
@@ -25,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
-    written(folder, text)
+    written(folder, text or "{}")
     return load_config(Path("run.yaml"), overrides)
 
 
@@ -48,8 +50,30 @@ eval.every eval.max_tokens sample.every sample.prompts log.every log.to run.name
 
 def test_every_key_of_the_contract_is_there_and_described() -> None:
     known = {key.name: key for key in keys()}
-    assert set(CONTRACT.split()) <= set(known)
+    hidden = {key for key, (values, _) in NOT_BUILT.items() if key not in known}
+    assert set(CONTRACT.split()) == set(CONTRACT.split()) & set(known) | hidden
+    assert hidden == {"precision.fp8", "memory.offload_activations", "memory.offload_optimizer"}
     assert all(key.help for key in known.values())
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in NOT_BUILT for value in NOT_BUILT[key][0]])
+def test_what_is_not_built_is_not_listed_and_says_so_when_set(here: Path, key: str, value: object) -> None:
+    assert value not in next((listed.choices for listed in keys() if listed.name == key), ())
+    with pytest.raises(UserError, match=rf"{key} {str(value).lower()} is not built yet\nset {key}: ") as raised:
+        check_supported(load_config(None, [f"{key}={str(value).lower()}"]))
+    assert raised.value.exit_code == 2
+
+
+def test_keys_say_what_may_be_chosen() -> None:
+    choices = {key.name: key.choices for key in keys()}
+    assert choices["scheduler.name"] == ("cosine", "linear", "wsd", "constant")
+    assert choices["layout.pp_schedule"] == SCHEDULES
+    assert choices["precision.compute"] == ("bf16", "fp32", "fp64")
+    assert choices["memory.recompute"] == ("none", "full")  # selective is not built
+    assert choices["train.compile"] == ("auto", True, False)
+    assert choices["memory.loss_chunks"] == ("auto", "a number")
+    assert choices["log.to"][:2] == ("jsonl", "tensorboard")
+    assert choices["train.seed"] == choices["data.packing"] == ()
 
 
 def test_defaults(here: Path) -> None:

@@ -42,6 +42,15 @@ def human(number: float) -> str:
     return f"{number:.3g}"
 
 
+def human_bytes(count: float) -> str:
+    """`27.8 MiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
 def _scaled(value: Any, *, base: int, example: str) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -30,9 +30,16 @@ CLOSED = CLOSED_PIPE
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
     """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
+    from fivefold.training.memory import out_of_gpu_memory
+
     body = _body(verb)  # imported before ranks wait for each other: that takes long, and not on all equally long
     with join(world):
-        body(request, world)
+        try:
+            body(request, world)
+        except Exception as error:
+            if said := out_of_gpu_memory(error, world.rank):
+                raise said from error
+            raise
 
 
 def main(verb: str, request_file: str) -> int:
@@ -90,6 +97,7 @@ def _body(verb: str) -> Body:
 
 def _log_to(path: Path, *, whole: bool) -> None:
     """Send logging to `path`; `whole` sends everything that this process prints there too."""
+    logging.raiseExceptions = False  # a log that cannot be written (a full disk) is no reason for a traceback
     stream = path.open("w", encoding="utf-8", buffering=1)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

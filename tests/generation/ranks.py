@@ -105,6 +105,8 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
 def from_folder(folder: Path, layout: str, tokens: int) -> tuple[str, str]:
     """(new text, what went to the screen on this rank)."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    request = GenerateRequest(model=str(folder), prompt="def naïve(", layout=layout, max_new_tokens=tokens)
+    request = GenerateRequest(
+        model=str(folder), prompt="def naïve(", layout=layout, max_new_tokens=tokens, temperature=0.0
+    )
     shown: list[str] = []
     return generate(request, world, write=shown.append), "".join(shown)

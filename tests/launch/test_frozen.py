@@ -37,7 +37,7 @@ def test_a_rank_that_sleeps_in_a_save_is_named(tmp_path: Path, monkeypatch: pyte
     error, seconds = frozen("sleeps_in_a_save", tmp_path, monkeypatch)
     assert error.what.startswith("rank 1 stopped: StoodStill: stood still for 2 s in save (launch/bodies.py:")
     assert "in slumber" in stack(tmp_path)
-    assert "rank 0, last: barrier" in (error.more or "") and "of group checkpoint" in (error.more or "")
+    assert "rank 0, waits in: " in (error.more or "") and "of group checkpoint" in (error.more or "")
     assert seconds < TIMEOUT + 5
 
 

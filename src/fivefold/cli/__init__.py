@@ -8,12 +8,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Annotated
 
 import typer
 
 from fivefold.cli import doctor, export, generate, report, train, verify
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
 from fivefold.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
+from fivefold.terminal import say
 
 INTERRUPTED = 130
 
@@ -32,8 +35,22 @@ for _name, _verb in VERBS.items():
     app.command(_name)(_verb)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from fivefold.version import versions
+
+        print(versions())
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
-def verbs(context: typer.Context) -> None:
+def verbs(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say what is installed, for bug reports."),
+    ] = False,
+) -> None:
     """Train any Hugging Face language model, unchanged, in five dimensions of parallelism."""
     if context.invoked_subcommand is None:
         print((verbs.__doc__ or "").strip() + "\n")
@@ -81,13 +98,15 @@ def _say(error: UserError, *, debug: bool) -> int:
     """Print the three lines, and under `--debug` where they come from."""
     if debug:
         inner = getattr(error, "traceback", "") or "".join(traceback.format_exception(error.__cause__ or error))
-        print(inner, file=sys.stderr)
+        say(inner, stream=sys.stderr)
     with suppress(OSError):
-        print(error, file=sys.stderr)
+        say(error, stream=sys.stderr)
     return error.exit_code
 
 
 def _unexpected(error: Exception) -> UserError:
+    if isinstance(error, OSError) and error.filename is not None and is_users(error):
+        return cannot_write(error.filename, error, instead="choose another place")
     first_line = (str(error).strip().splitlines() or [""])[0]
     failure = RunFailed(f"{type(error).__name__}: {first_line}", fix="this is a bug of fivefold; --debug shows where")
     failure.__cause__ = error

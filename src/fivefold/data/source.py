@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from fivefold import plain_yaml
 from fivefold.data.cache import file_digest
 from fivefold.errors import UserError
 
@@ -40,8 +41,8 @@ class Source:
 
 def _reads_back(text: str) -> bool:
     try:
-        return bool(yaml.safe_load(text) == text)
-    except yaml.YAMLError:
+        return bool(plain_yaml.read(text) == text)
+    except (yaml.YAMLError, plain_yaml.NotPlain):
         return False
 
 

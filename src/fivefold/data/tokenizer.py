@@ -4,15 +4,20 @@
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fivefold import strict_json
+from fivefold.data import tokenizer_probe
 from fivefold.data.cache import Progress, entry, file_digest, key_of, write_atomically
 from fivefold.data.source import FileList
 from fivefold.errors import UserError
-from fivefold.hub import is_hub_id
+from fivefold.hub import MODEL, is_hub_id, snapshot
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +28,9 @@ _TRAIN_VERSION = 1  # raise when what `train:N` gives changes
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+_MOST_BYTES = 2**29  # of a tokenizer.json; the largest known has 35 MB
+_PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
+_PROBE_SECONDS = 120
 _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
 
 
@@ -109,19 +117,15 @@ def _from_hub(name: str, auto: bool) -> Path:
     """The tokenizer files of a hub id: those already on this machine, else downloaded (the user named the id)."""
     from huggingface_hub import snapshot_download
 
-    for offline in (True, False):
-        try:
-            folder = Path(
-                snapshot_download(name, allow_patterns=["tokenizer*.json", *_CONFIG_FILES], local_files_only=offline)
-            )
-        except Exception as error:
-            if not offline:
-                raise _no_tokenizer(
-                    f"cannot fetch {name!r} from the hub: {str(error).splitlines()[0]}", auto
-                ) from error
-            continue
-        if (folder / "tokenizer.json").is_file():
-            return folder
+    files = ["tokenizer*.json", *_CONFIG_FILES]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+    except Exception:  # no copy here
+        folder = None
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        folder = snapshot(name, files, key=MODEL if auto else "tokenizer.name_or_path")
+    if (folder / "tokenizer.json").is_file():
+        return folder
     raise _no_tokenizer(f"{name!r} on the hub has no tokenizer.json", auto)
 
 
@@ -135,12 +139,46 @@ def _inspect(folder: Path, root: Path) -> TokenizerInfo:
         facts = json.loads(note.read_text())
     except (OSError, ValueError):
         facts = _facts(folder, digests[0])
-        note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(note, json.dumps(facts))
     return TokenizerInfo(folder=folder, **facts)
 
 
+def _check(file: Path) -> None:
+    """Raise `UserError` for a tokenizer.json that cannot be loaded, or that needs far more memory than its size tells.
+
+    Tried in another process first, whose memory is bounded: a file of a few hundred bytes can ask for all there is.
+    """
+    _regular(file)
+    size = file.stat().st_size
+    if size > _MOST_BYTES:
+        raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
+    most = _PROBE_BYTES + _PROBE_BYTES_A_BYTE * size
+    command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(file), str(most)]
+    one_thread = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(
+            command, env=one_thread, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, timeout=_PROBE_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _not_a_tokenizer(file, f"a short text is not encoded within {_PROBE_SECONDS} s") from None
+    if done.returncode:
+        raise _not_a_tokenizer(file, f"loading it and encoding a short text takes more than {most >> 20} MiB")
+    if found := done.stdout.strip():
+        raise _not_a_tokenizer(file, found)
+
+
+def _regular(file: Path) -> None:
+    if not file.is_file():  # a pipe would never end
+        raise _not_a_tokenizer(file, "not a regular file")
+
+
+def _not_a_tokenizer(file: Path, why: object) -> UserError:
+    return UserError(f"{file}: not a tokenizer: {why}", fix="copy the file from its origin again", more=_MORE)
+
+
 def _facts(folder: Path, digest: str) -> dict[str, Any]:
+    _check(folder / "tokenizer.json")
     vocabulary: dict[str, int] = _read(folder / "tokenizer.json").get_vocab(with_added_tokens=True)
     eos = _eos_id(folder, vocabulary)
     info = TokenizerInfo(folder, key_of(digest, eos), max(eos, *vocabulary.values()) + 1, eos)
@@ -153,9 +191,7 @@ def _read(path: Path) -> "Tokenizer":
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(
-            f"{path}: not a tokenizer: {error}", fix="copy the file from its origin again", more=_MORE
-        ) from error
+        raise _not_a_tokenizer(path, error) from error
     tokenizer.no_truncation()  # a tokenizer.json may carry both from whoever saved it
     tokenizer.no_padding()
     return tokenizer
@@ -167,7 +203,7 @@ def _eos_id(folder: Path, vocabulary: dict[str, int]) -> int:
         facts = _read_json(folder / name)
         token = facts.get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
-        if content is not None and content in vocabulary:
+        if isinstance(content, str) and content in vocabulary:
             return vocabulary[content]
         number = facts.get("eos_token_id") if name == "config.json" else None
         first = number[0] if isinstance(number, list) and number else number
@@ -182,10 +218,10 @@ def _eos_id(folder: Path, vocabulary: dict[str, int]) -> int:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = strict_json.read_config(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
     return facts if isinstance(facts, dict) else {}
 

@@ -14,6 +14,7 @@ from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.errors import UserError
+from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.text import TextStream, encode_prompt
 from fivefold.hub import is_hub_id
@@ -23,6 +24,7 @@ from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.nearby import runs
 from fivefold.parallel.apply import parallelize
+from fivefold.terminal import shown
 
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
 
@@ -42,9 +44,9 @@ class GenerateRequest:
     layout: str = "single"
     step: int | None = None
     max_new_tokens: int = 100
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 1234
+    temperature: float = TEMPERATURE
+    top_k: int = TOP_K
+    seed: int = SEED
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
@@ -92,7 +94,11 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 
 def to_screen(text: str) -> None:
-    """Write at once; a character that the screen's encoding does not have becomes `?`."""
+    """Write at once; a character that the screen's encoding does not have becomes `?`.
+
+    On a terminal no character is a command; in a file or a pipe the text is exactly what the model wrote.
+    """
+    text = shown(text) if sys.stdout.isatty() else text
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()

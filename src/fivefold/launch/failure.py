@@ -3,18 +3,17 @@
 import json
 import os
 import re
+import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import RunFailed, UserError
+from fivefold.terminal import say
 
-HANGS = (
-    "StoodStill",
-    "Frozen",
-    "Hung",
-)  # types of errors that several ranks leave for one cause; the cause comes first
+# Types of errors that several ranks leave for one cause; the cause comes first.
+HANGS = ("StoodStill", "Frozen", "Hung")
 
 
 def failure_file(logs: Path, rank: int) -> Path:
@@ -47,8 +46,12 @@ def leave_failure(
         "traceback": stack or "".join(traceback.format_exception(error)),
     }
     unfinished = logs / f".failure-{rank}.json"
-    unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
-    unfinished.replace(failure_file(logs, rank))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
+        unfinished.replace(failure_file(logs, rank))
+    except OSError as full:  # a full disk, too, ends in words
+        say(f"{said}\n{logs} cannot be written: {full.strerror or full}", stream=sys.stderr)
 
 
 def failures(logs: Path) -> list[dict[str, Any]]:

@@ -8,10 +8,12 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from fivefold import history
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place
@@ -24,6 +26,7 @@ from fivefold.launch.voice import one_voice, said_once
 from fivefold.launch.watch import Watch
 from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.layout import MESH_AXES, Layout
+from fivefold.terminal import say
 from fivefold.verification import before_training
 from fivefold.worker import CLOSED, INTERRUPTED, TERMINATED, execute
 
@@ -112,9 +115,16 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: b
         lambda: start_workers("train", request, workers=workers, logs=logs, patience=config.train.collective_timeout),
         most=config.train.max_restarts,
         steps=lambda: (last_logged_step(config), last_saved_step(config)),
-        say=lambda text: print(text, flush=True),
+        say=partial(_tell_restart, config),
     )
     return config.run_dir
+
+
+def _tell_restart(config: RunConfig, text: str) -> None:
+    """On the screen, and in the run's history."""
+    say(text)
+    with history.opened(config.run_dir, say) as log:
+        log.write("died", last_logged_step(config), what=text)
 
 
 def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:

@@ -38,8 +38,8 @@ class Beat:
         self._file = _beat_file(Path(folder), rank) if folder else None
         self._count = 0
 
-    def write(self, *, still: float, waits: str) -> None:
-        """`still`: seconds without a move; `waits`: for which collective, empty for none."""
+    def write(self, *, still: float, waits: bool) -> None:
+        """`still`: seconds without a move; `waits`: in a collective, for others."""
         self._count += 1
         self._put({"count": self._count, "still": still, "waits": waits})
 

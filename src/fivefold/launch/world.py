@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,6 +129,7 @@ def join(world: World) -> Iterator[World]:
     import torch.distributed as dist
 
     torch.set_num_threads(threads_per_worker(world.local_size))
+    _set_for_cuda()
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
     else:
@@ -136,7 +137,8 @@ def join(world: World) -> Iterator[World]:
     if dist.is_initialized():
         yield world
         return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that PyTorch's flight recorder remembers
+    # Collectives that the flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     _open_group(world)
     try:
         yield world
@@ -154,6 +156,15 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
+    """Set, before CUDA is started, what fits training there, where the user has not said otherwise."""
+    # Segments that grow: blocks of unlike sizes otherwise leave a tenth to a third of what is reserved unused.
+    if "PYTORCH_ALLOC_CONF" not in env:
+        env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # The sends and receives of a pipeline stand in one order on all ranks: nothing to warn of.
+    env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
 def _keep_freed_memory() -> None:
@@ -175,6 +186,7 @@ def open_world() -> None:
 
     if dist.is_initialized():
         return
+    _set_for_cuda()
     world = find_world() or alone()
     if world.device != "cpu":
         torch.cuda.set_device(world.device)

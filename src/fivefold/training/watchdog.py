@@ -9,7 +9,6 @@ others tell where they are, too. A process that is stopped has no such thread: i
 """
 
 import faulthandler
-import json
 import os
 import tempfile
 import threading
@@ -17,13 +16,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+import torch.distributed as dist
 
 from fivefold.launch.failure import failure_file, hang_flag, leave_failure, place
 from fivefold.launch.watch import Beat
+from fivefold.training import flight
 from fivefold.training.moves import Moves
 
-PATIENT = ("checkpoint",)  # groups, by description, whose members may be waited for: a rank still writes
 OTHERS_SECONDS = 2.0  # how long others have at most to see the flag before the launcher ends them
 
 
@@ -67,8 +67,8 @@ class _Watchdog:
     def __init__(self, logs: Path, rank: int, timeout: float, ended: threading.Event, beat: Beat) -> None:
         self._logs, self._rank, self._timeout, self._ended, self._beat = logs, rank, timeout, ended, beat
         self._pause = min(1.0, timeout / 10)
-        self._recorder, self._moves = _recorder(), Moves()
-        self._ages: dict[Any, float] = {}  # seconds that collectives have been under way, by the recorder's number
+        recorder = flight.recorder(dist.get_backend()) if dist.is_initialized() else None
+        self._waits, self._moves = flight.Waits(recorder, timeout), Moves()
 
     def run(self) -> None:
         """Until the run has ended."""
@@ -76,59 +76,26 @@ class _Watchdog:
         while not self._ended.wait(self._pause):
             now = time.monotonic()
             seconds, before = min(now - before, max(1.0, 2 * self._pause)), now
-            entries = _entries(self._recorder) if self._recorder else []
-            under_way = [entry for entry in entries if _is_under_way(entry)]
-            self._ages = {
-                each["record_id"]: self._ages.get(each["record_id"], -seconds) + seconds for each in under_way
-            }
+            self._waits.look(seconds)
             self._moves.look(seconds)
-            self._beat.write(still=self._moves.still, waits=_last(under_way) if under_way else "")
-            hung = any(self._ages[each["record_id"]] > self._timeout for each in under_way if not _is_patient(each))
-            stands = self._moves.still > self._timeout and not under_way
-            if hung or stands:
+            waits = self._waits.are_under_way
+            self._beat.write(still=self._moves.still, waits=waits)
+            stands = self._moves.still > self._timeout and not waits
+            if self._waits.are_stuck or stands:
                 hang_flag(self._logs).touch()
             if hang_flag(self._logs).exists() and not self._ended.is_set():
-                self._end(stands, entries, waits=bool(under_way))
+                self._end(stands, waits)
         self._beat.end()
 
-    def _end(self, stands: bool, entries: list[dict[str, Any]], *, waits: bool) -> None:
+    def _end(self, stands: bool, waits: bool) -> None:
         if not failure_file(self._logs, self._rank).exists():
             stack = stacks()
             error: Exception = Hung(f"no answer in a collective for {self._timeout:g} s")
             if stands:
                 error = StoodStill(f"stood still for {self._timeout:g} s in {place(stack)}")
-            leave_failure(self._logs, self._rank, error, stack=stack, waits=waits, last=_last(entries))
+            leave_failure(self._logs, self._rank, error, stack=stack, waits=waits, last=self._waits.told())
         time.sleep(min(3 * self._pause, OTHERS_SECONDS))
         os._exit(1)
-
-
-def _recorder() -> Any:
-    from torch._C import _distributed_c10d
-
-    return getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-
-
-def _entries(recorder: Any) -> list[dict[str, Any]]:
-    """The latest collectives of this process, oldest first."""
-    return list(json.loads(recorder()).get("entries", []))
-
-
-def _is_under_way(entry: dict[str, Any]) -> bool:
-    return not entry["retired"]
-
-
-def _is_patient(entry: dict[str, Any]) -> bool:
-    """Whether it may take as long as it likes."""
-    return entry["process_group"][1] in PATIENT
-
-
-def _last(entries: list[dict[str, Any]]) -> str:
-    if not entries:
-        return "last: none was begun"
-    last = entries[-1]
-    state = "under way" if _is_under_way(last) else "done"
-    name = last["profiling_name"].partition(":")[2]
-    return f"last: {name} {last['input_sizes']} of group {last['process_group'][1]}, number {last['op_id']}, {state}"
 
 
 def stacks() -> str:
