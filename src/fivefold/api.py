@@ -1,11 +1,13 @@
 """The Python API of the commands: the same functions, with Python values in and out."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fivefold import json_lines
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 
 if TYPE_CHECKING:
@@ -20,11 +22,14 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`, one a logged step, in order; empty before the first."""
-        file = self.path / "metrics.jsonl"
-        if not file.exists():
-            return []
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        """The rows of `metrics.jsonl`, one a logged step, in order; empty before the first.
+
+        A damaged line is left out, with a warning that names it.
+        """
+        lines = json_lines.read(self.path / "metrics.jsonl")
+        for damaged in lines.damaged:
+            warnings.warn(f"{damaged}; it is left out", stacklevel=2)
+        return list(lines.rows)
 
 
 def train(

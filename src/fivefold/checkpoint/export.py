@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fivefold.checkpoint import model_folder
@@ -19,6 +20,7 @@ from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
@@ -68,7 +70,9 @@ def export(
         size = _write_weights(source, temporary, target, file_bytes, known)
         (temporary / CARD).write_text(model_card(checkpoint, run, dtype=_name(target)), encoding="utf-8")
         _publish(temporary, out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+        if isinstance(error, OSError) and is_users(error):
+            raise cannot_write(out, error, instead="name another folder") from error
         raise RunFailed(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
+from fivefold.terminal import say
 from fivefold.units import human
 
 
@@ -40,9 +41,9 @@ def export(
 
     done = export_run(run, out, step=step, dtype=dtype.value if dtype else None, force=force)
     kind = str(done.dtype).removeprefix("torch.")
-    print(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
+    say(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
     for line in uses(str(out)):
-        print(line)
+        say(line)
 
 
 def uses(folder: str) -> list[str]:

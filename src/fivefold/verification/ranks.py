@@ -23,6 +23,7 @@ from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.layout import Layout
 from fivefold.models import surfaces
 from fivefold.parallel.schedule import layers_for
+from fivefold.terminal import say
 from fivefold.verification.evidence import Evidence
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
@@ -106,7 +107,7 @@ def _saved(asked: VerifyRequest) -> dict[str, Path]:
 def print_line(text: str) -> None:
     """At once; on a terminal a long line goes on below its own text, and no word is broken."""
     columns = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns
-    print(fill(text, width=columns, subsequent_indent=" " * _INDENT, break_long_words=False), flush=True)
+    say(fill(text, width=columns, subsequent_indent=" " * _INDENT, break_long_words=False))
 
 
 def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
