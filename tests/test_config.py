@@ -114,11 +114,13 @@ log: {every: 1, to: [jsonl]}
 run: {name: demo, dir: runs}
 """,
     )
-    # All of it is what an empty file means, but for the model, its data and its name.
+    # All of it is what an empty file means, but for the model, its data, its name and a warm-up that fits the run.
     model, data = config.model.name_or_path, config.data.train
     assert (model, data[0].path, config.run.name) == ("llama-3.1-8b", "notes.jsonl", "demo")
     empty = loaded(here, "")
-    assert config.model_copy(update={"model": empty.model, "data": empty.data, "run": empty.run}) == empty
+    assert (config.scheduler.warmup_steps, empty.scheduler.warmup_steps) == (100, "auto")
+    own = {section: getattr(empty, section) for section in ("model", "data", "run", "scheduler")}
+    assert config.model_copy(update=own) == empty
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,13 @@ def test_a_built_in_shape_is_completed_where_nothing_is_set(
     assert (config.model.init, config.tokenizer.name_or_path, config.data.seq_length) == (init, tokenizer, seq_length)
     assert parse_config(config.to_yaml()) == config
     assert f"init: {init}" in config.to_yaml()
+
+
+@pytest.mark.parametrize("prompt", ["a\x85b", "\x85", "a\u2028b\u2029", " \r\n x ", "\x00\x1b[0m", "é ▁", "'\x85\\N"])
+def test_a_prompt_travels_to_the_last_character(prompt: str) -> None:
+    config = load_config(None)
+    config = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (prompt,)})})
+    assert parse_config(config.to_yaml()).sample.prompts == (prompt,)
 
 
 def test_precedence_is_defaults_file_command_line(here: Path) -> None:

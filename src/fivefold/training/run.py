@@ -31,7 +31,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
-from fivefold.training import checks, flops, header, record, room
+from fivefold.training import checks, flops, header, length, record, room
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
 from fivefold.training.held_folder import HeldFolder
@@ -39,6 +39,7 @@ from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import Sink, open_sinks
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
+from fivefold.training.needs import check_room
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
@@ -58,8 +59,9 @@ def train(config: RunConfig, world: World) -> None:
     ended it early, saved.
     """
     check_supported(config)
+    logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
-        stack.enter_context(watching(config.run_dir / "logs", world.rank, config.train.collective_timeout))
+        stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
         job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
         with job.stop.listening():
             job.run()
@@ -106,9 +108,12 @@ class Job:
         check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(model)
-        total_steps = config.train.max_steps or steps_for(config.train.max_tokens or 0, config, data)
+        total_steps = length.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
+        scarce = check_room(model, config, layout, world)
+        if scarce and world.is_first:
+            print(f"note: {scarce}", flush=True)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
@@ -124,6 +129,8 @@ class Job:
         stack.callback(keeper.close)
         resumed = keeper.resume()
         job.step = job.start = resumed.step
+        job.config = config = length.settled(config, total_steps, before=resumed.warmup_steps)
+        keeper.settle(config)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
         tight = checkpoint.on_first_rank(lambda: room.check(model, config, step=job.step, total_steps=total_steps))
@@ -265,7 +272,7 @@ class Job:
         return {
             "name": scheduler.name,
             "peak": self.config.optimizer.learning_rate,
-            "warmup_steps": scheduler.warmup_steps,
+            "warmup_steps": int(scheduler.warmup_steps),
             "total_steps": self.total_steps,
             "min_lr_ratio": scheduler.min_lr_ratio,
         }
@@ -390,6 +397,7 @@ class Job:
                 temperature=0.7,
                 top_k=40,
                 seed=self.config.train.seed,
+                bos_token_ids=self.data.bos_token_ids,
             )
             if self.display:
                 self._samples.write({"step": self.step, "prompt": prompt, "text": text})
@@ -450,11 +458,6 @@ def _how(error: BaseException | None) -> str:
     if isinstance(error, UserError):
         return error.what
     return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:
-    """Steps that read at least `max_tokens` real input tokens, at the mean fill of the rows."""
-    return max(1, math.ceil(max_tokens / (data.train.tokens_per_row * config.train.global_batch_size)))
 
 
 def _finite(number: float) -> float | None:
