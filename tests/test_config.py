@@ -184,6 +184,13 @@ def test_a_built_in_shape_is_completed_where_nothing_is_set(
     assert f"init: {init}" in config.to_yaml()
 
 
+@pytest.mark.parametrize("prompt", ["a\x85b", "\x85", "a\u2028b\u2029", " \r\n x ", "\x00\x1b[0m", "é ▁", "'\x85\\N"])
+def test_a_prompt_travels_to_the_last_character(prompt: str) -> None:
+    config = load_config(None)
+    config = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (prompt,)})})
+    assert parse_config(config.to_yaml()).sample.prompts == (prompt,)
+
+
 def test_precedence_is_defaults_file_command_line(here: Path) -> None:
     text = "train: {seed: 7, global_batch_size: 8}\noptimizer: {learning_rate: 1e-3, eps: 1e-6}"
     config = loaded(here, text, "train.seed=8", "train.seed=9", "optimizer.eps=1e-7")

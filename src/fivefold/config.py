@@ -431,7 +431,20 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The resolved run file; `load_config` reads it back to an equal config."""
-        return str(yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True))
+        tree = self.model_dump(mode="json", by_alias=True)
+        return str(yaml.dump(tree, Dumper=_ExactDumper, sort_keys=False, allow_unicode=True))
+
+
+class _ExactDumper(yaml.SafeDumper):
+    """Quotes a text with line breaks of Unicode such that they are read back: plain, YAML makes spaces of some."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ExactDumper.add_representer(str, _represent_text)
 
 
 def _section(values: Any, name: str) -> dict[str, Any] | None:

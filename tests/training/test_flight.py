@@ -31,6 +31,20 @@ def batch(*, age: float, done: bool, number: int) -> list[dict[str, Any]]:
     return [*parts, entry("nccl:coalesced", age=age, done=done, number=number)]
 
 
+def look(*looks: tuple[float, list[dict[str, Any]]], timeout: float = 30.0) -> flight.Waits:
+    """What is known after looks at a recorder, each so many seconds after the one before."""
+    there: list[dict[str, Any]] = []
+
+    def source(collectives: bool, only_active: bool) -> str:
+        return json.dumps({"entries": [one for one in there if not (only_active and one["retired"])]})
+
+    waits = flight.Waits(source, timeout)
+    for seconds, found in looks:
+        there[:] = [one | {"record_id": number} for number, one in enumerate(found)]
+        waits.look(seconds)
+    return waits
+
+
 RING = [one for number in range(50) for one in batch(age=900 - number, done=True, number=number)]
 
 
@@ -38,21 +52,24 @@ def test_a_healthy_ring_waits_for_nothing() -> None:
     """Its sends and receives are older than any timeout, and will never be said to be done."""
     later = entry("nccl:all_reduce", group="default_pg", done=True)
     for found in (RING, [*RING, later]):
-        assert flight.under_way(found) is None
-        assert flight.waited(found, NOW) == 0
+        assert flight.under_way(found) == []
+        assert not look(*[(10.0, found)] * 9).are_stuck
 
 
 def test_a_hung_ring_is_seen_at_the_batch_that_hangs() -> None:
     found = [*RING, *batch(age=300, done=False, number=77), *batch(age=299, done=False, number=78)]
-    first = flight.under_way(found)
-    assert first is not None and (first["profiling_name"], first["op_id"]) == ("nccl:coalesced", 77)
-    assert flight.waited(found, NOW) == pytest.approx(300)
+    assert [(each["profiling_name"], each["op_id"]) for each in flight.under_way(found)] == [
+        ("nccl:coalesced", 77),
+        ("nccl:coalesced", 78),
+    ]
+    assert not look(*[(10.0, found)] * 4).are_stuck  # it is seen for 30 seconds, not for more
+    assert look(*[(10.0, found)] * 5).are_stuck
 
 
 def test_a_receive_of_a_pipeline_that_never_comes_is_seen() -> None:
     """It is in no batch, and stands for itself; batches of another group do not hide it."""
     hung = entry("nccl:recv", group="mesh_pp", age=400, done=False, number=5)
-    assert flight.under_way([*RING[:6], hung, *RING[6:]]) == hung
+    assert flight.under_way([*RING[:6], hung, *RING[6:]]) == [hung]
 
 
 def test_the_first_that_is_not_done_is_told_not_the_last() -> None:
@@ -65,14 +82,22 @@ def test_the_first_that_is_not_done_is_told_not_the_last() -> None:
 
 def test_a_long_step_that_goes_on_is_no_hang() -> None:
     """What was enqueued long ago has waited only since the one before it was done."""
-    found = [
-        entry("nccl:all_reduce", age=700, finished=3), entry("nccl:all_reduce", age=699, done=False, number=2),
-    ]  # fmt: skip
-    assert flight.waited(found, NOW) == pytest.approx(3)
+    looks = []
+    for at in range(9):
+        done = [entry("nccl:all_reduce", age=700, finished=100 - at, number=at)]
+        looks.append((10.0, [*done, entry("nccl:all_reduce", age=699, done=False, number=99)]))
+    assert not look(*looks).are_stuck
+    assert look(*looks, *[looks[-1]] * 4).are_stuck
+
+
+def test_a_process_that_was_stopped_has_not_waited() -> None:
+    """Nor has one whose clock was set: entries are as old as the looks that saw them."""
+    assert not look((1.0, [entry("gloo:all_reduce", age=5000, done=False)]), timeout=30).are_stuck
 
 
 def test_a_rank_that_still_writes_may_be_waited_for() -> None:
-    assert flight.waited([entry("gloo:gather", group="checkpoint", age=5000, done=False)], NOW) == 0
+    waits = look(*[(10.0, [entry("gloo:gather", group="checkpoint", age=5000, done=False)])] * 9)
+    assert waits.are_under_way and not waits.are_stuck
 
 
 def test_nothing_or_all_done_is_told() -> None:
@@ -80,18 +105,17 @@ def test_nothing_or_all_done_is_told() -> None:
     assert flight.told([entry("gloo:barrier", group="default_pg", number=9)]).startswith("last: barrier")
 
 
-@pytest.mark.parametrize(("age", "stuck"), [(10.0, False), (60.0, True)])
-def test_all_entries_are_read_only_where_some_are_old(age: float, stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_entries_are_read_only_where_some_are_old() -> None:
     asked = []
 
     def source(collectives: bool, only_active: bool) -> str:
         asked.append(only_active)
-        everything = [*RING, entry("nccl:all_reduce", group="default_pg", age=age, done=False)]
-        return json.dumps({"entries": everything[-1:] if only_active else everything})
+        return json.dumps({"entries": [entry("nccl:all_reduce", done=False) | {"record_id": 1}]})
 
-    monkeypatch.setattr(flight.time, "time", lambda: NOW)
-    assert flight.is_stuck(source, timeout=30) is stuck
-    assert asked == ([True, False] if stuck else [True])
+    waits = flight.Waits(source, timeout=30)
+    for _ in range(3):
+        waits.look(2.0)
+    assert asked == [True, True, True, False]
 
 
 def test_each_backend_has_its_own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ away.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
 from fivefold.files import cannot_write, is_users
+from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
@@ -73,6 +74,16 @@ class _Part:
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     error: str | None = None
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "_Part":
+        """What `asdict` made plain."""
+        slices = [
+            (kind, name, dtype, Slice(**one | {"offset": tuple(one["offset"]), "shape": tuple(one["shape"])}))
+            for kind, name, dtype, one in told["slices"]
+        ]
+        files = {name: FileRecord(**one) for name, one in told["files"].items()}
+        return cls(slices, told["scalars"], files, told["error"])
 
 
 @dataclass(frozen=True)
@@ -165,8 +176,7 @@ class Saver:
         beside = self._directory / f"{_BESIDE}{published.name}"
         on_first_rank(lambda: _start(beside, published), self.group)
         part = _write(beside, snapshot, dist.get_rank())
-        parts: list[_Part] = [part] * dist.get_world_size()
-        dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=self.group)
+        parts = [_Part.from_json(told) for told in plain.on_first(asdict(part), self.group) or ()]
         on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self.group)
         if self._remote:
             self._copy(published, self._remote, part, snapshot.texts)
@@ -176,8 +186,8 @@ class Saver:
         """Every rank copies the files that it wrote, the first one the manifest when all have."""
         step = published.name
         on_first_rank(lambda: remote.withdraw(step), self.group)
-        errors: list[Any] = [_copy_error(remote, published, (*part.files, *texts))] * dist.get_world_size()
-        dist.all_gather_object(errors, errors[0], group=self.group)
+        mine = _copy_error(remote, published, (*part.files, *texts))
+        errors = [told and UserError.from_json(told) for told in plain.everywhere(mine and mine.to_json(), self.group)]
 
         def publish() -> None:
             error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
@@ -272,7 +282,7 @@ def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
     return part
 
 
-def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int) -> Path:
+def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int) -> None:
     try:
         if errors := [part.error for part in parts if part.error]:
             raise OSError(errors[0])
@@ -288,7 +298,6 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
         disk.rename(published, published.with_name(f"{_BESIDE}damaged-{published.name}"))
     disk.rename(beside, published)
     _retain(published, keep)
-    return published
 
 
 def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
@@ -369,17 +378,18 @@ def _retain(published: Path, keep: int) -> None:
 
 
 def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `action` on rank 0; its result, or its error, on every rank."""
-    outcome: list[Any] = [None, None]
+    """Run `action` on rank 0; its result, which is plain data (`parallel/plain.py`), or its error, on every rank."""
+    result: Any = None
+    error: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = action()
-        except UserError as error:
-            outcome[1] = error
-        except OSError as error:
-            fix = cannot_write("", error).fix if is_users(error) else None
-            outcome[1] = RunFailed(f"the run folder could not be read or written: {error}", fix=fix)
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]  # type: ignore[no-any-return]
+            result = action()
+        except UserError as raised:
+            error = raised
+        except OSError as raised:
+            fix = cannot_write("", raised).fix if is_users(raised) else None
+            error = RunFailed(f"the run folder could not be read or written: {raised}", fix=fix)
+    told = plain.of_first({"result": result, "error": error and error.to_json()}, group)
+    if told["error"] is not None:
+        raise error or UserError.from_json(told["error"])
+    return told["result"]  # type: ignore[no-any-return]

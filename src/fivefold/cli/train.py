@@ -9,6 +9,7 @@ import typer
 
 from fivefold.cli.options import Debug
 from fivefold.errors import UserError
+from fivefold.streams import unseen_if_need_be
 
 _COLUMNS = 80  # of the list of keys
 
@@ -45,7 +46,8 @@ def train(
     path, overrides = split_arguments(arguments or [])
     from fivefold.launch.local import run
 
-    run(path, overrides, nproc=nproc, verify=verify)
+    with unseen_if_need_be():
+        run(path, overrides, nproc=nproc, verify=verify)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:

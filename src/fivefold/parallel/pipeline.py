@@ -11,7 +11,7 @@ Legend: B rows, T tokens of a row on this rank, D hidden size.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.layout import Layout
-from fivefold.parallel import data
+from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.deferred import Deferred
@@ -65,9 +65,9 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """What `timed` holds, of all ranks of the pipeline. Each calls this; zero is the step's begin."""
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, self.timed or [], group=self.group)
-        return Timeline(self.layout.pp, tuple(each for own in everyone for each in own))
+        everyone = plain.everywhere([asdict(each) for each in self.timed or ()], self.group)
+        slots = [Timed(**each | {"slot": Slot(**each["slot"])}) for own in everyone for each in own]
+        return Timeline(self.layout.pp, tuple(slots))
 
 
 def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:

@@ -7,7 +7,6 @@ last.
 """
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ Entry = dict[str, Any]
 Recorder = Callable[..., str | bytes]
 PATIENT = ("checkpoint",)  # groups, by description, whose members may be waited for: a rank still writes
 _DUMPS = {"nccl": "_dump_nccl_trace_json"}
-_NS = 1e-9
+_SOME = 0.1  # of the timeout: how old one is before all are read
 
 
 def recorder(backend: str) -> Recorder | None:
@@ -30,45 +29,67 @@ def entries(source: Recorder, *, only_active: bool = False) -> list[Entry]:
     return list(json.loads(source(True, only_active)).get("entries", []))
 
 
-def is_stuck(source: Recorder, timeout: float) -> bool:
-    """Whether a collective has been waited for longer than `timeout` seconds. Reads all entries only where some are as
-    old as that: there may be thousands."""
-    oldest = min((entry["time_created_ns"] for entry in entries(source, only_active=True)), default=None)
-    if oldest is None or time.time() - oldest * _NS <= timeout:
-        return False
-    return waited(entries(source)) > timeout
+class Waits:
+    """How long this process has waited for collectives, in seconds that whoever looks has lived through: a process
+    that was stopped, or a clock that was set, has not waited for them."""
+
+    def __init__(self, source: Recorder | None, timeout: float) -> None:
+        """Of a recorder, if there is one; stuck after `timeout` seconds."""
+        self._source, self._timeout = source, timeout
+        self._ages: dict[int, float] = {}  # seconds that collectives have been active, by the recorder's number
+        self._done, self._idle = 0, 0.0  # when the last was known to be done, and seconds seen since
+        self.are_under_way = self.are_stuck = False
+
+    def look(self, seconds: float) -> None:
+        """Look again, after so many seconds. Reads all entries only where some are old: there may be thousands."""
+        active = entries(self._source, only_active=True) if self._source else []
+        self._ages = {each["record_id"]: self._ages.get(each["record_id"], -seconds) + seconds for each in active}
+        found = entries(self._source) if self._source and any(self._old(_SOME)) else []
+        done = last_done(found)
+        self._done, self._idle = done, self._idle + seconds if done == self._done else 0.0
+        first = next((entry for entry in under_way(found) if not is_patient(entry)), None)
+        # One that waits behind others waits only since the one before it was done.
+        self.are_stuck = first is not None and self._ages.get(first["record_id"], 0.0) > self._timeout
+        self.are_stuck &= not done or self._idle > self._timeout
+        self.are_under_way = bool(under_way(found or active))
+
+    def told(self) -> str:
+        """For the user; see `told`."""
+        return told(entries(self._source) if self._source else [])
+
+    def _old(self, part: float) -> list[bool]:
+        return [age > part * self._timeout for age in self._ages.values()]
 
 
-def under_way(found: Sequence[Entry]) -> Entry | None:
-    """The first collective that is not done, and is waited for."""
+def under_way(found: Sequence[Entry]) -> list[Entry]:
+    """The collectives that are not done, oldest first: the first one is waited for, and the others behind it."""
     batched: set[int] = set()  # groups in which a batch ends later
-    first = None
+    waiting = []
     for entry in reversed(found):
-        group, name = entry["pg_id"], entry["profiling_name"]
-        if name.endswith(":coalesced"):
-            batched.add(group)
-        stands_for_nothing = entry["is_p2p"] and group in batched
-        if not (entry["retired"] or stands_for_nothing or entry["process_group"][1] in PATIENT):
-            first = entry
-    return first
+        if entry["profiling_name"].endswith(":coalesced"):
+            batched.add(entry["pg_id"])
+        stands_for_nothing = entry["is_p2p"] and entry["pg_id"] in batched
+        if not (entry["retired"] or stands_for_nothing):
+            waiting.append(entry)
+    return waiting[::-1]
 
 
-def waited(found: Sequence[Entry], now: float | None = None) -> float:
-    """Seconds since which the first collective under way is waited for, 0 without one: since it was enqueued, or since
-    the last that is known to be done was. `now`: as `time.time` has it."""
-    first = under_way(found)
-    if first is None:
-        return 0.0
-    done = max((entry.get("time_discovered_completed_ns") or 0 for entry in found), default=0)
-    return (time.time() if now is None else now) - float(max(first["time_created_ns"], done)) * _NS
+def is_patient(entry: Entry) -> bool:
+    """Whether a collective may take as long as it likes."""
+    return entry["process_group"][1] in PATIENT
+
+
+def last_done(found: Sequence[Entry]) -> int:
+    """When the last that is known to be done was, in ns; 0 where the recorder does not tell, as gloo's."""
+    return max((entry.get("time_discovered_completed_ns") or 0 for entry in found), default=0)
 
 
 def told(found: Sequence[Entry]) -> str:
-    """For the user: the collective under way, or else the last one."""
+    """For the user: the first collective under way, or else the last one."""
     if not found:
         return "none was begun"
-    first = under_way(found)
-    entry, word, state = (found[-1], "last", "done") if first is None else (first, "waits in", "under way")
+    waiting = under_way(found)
+    entry, word, state = (waiting[0], "waits in", "under way") if waiting else (found[-1], "last", "done")
     name = entry["profiling_name"].partition(":")[2]
     return (
         f"{word}: {name} {entry['input_sizes']} of group {entry['process_group'][1]}, number {entry['op_id']}, {state}"

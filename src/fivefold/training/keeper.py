@@ -50,7 +50,7 @@ class Keeper:
             where, folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed), self._saver.group)
             if folder is None:
                 return Resumed()
-            opened = checkpoint.Checkpoint.open(folder)
+            opened = checkpoint.Checkpoint.open(Path(folder))
             try:
                 checkpoint.restore(self._model, self._optimizer, opened)
             except checkpoint.Damaged as damage:  # on every rank
@@ -83,7 +83,7 @@ class Keeper:
         """Let the save under way end."""
         self._saver.close()
 
-    def _where_to_go_on(self, passed: dict[str, str]) -> tuple[str, Path | None, dict[str, str]]:
+    def _where_to_go_on(self, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
         """The newest checkpoint but those `passed` over, after it has been compared with this run; None: step 0."""
         there = checkpoint.candidates(self.directory, self._remote)
         for each in there if self._config.checkpoint.resume == "auto" else ():
@@ -91,7 +91,7 @@ class Keeper:
                 continue
             try:
                 checkpoint.check_agreement(each.manifest().agreement, self._agreement(), where=each.where)
-                return each.where, each.folder(), passed
+                return each.where, str(each.folder()), passed
             except checkpoint.Damaged as damage:
                 passed[each.where] = damage.what
         if passed:

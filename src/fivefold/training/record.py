@@ -18,6 +18,7 @@ from fivefold import checkpoint
 from fivefold.config import RunConfig
 from fivefold.files import replace
 from fivefold.launch.world import cores
+from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
 from fivefold.parallel.spread import spread_of
 from fivefold.training.step import declare, step_shape
@@ -29,13 +30,12 @@ TIMED = 2  # the step of a start whose slots are timed: the first one also sets 
 def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> None:
     """Write it into the run folder; every rank calls this. `parameters`: of the whole model."""
     spread = spread_of(model)
-    declared = [_collectives(model, config)] * spread.layout.world
-    dist.all_gather_object(declared, declared[0])
+    declared = plain.everywhere([asdict(each) for each in _collectives(model, config)])
     if dist.get_rank() == 0:
         about: dict[str, Any] = {
             "layout": str(spread.layout), "world": spread.layout.world, "device": device,
             "model": spread.anatomy.model_class, "parameters": parameters,
-            "collectives": [[asdict(each) for each in rank] for rank in declared], "holds": spread.by_rank(),
+            "collectives": declared, "holds": spread.by_rank(),
         }  # fmt: skip
         if spread.pipeline:
             plan = spread.pipeline.plan(spread.layout.accumulation(config.train.global_batch_size))

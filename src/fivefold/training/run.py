@@ -39,6 +39,7 @@ from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import Sink, open_sinks
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
+from fivefold.training.needs import check_room
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
@@ -58,8 +59,9 @@ def train(config: RunConfig, world: World) -> None:
     ended it early, saved.
     """
     check_supported(config)
+    logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
-        stack.enter_context(watching(config.run_dir / "logs", world.rank, config.train.collective_timeout))
+        stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
         job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
         with job.stop.listening():
             job.run()
@@ -109,6 +111,9 @@ class Job:
         total_steps = length.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
+        scarce = check_room(model, config, layout, world)
+        if scarce and world.is_first:
+            print(f"note: {scarce}", flush=True)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
