@@ -114,11 +114,13 @@ log: {every: 1, to: [jsonl]}
 run: {name: demo, dir: runs}
 """,
     )
-    # All of it is what an empty file means, but for the model, its data and its name.
+    # All of it is what an empty file means, but for the model, its data, its name and a warm-up that fits the run.
     model, data = config.model.name_or_path, config.data.train
     assert (model, data[0].path, config.run.name) == ("llama-3.1-8b", "notes.jsonl", "demo")
     empty = loaded(here, "")
-    assert config.model_copy(update={"model": empty.model, "data": empty.data, "run": empty.run}) == empty
+    assert (config.scheduler.warmup_steps, empty.scheduler.warmup_steps) == (100, "auto")
+    own = {section: getattr(empty, section) for section in ("model", "data", "run", "scheduler")}
+    assert config.model_copy(update=own) == empty
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ ASKED = {
     "optimizer.lr": "optimizer.learning_rate",
     "learning_rate": "optimizer.learning_rate",
     "gradient_accumulation_steps": "train.global_batch_size = train.micro_batch_size x accumulation x data ranks",
-    "num_train_epochs": "train.m",
+    "num_train_epochs": "train.max_epochs",
     "per_device_train_batch_size": "train.micro_batch_size",
-    "warmup_ratio": "scheduler.warmup_steps = ratio x train.max_steps",
+    "warmup_ratio": "scheduler.warmup_steps to a part of the run, such as 5%",
     "output_dir": "run.dir/run.name",
     "max_seq_length": "data.seq_length",
     "max_length": "data.seq_length",
@@ -50,7 +50,7 @@ ASKED = {
     "lora.r": "LoRA is not built yet",
     "peft.method": "LoRA is not built yet",
     "precision.bf16": "precision.compute: bf16",
-    "train.num-train-epochs": "train.m",
+    "train.num-train-epochs": "train.max_epochs",
     "compile": "train.compile",
 }
 

@@ -33,10 +33,11 @@ from fivefold.models.folder_config import read_folder_config
 from fivefold.models.shapes import shape_folder
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.runfile import READ_MORE, RunFile
-from fivefold.units import parse_count, parse_fraction, parse_length
+from fivefold.units import parse_count, parse_fraction, parse_length, parse_steps
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
+LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # of `train`: how long a run is, said in one way
 MOST_NAME_BYTES = 240  # of a file; file systems take 255, and what is written gets a few letters more
 MOST_PATH_BYTES = 3000  # Linux takes 4096
 MOST_ROWS = 2**31  # of a step; larger numbers are slips of the keyboard that take minutes to fail
@@ -90,6 +91,8 @@ Number = Annotated[float, BeforeValidator(_no_bool)]
 PathText = Annotated[str, AfterValidator(_findable)]
 Decay = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
 Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
+# A number of steps, a part of the run between 0 and 1, or auto.
+Steps = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)] | float, BeforeValidator(parse_steps)]
 
 
 class Section(BaseModel):
@@ -136,7 +139,9 @@ class TokenizerSection(Section):
 
 class DataSource(Section):
     path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
-    format: str = Field(default="auto", description="auto (by the name's ending), txt, jsonl, parquet, tokens")
+    format: str = Field(
+        default="auto", description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens"
+    )
     text_key: str = Field(default="text", description="key that holds the text of a record")
     weight: Number = Field(
         default=1.0, gt=0, description="how often its documents are read, relative to those of the other sources"
@@ -163,13 +168,19 @@ class DataSection(Section):
     packing: bool = Field(
         default=True, description="several whole documents per row; attention never crosses a document"
     )
+    bos: Literal["auto"] | bool = Field(
+        default="auto", description="BOS in front of each document: auto (as the tokenizer does), true, false"
+    )
 
 
 class TrainSection(Section):
     max_steps: Count | None = Field(
-        default=None, ge=1, description="optimizer steps; 1000 when max_tokens is not set either"
+        default=None, ge=1, description="optimizer steps; 1000 when neither max_tokens nor max_epochs is set"
     )
     max_tokens: Count | None = Field(default=None, ge=1, description="tokens of training, instead of max_steps; 500M")
+    max_epochs: Number | None = Field(
+        default=None, gt=0, description="passes over the training rows, instead of max_steps; 2.5"
+    )
     global_batch_size: Whole = Field(
         default=64, ge=1, le=MOST_ROWS, description="rows per optimizer step, over all devices"
     )
@@ -194,9 +205,9 @@ class TrainSection(Section):
     def _one_length(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        given = [key for key in ("max_steps", "max_tokens") if values.get(key) is not None]
-        if len(given) == 2:
-            raise ValueError("max_steps and max_tokens are both set; keep one")
+        given = [key for key in LENGTHS if values.get(key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set; keep one")
         return values if given else {**values, "max_steps": DEFAULT_MAX_STEPS}
 
 
@@ -235,7 +246,10 @@ class SchedulerSection(Section):
     name: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine", description="shape after the warm-up"
     )
-    warmup_steps: Count = Field(default=100, ge=0, description="optimizer steps from 0 to the peak learning rate")
+    warmup_steps: Steps = Field(
+        default="auto",
+        description="optimizer steps from 0 to the peak learning rate, or a part of the run: 5%; auto: 5%, at most 100",
+    )
     min_lr_ratio: Number = Field(default=0.1, ge=0, le=1, description="last learning rate as a part of the peak")
 
 

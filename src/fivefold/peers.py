@@ -23,6 +23,7 @@ SAME = {
     "data.packing": "sample_packing",
     "train.max_steps": "max_iters train_iters train_steps training_steps total_steps num_steps iterations",
     "train.max_tokens": "train_tokens total_tokens",
+    "train.max_epochs": "num_train_epochs num_epochs epochs n_epochs",
     "train.global_batch_size": "train_batch_size total_batch_size",
     "train.micro_batch_size":
         "per_device_train_batch_size per_device_batch_size local_batch_size device_batch_size "
@@ -71,9 +72,7 @@ DIFFERENT = {
     "forward pass",
     "gradient_accumulation_steps grad_accum_steps gradient_accumulation accumulate_grad_batches": "set "
     f"train.global_batch_size = train.micro_batch_size x accumulation x data ranks; {_DATA_RANKS}",
-    "num_train_epochs num_epochs epochs n_epochs": "set train.max_steps = epochs x rows / "
-    "train.global_batch_size; the rows are in the first lines of a run",
-    "warmup_ratio warmup_fraction lr_warmup_fraction": "set scheduler.warmup_steps = ratio x train.max_steps",
+    "warmup_ratio warmup_fraction lr_warmup_fraction": "set scheduler.warmup_steps to a part of the run, such as 5%",
     "min_lr min_learning_rate lr_min": "set scheduler.min_lr_ratio = lowest rate / optimizer.learning_rate",
     "adam_beta1 adam_beta2 beta1 beta2": "set both as optimizer.betas: [0.9, 0.95]",
     "output_dir out_dir save_dir checkpoint_dir": "the run folder is run.dir/run.name: for out/first set run.dir: out "

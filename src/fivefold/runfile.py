@@ -35,11 +35,8 @@ _PLAIN = "write texts, numbers, true, false, null, lists and sections, without t
 
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
 
-# Two ways to say the same thing: an override of one drops what the file says of the other.
-_RIVALS: dict[Path_, tuple[str, str]] = {
-    ("train", "max_steps"): ("train", "max_tokens"),
-    ("train", "max_tokens"): ("train", "max_steps"),
-}
+# Ways to say the same thing: an override of one drops what the file says in another.
+_RIVALS: tuple[Path_, ...] = (("train", "max_steps"), ("train", "max_tokens"), ("train", "max_epochs"))
 
 
 @dataclass
@@ -124,8 +121,9 @@ class RunFile:
             raise UserError(f"{COMMAND_LINE} {dotted}: {error}", fix=_PLAIN, more=READ_MORE) from None
         if path in _RIVALS and value is not None:
             section = self.tree.get(str(path[0]))
-            if isinstance(section, dict) and self.places.get(_RIVALS[path]) != COMMAND_LINE:
-                section.pop(_RIVALS[path][1], None)
+            for rival in _RIVALS:
+                if isinstance(section, dict) and rival != path and self.places.get(rival) != COMMAND_LINE:
+                    section.pop(rival[1], None)
         if path == ("layout",) and isinstance(value, str):
             self.tree["layout"] = value
             self._spell_out_layout(COMMAND_LINE)

@@ -11,10 +11,22 @@ from fivefold.config import RunConfig, load_config
 from fivefold.training import header
 
 
+class Rows:
+    """A hundred of them, in one pool."""
+
+    pools = (None,)
+
+    def __len__(self) -> int:
+        return 100
+
+    def epochs(self, rows: int) -> float:
+        return rows / 100
+
+
 def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None = None) -> Any:
     return SimpleNamespace(
         config=config, step=step, total_steps=20, last_eval=1.5, skipped=0, tokens_seen=1000, peak_tflops=peak,
-        world=SimpleNamespace(device=device),
+        world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows()),
     )  # fmt: skip
 
 

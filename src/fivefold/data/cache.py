@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,11 @@ Progress = Callable[[str, int, int], None]
 _REMEMBER_DIGEST_FROM = 16 * 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
 INSTEAD = "point FIVEFOLD_CACHE to a folder you can write to"
 _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its time stamp
+
+
+def say_aloud(text: str) -> None:
+    """To the screen, beside whatever standard output is for."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import PreTrainedModel
 
 from fivefold.checkpoint.find import find_checkpoint, is_remote
+from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
 from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.data.cache import cache_root
-from fivefold.data.tokenizer import find_tokenizer
+from fivefold.data.tokenizer import Bos, find_tokenizer
 from fivefold.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
@@ -65,9 +67,9 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     step or the layout does not fit.
     """
     folder, open_source = _locate(request)
-    found = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root())
+    found = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(folder))
     tokenizer, ends = found.load(), eos_token_ids(folder) or (found.eos_token_id,)
-    ids = encode_prompt(tokenizer, request.prompt, ends)
+    ids = encode_prompt(tokenizer, request.prompt, ends, found.bos_token_ids)
     config = load_model_config(folder)
     layout = _layout(request, config.dtype).resolve(world.size)
     model = build_meta(config)
@@ -143,6 +145,15 @@ def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel],
         )
     folder = weights_folder(request.model)
     return folder, lambda model: SafetensorsFolder(folder, model)
+
+
+def _bos_of(folder: Path) -> Bos:
+    """`data.bos` of the run whose checkpoint `folder` is of; auto where it is the folder of a model."""
+    run = folder.parent / "run.yaml"
+    if folder.name != MODEL_FOLDER or not run.is_file():
+        return "auto"
+    bos = (yaml.safe_load(run.read_text(encoding="utf-8")).get("data") or {}).get("bos", "auto")
+    return bos if isinstance(bos, bool) else "auto"
 
 
 def _layout(request: GenerateRequest, stored: torch.dtype | None) -> Layout:

@@ -13,7 +13,7 @@ from fivefold.pages.curves import Mark
 Rows = Sequence[Mapping[str, Any]]
 _KNOWN = {
     "files", "files_left_out", "documents", "tokens", "seq_length", "train", "sources", "validation",
-    "validation_asked", "repeated", "vocabulary",
+    "validation_asked", "repeated", "vocabulary", "fraction",
 }  # fmt: skip
 
 
@@ -184,6 +184,7 @@ def _remarks(about: Mapping[str, Any]) -> Iterator[str]:
         text = str(line[-1]) if isinstance(line, list) and line else ""
         if text.startswith("note "):
             yield text.removeprefix("note").strip()
+    yield from (about.get("data") or {}).get("answers_alone") or ()
 
 
 # ---- words ---------------------------------------------------------------------------------------------------------

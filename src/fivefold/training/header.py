@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from fivefold.config import RunConfig
 from fivefold.history import History, changes
 from fivefold.launch.world import multiplies_bf16
 from fivefold.layout import MESH_AXES
 from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.spread import spread_of
+from fivefold.training import length
 from fivefold.training.schedule import learning_rate
 from fivefold.units import human
 
@@ -35,6 +37,7 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
+        ("length", f"{length.epochs_text(config, job.data, job.total_steps)}   {_warmup(config)}"),
         (
             "compute",
             f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}",
@@ -45,10 +48,18 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
     if compiled and layout.pp > 1 and layout.pp_schedule in SPLITTING:
         rows.append(("", nothing_put_off(layout.pp_schedule)))
+    alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
+    too_long = length.warning(config, job.total_steps)
+    rows += [("WARNING", line) for line in (*alone, too_long) if line]
     rows += [("DAMAGED", damage) for damage in resumed.damages]
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def _warmup(config: RunConfig) -> str:
+    steps = int(config.scheduler.warmup_steps)
+    return f"warm-up {steps:,} step{'s' * (steps != 1)}, then {config.scheduler.name}"
 
 
 def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:
@@ -85,6 +96,7 @@ def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
     commands = next_commands(job.config, step=job.step, total_steps=job.total_steps)
     return [
         ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
+        ("read", length.epochs_text(job.config, job.data, job.step)),
         ("files", f"{run}/  {'  '.join(there)}"),
         *(("" if number else "next", line) for number, line in enumerate(commands)),
     ]

@@ -19,13 +19,15 @@ from fivefold.errors import UserError
 class Resumed:
     """Where a run begins: after `step` steps, with what was counted until then. `where` it was found; None: afresh.
 
-    `damages` says what is wrong with the newer checkpoints that were passed over.
+    `warmup_steps`: of the schedule that it was trained with until then. `damages` says what is wrong with the newer
+    checkpoints that were passed over.
     """
 
     step: int = 0
     state: Mapping[str, Any] = field(default_factory=dict)
     where: str | None = None
     damages: tuple[str, ...] = ()
+    warmup_steps: int | None = None
 
 
 class Keeper:
@@ -54,7 +56,12 @@ class Keeper:
             except checkpoint.Damaged as damage:  # on every rank
                 passed[where] = damage.what
                 continue
-            return Resumed(opened.step, opened.state, where, tuple(passed.values()))
+            warmup_steps = opened.agreement.get(checkpoint.WARMUP)
+            return Resumed(opened.step, opened.state, where, tuple(passed.values()), warmup_steps)
+
+    def settle(self, config: RunConfig) -> None:
+        """Save this config from now on: what was left open in it has been settled."""
+        self._config = config
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save, or save, after `step` steps; an earlier save has ended and its failure was told."""
@@ -102,4 +109,5 @@ class Keeper:
 
     def _agreement(self) -> dict[str, Any]:
         model_config = json.loads(self._model.config.to_json_string())
-        return checkpoint.agreement(self._config, self._data.fingerprint, model_config)
+        bos = bool(self._data.bos_token_ids)
+        return checkpoint.agreement(self._config, self._data.fingerprint, model_config, bos=bos)

@@ -31,7 +31,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
-from fivefold.training import checks, flops, header, record, room
+from fivefold.training import checks, flops, header, length, record, room
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
 from fivefold.training.held_folder import HeldFolder
@@ -108,7 +108,7 @@ class Job:
         check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(model)
-        total_steps = config.train.max_steps or steps_for(config.train.max_tokens or 0, config, data)
+        total_steps = length.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
         scarce = check_memory(model, config, layout, world)
@@ -129,6 +129,8 @@ class Job:
         stack.callback(keeper.close)
         resumed = keeper.resume()
         job.step = job.start = resumed.step
+        job.config = config = length.settled(config, total_steps, before=resumed.warmup_steps)
+        keeper.settle(config)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
         tight = checkpoint.on_first_rank(lambda: room.check(model, config, step=job.step, total_steps=total_steps))
@@ -270,7 +272,7 @@ class Job:
         return {
             "name": scheduler.name,
             "peak": self.config.optimizer.learning_rate,
-            "warmup_steps": scheduler.warmup_steps,
+            "warmup_steps": int(scheduler.warmup_steps),
             "total_steps": self.total_steps,
             "min_lr_ratio": scheduler.min_lr_ratio,
         }
@@ -395,6 +397,7 @@ class Job:
                 temperature=0.7,
                 top_k=40,
                 seed=self.config.train.seed,
+                bos_token_ids=self.data.bos_token_ids,
             )
             if self.display:
                 self._samples.write({"step": self.step, "prompt": prompt, "text": text})
@@ -455,11 +458,6 @@ def _how(error: BaseException | None) -> str:
     if isinstance(error, UserError):
         return error.what
     return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:
-    """Steps that read at least `max_tokens` real input tokens, at the mean fill of the rows."""
-    return max(1, math.ceil(max_tokens / (data.train.tokens_per_row * config.train.global_batch_size)))
 
 
 def _finite(number: float) -> float | None:
