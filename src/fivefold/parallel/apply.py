@@ -128,7 +128,8 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
     except Untraceable as error:
         raise UserError(
             f"{type(model).__name__} cannot be trained here: {error}",
-            fix="use a model whose layers mix tokens through the attention functions of transformers alone",
+            fix=error.fix
+            or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
 
 
