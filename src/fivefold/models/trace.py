@@ -51,7 +51,8 @@ class Event:
     at once. `experts`: one that holds the weights of all experts of a layer; `inputs` are tokens and their weights.
     `opaque`: any other that holds many weights and is no linear. Of an attention call
     `inputs` are query [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed
-    along, one number per query head.
+    along, one number per query head. Of an experts call `router` is the module that gave the picks, if one did, and
+    `has_logits` says whether it gave its logits as well.
     """
 
     kind: Kind
@@ -62,6 +63,8 @@ class Event:
     wide: bool = False
     parameters: tuple[str, ...] = ()
     experts: int = 0
+    router: str | None = None
+    has_logits: bool = False
 
 
 @dataclass
@@ -105,7 +108,12 @@ class Trace:
         """The modules of experts, in order."""
         return [
             Experts(
-                event.name, _router(block, event), event.experts, event.inputs[1].shape[-1], event is block.events[-1]
+                event.name,
+                event.router or _router(block, event),
+                event.experts,
+                event.inputs[1].shape[-1],
+                event is block.events[-1],
+                event.has_logits,
             )
             for block in self.blocks
             for event in block.events
@@ -116,13 +124,14 @@ class Trace:
 @dataclass(frozen=True)
 class Experts:
     """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`:
-    nothing with weights runs after it in its layer."""
+    nothing with weights runs after it in its layer. `has_logits`: the router gives logits, weights and picks."""
 
     name: str
     router: str
     experts: int
     picks: int
     is_last: bool
+    has_logits: bool = False
 
 
 def _router(block: BlockTrace, experts: Event) -> str:
@@ -283,10 +292,16 @@ class _Recorder:
                 module._buffers[leaf] = values[f"{name}.{leaf}" if name else leaf]
             module.register_forward_pre_hook(partial(self._begin, name or "its forward"))
             self._prepare(name, module)
-            module.register_forward_hook(lambda *_: self.under_way.pop() and None)
+            module.register_forward_hook(partial(self._end, name))
 
     def _begin(self, name: str, *_: Any) -> None:
         self.under_way.append(name)
+
+    def _end(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        self.under_way.pop()
+        for each in output if isinstance(output, tuple) else ():
+            if isinstance(each, Tensor) and not each.is_floating_point():
+                self.picks.setdefault(id(each), (name, output))
 
     def _prepare(self, name: str, module: Any) -> None:
         if name in self.layers:
@@ -324,6 +339,9 @@ class _Recorder:
     def begin(self, *, stops_at_block: bool = False, noise: int = 0) -> None:
         """Before each run of the model. `noise`: the seed of whatever the model draws."""
         self.trace, self.stops_at_block, self.noise = Trace(), stops_at_block, noise
+        self.picks: dict[
+            int, tuple[str, tuple[Any, ...]]
+        ] = {}  # integers -> the module that gave them, and all it gave
         self.draws: list[str] = []  # modules that draw random numbers
         self.counts: list[str] = []
         self.under_way: list[str] = []  # modules, the innermost last
@@ -356,7 +374,13 @@ class _Recorder:
             read = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
             out = self._record("experts", name, read, self._drawn(*read[0].shape))
             if self.block is not None:
-                self.block.events[-1].experts = experts
+                event = self.block.events[-1]
+                event.experts = experts
+                index = next(
+                    x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()
+                )
+                event.router, given = self.picks.get(id(index), (None, ()))
+                event.has_logits = _gives_logits(given, experts, index)
             return out
 
         return forward
@@ -502,6 +526,15 @@ class _Recorder:
             for where, each in named
             if isinstance(each, Tensor) and tuple(each.shape) == shape and each.is_floating_point()
         ]
+
+
+def _gives_logits(given: tuple[Any, ...], experts: int, index: Tensor) -> bool:
+    """Whether what a router gives are logits of all `experts`, no probabilities, and weights of its picks."""
+    floats = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+    if len(floats) < 2 or floats[0].shape[-1] != experts or floats[1].shape != index.shape:
+        return False
+    total = floats[0].detach().double().sum(-1)
+    return not torch.allclose(total, torch.ones_like(total), atol=1e-3)
 
 
 def _flat(value: Any) -> list[Any]:
