@@ -61,17 +61,27 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     own_experts.register()
     try:
         model = surfaces.causal_lm_on_meta(hf_config, attention)
-    except ValueError as error:
-        raise UserError(f"no causal language model for model type {hf_config.model_type!r}: {error}") from error
-    except KeyError as error:
-        raise UserError(
-            f"{hf_config.model_type} models attend by code of their own (they do not know attention {error})",
-            fix="use a model that calls the attention functions of transformers",
-        ) from error
+    except Exception as error:  # the model's own constructor raises several kinds
+        raise _cannot_build(hf_config, attention, error) from error
     model.config.use_cache = False
     surfaces.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
+
+
+def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
+    kind = hf_config.model_type
+    if isinstance(error, KeyError) and error.args == (attention,):
+        return UserError(
+            f"{kind} models attend by code of their own (they do not know attention {error})",
+            fix="use a model that calls the attention functions of transformers",
+        )
+    if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
+        return UserError(f"no causal language model for model type {kind!r}: {_first_line(error)}")
+    return UserError(
+        f"transformers cannot make a {kind} model of this config ({type(error).__name__}: {_first_line(error)})",
+        fix="change what it names in model.overrides",
+    )
 
 
 def use_our_attention(model: PreTrainedModel) -> None:
