@@ -149,7 +149,9 @@ class Balance:
     def watch(self, model: nn.Module, experts: Experts) -> None:
         """Hook a router that gives logits, weights and indices."""
         router = model.get_submodule(experts.router)
-        router.register_forward_hook(self._after(experts.router, has_bias=hasattr(router, BIAS)))
+        hook = self._after(experts.router, has_bias=hasattr(router, BIAS))
+        # Not compiled: it knows its router by name, and would be compiled for every layer anew.
+        router.register_forward_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
     def _after(self, name: str, *, has_bias: bool) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, output: Any) -> Any:
