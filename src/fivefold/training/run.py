@@ -39,7 +39,7 @@ from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import Sink, open_sinks
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
-from fivefold.training.needs import check_room
+from fivefold.training.needs import check_memory
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
@@ -111,7 +111,7 @@ class Job:
         total_steps = length.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
-        scarce = check_room(model, config, layout, world)
+        scarce = check_memory(model, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
