@@ -30,16 +30,9 @@ CLOSED = CLOSED_PIPE
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
     """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
-    from fivefold.training.memory import out_of_gpu_memory
-
     body = _body(verb)  # imported before ranks wait for each other: that takes long, and not on all equally long
-    with join(world):
-        try:
-            body(request, world)
-        except Exception as error:
-            if said := out_of_gpu_memory(error, world.rank):
-                raise said from error
-            raise
+    with join(world), _in_words(world):
+        body(request, world)
 
 
 def main(verb: str, request_file: str) -> int:
@@ -55,7 +48,7 @@ def main(verb: str, request_file: str) -> int:
     try:
         with shown, _telling(logs, world.rank):
             body = _body(verb)
-            with join(world), _telling(logs, world.rank):
+            with join(world), _telling(logs, world.rank), _in_words(world):
                 body(request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -79,6 +72,19 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
         if not failure_file(logs, rank).exists():
             logging.getLogger(__name__).exception("rank %s failed", rank)
             leave_failure(logs, rank, error)
+        raise
+
+
+@contextmanager
+def _in_words(world: World) -> Iterator[None]:
+    """Inside, want of GPU memory is said as the user has to hear it."""
+    from fivefold.training.memory import out_of_gpu_memory
+
+    try:
+        yield
+    except Exception as error:
+        if said := out_of_gpu_memory(error, world.rank):
+            raise said from error
         raise
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -70,26 +71,31 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     try:
         with _bounded():
             model = surfaces.causal_lm_on_meta(hf_config, attention)
-    except ValueError as error:
-        raise UserError(f"no causal language model for model type {hf_config.model_type!r}: {error}") from error
-    except KeyError as error:
-        raise UserError(
-            f"{hf_config.model_type} models attend by code of their own (they do not know attention {error})",
-            fix="use a model that calls the attention functions of transformers",
-        ) from error
     except UserError:
         raise
-    except Exception as error:  # sizes that are texts, zero or negative end in any kind of error
-        raise UserError(
-            f"no {hf_config.model_type} model can be built from its config: {_first_line(error)}",
-            fix="look at the sizes in its config.json, and at model.overrides",
-        ) from error
+    except Exception as error:  # the model's own constructor raises several kinds
+        raise _cannot_build(hf_config, attention, error) from error
     _check_sizes(model)
     model.config.use_cache = False
     model.config.dtype = hf_config.dtype
     surfaces.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
+
+
+def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
+    kind = hf_config.model_type
+    if isinstance(error, KeyError) and error.args == (attention,):
+        return UserError(
+            f"{kind} models attend by code of their own (they do not know attention {error})",
+            fix="use a model that calls the attention functions of transformers",
+        )
+    if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
+        return UserError(f"no causal language model for model type {kind!r}: {_first_line(error)}")
+    return UserError(
+        f"no {kind} model can be built from its config: {type(error).__name__}: {_first_line(error)}",
+        fix="look at the sizes in its config.json, and at model.overrides",
+    )
 
 
 def _check_sizes(model: PreTrainedModel) -> None:
@@ -182,18 +188,23 @@ def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
-    """Dropout draws other numbers on every rank: no layout would compute what another does."""
-    keys = {
-        key: value
-        for key, value in model.config.get_text_config().to_dict().items()
-        if re.search("drop|jitter", key) and not key.startswith(_NO_DROPOUT) and _is_positive(value)
-    }
-    if keys or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+    """Dropout and jitter draw other numbers on every rank: no layout would compute what another does."""
+    keys = dict(_noise(model.config.get_text_config().to_dict()))
+    if keys or any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         found = ", ".join(f"{key} {value}" for key, value in keys.items())
         raise UserError(
-            f"dropout is not supported: {found or 'a module has it'}",
+            f"dropout is not supported: {type(model).__name__} has {found or 'a module that drops'}",
             fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}" if keys else None,
         )
+
+
+def _noise(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a config, at every depth, that ask for random numbers, and what they ask for."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _noise(value, f"{inside}{key}.")
+        elif re.search("drop|jitter", str(key)) and not str(key).startswith(_NO_DROPOUT) and _is_positive(value):
+            yield f"{inside}{key}", value
 
 
 def _is_positive(value: Any) -> bool:

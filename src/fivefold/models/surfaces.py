@@ -83,6 +83,15 @@ def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedMod
         )
 
 
+def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Another model of the class and config of `model`, in fp32 on the meta device, with the named attention."""
+    with torch.device("meta"):
+        made: PreTrainedModel = type(model)._from_config(
+            copy.deepcopy(model.config), dtype=torch.float32, attn_implementation=attention
+        )
+    return made
+
+
 def whole_model(config: PreTrainedConfig, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """The unmodified model of `config` in fp64 on the CPU, computing attention by itself, with these values."""
     model = unmodified_model(config, torch.float64)

@@ -69,6 +69,7 @@ def parallelize(
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     traced = _traced(model, anatomy)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
+    _check_sequence_parallel(partition, layout)
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     stages = assign(model, anatomy, traced, layout)
@@ -87,7 +88,7 @@ def parallelize(
         model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.expert_parts
     )
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
-    balance = balancing.watch_routers(model, experts, fold, rows)
+    balance = balancing.watch_routers(model, experts, fold, rows, device)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
@@ -134,23 +135,29 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
     except Untraceable as error:
         raise UserError(
             f"{type(model).__name__} cannot be trained here: {error}",
-            fix="use a model whose layers mix tokens through the attention functions of transformers alone",
+            fix=error.fix
+            or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
+
+
+def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
+    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
+    if partition is None or partition.refusal or not layout.sequence_parallel:
+        return
+    if partition.sequence_parallel_refusal:
+        raise UserError(
+            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
+            fix="set layout.sequence_parallel: false",
+        )
 
 
 def _tensor_parallel(
     model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
 ) -> tensor.TensorParallel | None:
-    sequence_parallel = mesh.layout.sequence_parallel
     if partition is None:
         return None
-    if sequence_parallel and partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
     return tensor.apply_tensor_parallel(
-        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=sequence_parallel
+        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
     )
 
 

@@ -28,7 +28,7 @@ from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizer import build_optimizer, local_gradients
 from fivefold.verification.comparison import Comparison, relative_number
 from fivefold.verification.evidence import Evidence, logit_distances
 from fivefold.verification.exact import exactly
@@ -106,11 +106,13 @@ class Proof:
         self.compare.in_order("backward", observer.distances)
         observer.raw_gradients()
         self.compare.in_order("raw", observer.distances, names=self._backwards())
-        first = {name: local(p.grad).clone() for name, p in self.model.named_parameters()}
+        first = {name: gradient.clone() for name, gradient in local_gradients(self.model)}
         self.compare.pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
         self._drop_gradients()
         again = self._gradients()
-        differing = {n: n for n, p in self.model.named_parameters() if not torch.equal(local(p.grad), first[n])}
+        second = dict(local_gradients(self.model))  # of a parameter without one there is none, both times
+        differing = {n: n for n in first.keys() ^ second.keys()}
+        differing |= {n: n for n in first.keys() & second.keys() if not torch.equal(first[n], second[n])}
         differing |= {} if float(again) == float(loss) else {"loss": "the loss"}
         self.compare.count("rerun", differing)
         self._drop_gradients()
