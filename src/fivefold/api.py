@@ -4,9 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, overload
+
+from fivefold.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fivefold.own_loop import ParallelModel
     from fivefold.verification.report import VerifyReport
 
 
@@ -74,34 +79,62 @@ def _written(overrides: Mapping[str, Any] | None) -> list[str]:
     return [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
 
 
-def export(run: "Run | str | Path", out: str | Path, *, step: int | None = None) -> Path:
-    """Write the model of a run as a Hugging Face folder and return it. Raises `UserError` when there is none."""
-    from fivefold.checkpoint.export import export as export_run
+def export(
+    run: "Run | ParallelModel | str | Path", out: str | Path, *, step: int | None = None, dtype: str | None = None
+) -> Path:
+    """Write the model of a run, or a parallelized one as it is now, as the new Hugging Face folder `out`; return it.
 
-    export_run(run.path if isinstance(run, Run) else run, Path(out), step=step)
-    return Path(out)
+    `step`: of a run's checkpoints, None the newest. `dtype`: fp32, bf16, fp16 or fp64; None: see
+    `fivefold.checkpoint.export.export` and `fivefold.own_loop.export`. Of a parallelized model every rank calls this,
+    and the first one writes. Raises `UserError` when there is no such model, or `out` is not empty.
+    """
+    if isinstance(run, Run | str | Path):
+        from fivefold.checkpoint.export import export as export_run
+
+        export_run(run.path if isinstance(run, Run) else run, Path(out), step=step, dtype=dtype)
+        return Path(out)
+    from fivefold import own_loop
+
+    if step is not None:
+        raise UserError("a parallelized model has no steps to choose from", fix="leave step out")
+    return own_loop.export(run, out, dtype=dtype)
+
+
+@overload
+def generate(
+    model: "Run | str | Path", prompt: str, *, layout: str = "single", device: str = "auto", step: int | None = None,
+    max_new_tokens: int = 100, temperature: float = 0.0, top_k: int = 0, seed: int = 1234, quiet: bool = True,
+) -> str: ...  # fmt: skip
+
+
+@overload
+def generate(
+    model: "ParallelModel", prompt: str, *, tokenizer: Any, max_new_tokens: int = 100, temperature: float = 0.0,
+    top_k: int = 0, seed: int = 1234, eos_token_ids: Sequence[int] | None = None,
+) -> str: ...  # fmt: skip
+
+
+@overload
+def generate(
+    model: "ParallelModel", prompt: "Tensor | Sequence[int]", *, max_new_tokens: int = 100, temperature: float = 0.0,
+    top_k: int = 0, seed: int = 1234, eos_token_ids: Sequence[int] | None = None,
+) -> list[int]: ...  # fmt: skip
 
 
 def generate(
-    model: "Run | str | Path",
-    prompt: str,
-    *,
-    layout: str = "single",
-    device: str = "auto",
-    step: int | None = None,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 1234,
-    quiet: bool = True,
-) -> str:
-    """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does.
+    model: "Run | ParallelModel | str | Path", prompt: "str | Tensor | Sequence[int]", **options: Any
+) -> "str | list[int]":
+    """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does (by default the
+    likeliest token each time; `quiet=False` writes to the screen as it comes).
 
-    Unless `quiet`, it is written to the screen as it comes. Raises `UserError` for what does not fit.
+    With a parallelized model it runs in this process, on every rank of the world: text with a `tokenizer`, or tokens
+    ([tokens] or [1, tokens]), of which come tokens. Raises `UserError` for what does not fit.
     """
-    from fivefold.generation import main
+    if isinstance(model, Run | str | Path):
+        from fivefold.generation import main
 
-    return main(
-        str(model.path if isinstance(model, Run) else model), prompt, layout=layout, device=device, step=step,
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, quiet=quiet,
-    )  # fmt: skip
+        options = {"quiet": True, **options}
+        return main(str(model.path if isinstance(model, Run) else model), cast(str, prompt), **options)
+    from fivefold import own_loop
+
+    return own_loop.generate(model, prompt, **options)

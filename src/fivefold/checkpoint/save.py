@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import disk, model_folder, shard
 from fivefold.checkpoint.load import is_valid
@@ -49,12 +50,14 @@ class About:
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """A block of a tensor that this rank writes. `values` may be a view of the live tensor."""
+    """A block of a tensor that this rank writes. `values` may be a view of the live tensor; `is_whole`: all of a tensor
+    that is not of its parameter's shape."""
 
     kind: str
     name: str
     offset: tuple[int, ...]
     values: Tensor
+    is_whole: bool = False
 
     @property
     def key(self) -> str:
@@ -68,6 +71,7 @@ class _Part:
     """What one rank wrote, as the first rank is told; `error` when it could not."""
 
     slices: list[tuple[str, str, str, Slice]] = field(default_factory=list)  # kind, name, dtype, slice
+    shapes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # of tensors unlike their parameter
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     error: str | None = None
@@ -135,18 +139,7 @@ class Saver:
         self._thread.shutdown(wait=True)
 
     def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> _Snapshot:
-        spread = spread_of(model)
-        slices = [replace(one, values=self._stage(one)) for one in collect(model, optimizer)]
-        if any(parameter.is_cuda for parameter in model.parameters()):
-            torch.cuda.synchronize()
-        return _Snapshot(
-            about=about,
-            layout=str(spread.layout),
-            shapes={name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers),
-            slices=slices,
-            scalars=_scalars(model, optimizer),
-            texts=_texts(model, about) if dist.get_rank() == 0 else {},
-        )
+        return _snapshot(model, optimizer, about, self._stage)
 
     def _stage(self, one: OwnedSlice) -> Tensor:
         """The values on the CPU; asynchronous: a copy that training does not touch."""
@@ -161,12 +154,13 @@ class Saver:
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
-        beside = self._directory / f"{_BESIDE}{published.name}"
-        on_first_rank(lambda: _start(beside, published), self.group)
-        part = _write(beside, snapshot, dist.get_rank())
-        parts: list[_Part] = [part] * dist.get_world_size()
-        dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=self.group)
-        on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self.group)
+
+        def start(beside: Path) -> None:
+            _refuse_published(published)
+            _start(beside, published.parent.glob(f"{_BESIDE}*"))
+
+        part = _write_together(snapshot, published, self.group, start)
+        on_first_rank(lambda: _retain(published, self._keep), self.group)
         if self._remote:
             self._copy(published, self._remote, part, snapshot.texts)
         return published
@@ -203,14 +197,65 @@ def save(
     return directory / step_folder(step)
 
 
-def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[OwnedSlice]:
-    """The slices of weights and optimizer state that this rank owns: over all ranks, every element once."""
+def save_as(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: About, *, overwrite: bool = False
+) -> None:
+    """Save as the folder `folder`, under no run; every rank calls this, and returns when it is published.
+
+    What is beside it is left alone. Raises, on all ranks, `UserError` when it is published already (unless
+    `overwrite`) and `RunFailed` when it cannot be written: then what was there stays.
+    """
+    reshard(model)
+    snapshot = _snapshot(model, optimizer, about, lambda one: one.values.cpu())
+    group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
+
+    def start(beside: Path) -> None:
+        if not overwrite:
+            _refuse_published(folder)
+        if folder.exists() and not (folder / NAME).exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is no checkpoint, and not empty", fix="name a new folder")
+        _start(beside, [beside, _damaged(folder)])
+
+    _write_together(snapshot, folder, group, start)
+    on_first_rank(lambda: disk.remove(_damaged(folder)), group)
+    dist.destroy_process_group(group)
+
+
+def _snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, about: About, stage: Callable[[OwnedSlice], Tensor]
+) -> _Snapshot:
+    spread = spread_of(model)
+    slices = [replace(one, values=stage(one)) for one in collect(model, optimizer)]
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        torch.cuda.synchronize()
+    return _Snapshot(
+        about=about,
+        layout=str(spread.layout),
+        shapes={name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers),
+        slices=slices,
+        scalars=_scalars(model, optimizer) if optimizer else {},
+        texts=_texts(model, about) if dist.get_rank() == 0 else {},
+    )
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[OwnedSlice]:
+    """The slices of weights and optimizer state that this rank owns: over all ranks, every element once.
+
+    State in its parameter's shape lies as the parameter does; state of another shape is the same on all ranks (only
+    layouts of whole tensors have it). Raises `UserError` for what no checkpoint holds.
+    """
     spread = spread_of(model)
     for name, parameter in model.named_parameters():
         if not spread.is_owner(name):
             continue
-        tensors = {WEIGHT: parameter.detach(), **_per_element(optimizer.state.get(parameter, {}))}
+        tensors = {WEIGHT: parameter.detach(), **_per_element(optimizer.state.get(parameter, {}) if optimizer else {})}
         for kind, tensor in tensors.items():
+            _check_type(kind, name, tensor)
+            if tensor.shape != parameter.shape:
+                if spread.cut(name).row == 0:
+                    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    yield OwnedSlice(kind, name, (0,) * tensor.ndim, whole, is_whole=True)
+                continue
             for global_region, local_region in spread.regions(name):
                 yield OwnedSlice(kind, name, tuple(s.start for s in global_region), local(tensor)[local_region])
     mesh, buffers = spread.mesh, dict(model.named_buffers())
@@ -223,13 +268,28 @@ def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim > 0}
 
 
+def _check_type(kind: str, name: str, tensor: Tensor) -> None:
+    if str(tensor.dtype).removeprefix("torch.") not in shard.TYPES:
+        raise UserError(
+            f"the optimizer keeps {kind} of {name} in {tensor.dtype}, which no checkpoint holds",
+            fix="save the model alone: ff.save(model, None, path)",
+        )
+
+
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
     """Per parameter what the optimizer keeps once, such as its step count."""
     spread = spread_of(model)
     found = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
-        scalars = {key: float(value) for key, value in state.items() if key not in _per_element(state)}
+        once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
+        if wrong := [key for key, value in once.items() if not isinstance(value, Tensor | int | float)]:
+            raise UserError(
+                f"the optimizer keeps {wrong[0]} of {name} as a {type(once[wrong[0]]).__name__}, which no checkpoint "
+                "holds",
+                fix="save the model alone: ff.save(model, None, path)",
+            )
+        scalars = {key: float(value) for key, value in once.items()}
         if scalars and spread.is_owner(name):
             found[name] = scalars
     return found
@@ -238,15 +298,37 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _start(beside: Path, published: Path) -> None:
+def _write_together(
+    snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, start: Callable[[Path], None]
+) -> _Part:
+    """Every rank writes its part, the first one publishes; `start` makes the folder beside. What this rank wrote."""
+    beside = published.parent / f"{_BESIDE}{published.name}"
+    on_first_rank(lambda: start(beside), group)
+    part = _write(beside, snapshot, dist.get_rank())
+    parts: list[_Part] = [part] * dist.get_world_size()
+    dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=group)
+    on_first_rank(lambda: _publish(snapshot, parts, beside, published), group)
+    return part
+
+
+def _refuse_published(published: Path) -> None:
     if is_valid(published):
-        raise UserError(f"{published} is published already; a checkpoint is never rewritten")
+        raise UserError(f"{published} is published already; a checkpoint is never rewritten", fix="name a new folder")
+
+
+def _start(beside: Path, abandoned: Iterable[Path]) -> None:
+    """Make the folder `beside`, once what saves that were cut off have left is removed."""
     directory = beside.parent
     directory.parent.mkdir(parents=True, exist_ok=True)
     disk.make_folder(directory)
-    for abandoned in directory.glob(f"{_BESIDE}*"):
-        disk.remove(abandoned)
+    for each in abandoned:
+        disk.remove(each)
     disk.make_folder(beside)
+
+
+def _damaged(published: Path) -> Path:
+    """Where a folder that stood in the place of a published one is put, to be removed."""
+    return published.with_name(f"{_BESIDE}damaged-{published.name}")
 
 
 def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
@@ -266,12 +348,14 @@ def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
                 dtype = str(one.values.dtype).removeprefix("torch.")
                 described = Slice(one.offset, tuple(one.values.shape), file, key, written.tensors[key])
                 part.slices.append((one.kind, one.name, dtype, described))
+                if one.is_whole:
+                    part.shapes[one.kind, one.name] = tuple(one.values.shape)
     except Exception as error:  # told to the first rank, which waits for it
         part.error = f"rank {rank}: {error}"
     return part
 
 
-def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int) -> Path:
+def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path) -> None:
     try:
         if errors := [part.error for part in parts if part.error]:
             raise OSError(errors[0])
@@ -283,10 +367,8 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
         disk.remove(beside)
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix="is that disk full?") from error
     if published.exists():  # not valid, or `_start` would have refused
-        disk.rename(published, published.with_name(f"{_BESIDE}damaged-{published.name}"))
+        disk.rename(published, _damaged(published))
     disk.rename(beside, published)
-    _retain(published, keep)
-    return published
 
 
 def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
@@ -326,6 +408,7 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, File
         found.setdefault(kind, {}).setdefault(name, []).append(one)
         dtypes[kind, name] = dtype
     scalars = {name: values for part in parts for name, values in part.scalars.items()}
+    own = {key: shape for part in parts for key, shape in part.shapes.items()}
     return Manifest(
         step=snapshot.about.step,
         layout=snapshot.layout,
@@ -336,7 +419,7 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, File
         scalars={name: scalars[name] for name in snapshot.shapes if name in scalars},
         tensors={
             kind: {
-                name: TensorRecord(shape, dtypes[kind, name], tuple(slices[name]))
+                name: TensorRecord(own.get((kind, name), shape), dtypes[kind, name], tuple(slices[name]))
                 for name, shape in snapshot.shapes.items()
                 if name in slices
             }

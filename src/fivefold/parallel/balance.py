@@ -113,6 +113,7 @@ class Balance:
     def end_step(self) -> BalanceResult:
         """What the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
+        self._scale = 0.0  # until the next step begins, nobody watches
         device = next(iter(self._summed.values())).device
         elsewhere = [torch.zeros(_numbers(each), dtype=torch.float64, device=device) for each in self.modules]
         parts = [self._summed.get(each.router, zeros) for each, zeros in zip(self.modules, elsewhere, strict=True)]

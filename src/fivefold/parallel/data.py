@@ -97,6 +97,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def settle_root(model: nn.Module) -> None:
+    """Make `model` the root of its FSDP units now; the first of them to be called would become it otherwise."""
+    cast(FSDPModule, model)._get_fsdp_state()._lazy_init()
+
+
 def reduce_now(module: FSDPModule) -> None:
     """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
     state = module._get_fsdp_state()

@@ -24,8 +24,8 @@ def _gradients(after: Callable[[Any, Sequence[MicroBatch]], None]) -> Any:
     """`after(model, batch)` happens when gradients are there."""
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        found = plain(model, batch, scale)
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, **options: Any) -> Tensor:
+        found = plain(model, batch, scale, **options)
         after(model, batch)
         return found
 
@@ -56,7 +56,8 @@ def _before_each(prepare: Callable[[Any, int], None]) -> Any:
 def loss_is_a_mean_of_means() -> Any:
     def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
         mine = sum(b.targets for b in batch) * spread.layout.data_ranks
-        return torch.tensor([mine, sum(b.tokens for b in batch), 0, int(stop)], device=device)
+        rows = sum(len(b.input_ids) for b in batch) * spread.layout.data_ranks
+        return torch.tensor([mine, sum(b.tokens for b in batch), 0, rows, int(stop)], device=device)
 
     return patch.object(step, "_count", count)
 
@@ -71,7 +72,7 @@ def targets_counted_on_every_tensor_rank() -> Any:
     plain = step._count
 
     def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
-        return plain(batch, spread, device, stop) * torch.tensor([spread.layout.tp, 1, 1, 1], device=device)
+        return plain(batch, spread, device, stop) * torch.tensor([spread.layout.tp, 1, 1, 1, 1], device=device)
 
     return patch.object(step, "_count", count)
 
@@ -85,7 +86,7 @@ def targets_counted_on_every_tensor_rank() -> Any:
 def mean_of_micro_batches() -> Any:
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, **options: Any) -> Tensor:
         ranks = step.spread_of(model).layout.data_ranks
         shares = iter([1 / (each.targets * len(batch) * ranks) for each in batch])
         device = step.to_device
@@ -96,7 +97,7 @@ def mean_of_micro_batches() -> Any:
             return inputs
 
         with patch.object(step, "to_device", to_device):
-            return plain(model, batch, scale)
+            return plain(model, batch, scale, **options)
 
     return patch.object(step, "gradients", gradients)
 
@@ -125,7 +126,11 @@ def micro_batches_scaled_twice() -> Any:
 )
 def last_micro_batch_dropped() -> Any:
     plain = step.gradients
-    return patch.object(step, "gradients", lambda model, batch, scale: plain(model, batch[:-1], scale))
+
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, **options: Any) -> Tensor:
+        return plain(model, batch[:-1], scale, **options)
+
+    return patch.object(step, "gradients", gradients)
 
 
 # ---- what is added up ------------------------------------------------------------------------------------------------
