@@ -241,8 +241,8 @@ def train_step(
     `batch`: this data rank's rows as `transformers` takes them, `input_ids` and `labels` [rows, tokens] (unshifted,
     -100 without a target), optionally `attention_mask` and `position_ids`; or a list of such dicts, the micro batches.
     Rows may have any length, ranks unequal numbers of rows, targets and micro batches. The loss is the sum of cross
-    entropy over all targets, divided by their number: of all data ranks and micro batches. `max_grad_norm` None: no clipping.
-    `learning_rate` None: each parameter group keeps its own.
+    entropy over all targets, divided by their number: of all data ranks and micro batches. `max_grad_norm` None: no
+    clipping. `learning_rate` None: each parameter group keeps its own.
 
     A step without targets, or whose loss or gradient is not finite, is skipped: `result.skipped`. Raises `UserError`.
     """

@@ -23,10 +23,11 @@ READ_MORE = "docs/python.md"
 
 
 class Guard:
-    """Whether the library itself is running the model."""
+    """Whether the library itself is running the model; `is_called`: whether a user's call of all of it is under way."""
 
     def __init__(self) -> None:
         self._depth = 0
+        self.is_called = False
 
     @property
     def is_library(self) -> bool:
@@ -61,6 +62,25 @@ def install(
                 fix="ff.train_step(model, optimizer, batch), ff.evaluate(model, batches), or ff.logits(model, batch)",
                 more=READ_MORE,
             )
+        asked = [key for key in ("output_hidden_states", "output_attentions") if kwargs.get(key)]
+        if asked and dist.get_world_size() > 1:
+            raise UserError(
+                f"{asked[0]} over several ranks: each has other tokens, and nobody puts them together",
+                fix=f"leave {asked[0]} out, or ask for it in one process",
+                more=READ_MORE,
+            )
+        guard.is_called = True
+        return None
+
+    def before_base(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if guard.is_library:
+            return None
+        if not guard.is_called:
+            raise UserError(
+                "the base of a parallelized model cannot be called by itself: its parameters come with the whole",
+                fix="call the model: model(input_ids=...).logits",
+                more=READ_MORE,
+            )
         return args, _with_bounds(kwargs)
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
@@ -71,16 +91,16 @@ def install(
                 each.register_hook(refuse_backward)  # type: ignore[no-untyped-call]
 
     def drop(*_: Any) -> None:
+        guard.is_called = False
         if not guard.is_library:
             reshard()
 
     for name in dict.fromkeys(("", base, *parts)):
         # Prepended: refused before FSDP's own hooks begin a backward that would be left half done.
         model.get_submodule(name).register_forward_hook(after, prepend=True)
-    for name in ("", base):
-        module = model.get_submodule(name)
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(drop)
+    model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    model.get_submodule(base).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
+    model.register_forward_hook(drop, always_call=True)
 
 
 def refuse_backward(_: Tensor) -> None:
