@@ -62,7 +62,8 @@ def install(
                 fix="ff.train_step(model, optimizer, batch), ff.evaluate(model, batches), or ff.logits(model, batch)",
                 more=READ_MORE,
             )
-        asked = [key for key in ("output_hidden_states", "output_attentions") if kwargs.get(key)]
+        keys = ("output_hidden_states", "output_attentions")
+        asked = [key for key in keys if kwargs.get(key, getattr(model.config, key, False))]
         if asked and dist.get_world_size() > 1:
             raise UserError(
                 f"{asked[0]} over several ranks: each has other tokens, and nobody puts them together",

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fivefold.errors import UserError
 from fivefold.layout import Layout
+from fivefold.parallel.tensor import local
 
 READ_MORE = "docs/python.md"
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
@@ -65,10 +67,12 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
         raise _not_the_models(optimizer)
     layout: Layout | None = next((getattr(each, _LAYOUT) for each in parameters if hasattr(each, _LAYOUT)), None)
     checked = (len(optimizer.param_groups), layout)
-    if layout is None or layout.world == 1 or getattr(optimizer, _CHECKED, None) == checked:
+    if layout is None or getattr(optimizer, _CHECKED, None) == checked:
         return
-    is_free = _holds_whole_tensors(layout) or getattr(optimizer, "is_elementwise", False)
-    if not is_free and (reason := why_not_elementwise(optimizer)):
+    reason = None if getattr(optimizer, "is_elementwise", False) else why_not_elementwise(optimizer)
+    if reason and _holds_whole_tensors(layout):
+        _check_runs(optimizer, parameters)
+    elif reason:
         raise UserError(
             f"{type(optimizer).__name__} under {layout}: {reason}, and a rank holds parts of tensors",
             fix="use an optimizer that updates each element by its own gradient (torch.optim.AdamW), or a layout of "
@@ -81,6 +85,26 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
 def _holds_whole_tensors(layout: Layout) -> bool:
     """Whether every rank has all parameters, each whole: in copies over dp_replicate alone."""
     return layout.world == layout.dp_replicate
+
+
+def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
+    """Parameters are DTensors, whole ones too, and torch does not have every operation for them: raise `UserError` where
+    the optimizer's are not there."""
+    like = next(each for each in parameters if isinstance(each, DTensor))
+
+    def as_its_own(tensor: Tensor) -> DTensor:
+        return DTensor.from_local(tensor.to(like.device), like.device_mesh, like.placements, run_check=False)
+
+    try:
+        for group in optimizer.param_groups:
+            _steps(optimizer, _options(group), _WHOLE, lambda x: (x,), as_its_own)
+    except Exception as error:
+        raise UserError(
+            f"{type(optimizer).__name__} cannot update parameters that are DTensors, as those of a parallelized model "
+            f"are: {str(error).splitlines()[0][:120]}",
+            fix="use another optimizer: torch.optim.AdamW(model.parameters(), lr=1e-4)",
+            more=READ_MORE,
+        ) from error
 
 
 def _not_the_models(optimizer: torch.optim.Optimizer) -> UserError:
@@ -101,31 +125,38 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
 
     One like it takes three steps over a small matrix, and one over its halves: they must come out the same.
     """
-    whole = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
     cuts: tuple[Callable[[Tensor], Sequence[Tensor]], ...] = (
         lambda x: (x,),
         lambda x: torch.split(x, 4, 0),
         lambda x: torch.split(x, 3, 1),
     )
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"} | {"lr": 0.01}
         try:
-            found = [_steps(optimizer, options, whole, cut) for cut in cuts]
+            found = [_steps(optimizer, _options(group), _WHOLE, cut) for cut in cuts]
         except Exception as error:  # whatever a class of someone else's does
             return f"it cannot be tried on a small tensor ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
-        if torch.equal(found[0], whole):
+        if torch.equal(found[0], _WHOLE):
             return "its steps change nothing in a small tensor"
         if any(float((each - found[0]).abs().max()) > _CLOSE for each in found[1:]):
             return "its update of an element depends on others of the tensor"
     return None
 
 
+_WHOLE = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a group, at a rate that shows: a warm-up may begin at zero."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")} | {"lr": 0.01}
+
+
 def _steps(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], whole: Tensor, cut: Callable[[Tensor], Sequence[Tensor]]
-) -> Tensor:
-    """`whole` after three steps over its parts, put together again."""
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], whole: Tensor,
+    cut: Callable[[Tensor], Sequence[Tensor]], made: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:  # fmt: skip
+    """`whole` after three steps over its parts, put together again; `made`: what a part becomes as a parameter."""
     result = whole.clone()
-    parts = [nn.Parameter(part.clone()) for part in cut(whole)]
+    parts = [nn.Parameter(made(part.clone())) for part in cut(whole)]
     known = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
     arguments = {key: value for key, value in optimizer.defaults.items() if key in known or takes_all}
@@ -133,8 +164,8 @@ def _steps(
     for step in range(3):
         gradient = (whole * (3 + step)).sin() + 0.1 * step
         for part, own in zip(parts, cut(gradient), strict=True):
-            part.grad = own.clone()
+            part.grad = made(own.clone())
         twin.step()
     for view, part in zip(cut(result), parts, strict=True):
-        view.copy_(part.detach())
+        view.copy_(local(part.detach()))
     return result
