@@ -1,7 +1,8 @@
 """The Python API of the commands: the same functions, with Python values in and out."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -36,16 +37,31 @@ def train(
     *,
     nproc: int | None = None,
     verify: bool = False,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    on_eval: Callable[[dict[str, Any]], object] | None = None,
+    on_save: Callable[[Path], object] | None = None,
 ) -> Run:
     """Train a run file, or the built-in demo when `path` is None, as `fivefold train` does.
 
     `overrides` are dotted keys with Python values: `{"optimizer.learning_rate": 2e-5}`. `verify`: first prove the
     layout on a thin model. Starts its own workers unless this process is one already. Raises `UserError` and
     `RunFailed`.
+
+    `on_step` is given the row of every step as `metrics.jsonl` has it, `on_eval` the step and `eval/loss` of every
+    evaluation, `on_save` the folder of every checkpoint once it is published. They are called in this process, in
+    order: in a thread of it, while the workers train on; where this process is a worker, on the first rank, between
+    its steps. What one raises stops the run after a step, which is saved, and is raised here. After a restart steps
+    come again.
     """
+    from fivefold.launch.events import Listener
     from fivefold.launch.local import run
 
-    return Run(run(None if path is None else Path(path), _written(overrides), nproc=nproc, verify=verify))
+    _check_path(path)
+    listener = Listener(on_step, on_eval, on_save) if on_step or on_eval or on_save else None
+    with listener.raising() if listener else nullcontext():
+        file = None if path is None else Path(path)
+        found = Run(run(file, _written(overrides), nproc=nproc, verify=verify, listener=listener))
+    return found
 
 
 def verify(
@@ -68,10 +84,20 @@ def verify(
     """
     from fivefold.verification import main
 
+    _check_path(path)
     return main(
         None if path is None else Path(path), _written(overrides), layouts=layouts, thin=thin, quick=quick, steps=steps,
         precision=precision, seq_length=seq_length, seed=seed, quiet=quiet,
     )  # fmt: skip
+
+
+def _check_path(path: Any) -> None:
+    if path is not None and not isinstance(path, str | Path):
+        raise UserError(
+            f"the first argument is the run file, not a {type(path).__name__}",
+            fix='overrides come second: ff.train("run.yaml", {"train.max_steps": 3}), or ff.train(None, {...}) for the '
+            "demo",
+        )
 
 
 def _written(overrides: Mapping[str, Any] | None) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from fivefold.config import parse_config
 from fivefold.errors import RunFailed, UserError
+from fivefold.launch.events import events_of
 from fivefold.launch.failure import failure_file, leave_failure
 from fivefold.launch.world import World, alone, find_world, join
 
@@ -66,7 +67,7 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
 def _train(request: Mapping[str, Any], world: World) -> None:
     from fivefold.training.run import train
 
-    train(parse_config(request["config"]), world)
+    train(parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first))
 
 
 Body = Callable[[Mapping[str, Any], World], object]

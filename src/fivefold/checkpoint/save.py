@@ -124,6 +124,11 @@ class Saver:
         if pending:
             pending.result()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save is under way, or over and nobody has asked how it went."""
+        return self._pending is not None
+
     def failure(self, *, wait: bool = False) -> UserError | None:
         """The error of the save under way if it has failed (`wait`: when it has ended), told once."""
         if self._pending is None or not (wait or self._pending.done()):

@@ -98,9 +98,14 @@ class Balance:
         found = [("tp", self.tensor.group)] if self.tensor and self._is_split else []
         return found + ([("cp", self.context.group)] if self.context else [])
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a step is under way: only then are routers watched."""
+        return self._scale > 0
+
     def begin_step(self, rows: int) -> None:
         """`rows`: of the global batch."""
-        self._scale = 1.0 / (rows * len(self.modules))
+        self._scale = 1.0 / (max(rows, 1) * len(self.modules))
         self._seen, self._summed = {}, {}
 
     def begin_micro_batch(self, tokens_B: Tensor | None, *, again: bool = False) -> None:

@@ -88,8 +88,7 @@ def _holds_whole_tensors(layout: Layout) -> bool:
 
 
 def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
-    """Parameters are DTensors, whole ones too, and torch does not have every operation for them: raise `UserError` where
-    the optimizer's are not there."""
+    """Raise `UserError` where the optimizer needs operations that torch does not have for DTensors: parameters are."""
     like = next(each for each in parameters if isinstance(each, DTensor))
 
     def as_its_own(tensor: Tensor) -> DTensor:

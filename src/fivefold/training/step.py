@@ -96,7 +96,9 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
     device = next(model.parameters()).device
     targets, tokens, squared, rows, stops = _count(batch, spread, device, stop).tolist()
     scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
-    loss = gradients(model, batch, scale, rows=rows)
+    if spread.balance:
+        spread.balance.begin_step(rows)
+    loss = gradients(model, batch, scale)
     balance = spread.balance.end_step() if spread.balance else None
     if spread.mesh.tp_rank:  # every tp rank computed the same loss: one of them counts it
         loss.zero_()
@@ -105,15 +107,12 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
     return _Done(loss, targets, tokens, squared, stops, balance)
 
 
-def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *, rows: int | None = None) -> Tensor:
-    """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64.
-
-    `rows`: of the global batch; None: as many on every data rank as here.
-    """
+def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
     spread = spread_of(model)
     device = next(model.parameters()).device
-    if spread.balance:
-        spread.balance.begin_step(rows or sum(len(each.input_ids) for each in batch) * spread.layout.data_ranks)
+    if spread.balance and not spread.balance.is_begun:
+        spread.balance.begin_step(sum(len(each.input_ids) for each in batch) * spread.layout.data_ranks)
     loss = passes.backward(model, [to_device(micro_batch, device, scale) for micro_batch in batch])
     if spread.tensor:
         tensor.sum_partial_gradients(model, spread.tensor, spread.mesh.kv_replicas)

@@ -24,8 +24,8 @@ def _gradients(after: Callable[[Any, Sequence[MicroBatch]], None]) -> Any:
     """`after(model, batch)` happens when gradients are there."""
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, **options: Any) -> Tensor:
-        found = plain(model, batch, scale, **options)
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+        found = plain(model, batch, scale)
         after(model, batch)
         return found
 
@@ -86,7 +86,7 @@ def targets_counted_on_every_tensor_rank() -> Any:
 def mean_of_micro_batches() -> Any:
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, **options: Any) -> Tensor:
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
         ranks = step.spread_of(model).layout.data_ranks
         shares = iter([1 / (each.targets * len(batch) * ranks) for each in batch])
         device = step.to_device
@@ -97,7 +97,7 @@ def mean_of_micro_batches() -> Any:
             return inputs
 
         with patch.object(step, "to_device", to_device):
-            return plain(model, batch, scale, **options)
+            return plain(model, batch, scale)
 
     return patch.object(step, "gradients", gradients)
 
@@ -126,11 +126,7 @@ def micro_batches_scaled_twice() -> Any:
 )
 def last_micro_batch_dropped() -> Any:
     plain = step.gradients
-
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, **options: Any) -> Tensor:
-        return plain(model, batch[:-1], scale, **options)
-
-    return patch.object(step, "gradients", gradients)
+    return patch.object(step, "gradients", lambda model, batch, scale: plain(model, batch[:-1], scale))
 
 
 # ---- what is added up ------------------------------------------------------------------------------------------------
