@@ -46,7 +46,7 @@ def plain_calls(layout: str, name: str) -> tuple[list[float], int]:
     for call in calls:
         with refuses("rank has only some of the model's layers" if piped else "outside of fivefold"):
             call()
-    with refuses("call the model"):
+    with refuses("called by itself"):
         model.model(input_ids=even["input_ids"])
     with refuses("some of the model's layers" if piped else "output_hidden_states"):
         model(**even, output_hidden_states=True)

@@ -22,9 +22,8 @@ from tests.training.bodies import run_file
 
 def test_rows_and_folders_come_in_order_to_the_process_that_called(tmp_path: Path) -> None:
     told: list[Any] = []
-    tree = run_file(
-        tmp_path, train__max_steps=3, data__validation="10%", eval__every=2, checkpoint__every=2, log__every=2
-    )
+    tree = run_file(tmp_path, train__max_steps=3, eval__every=2, checkpoint__every=2, log__every=2)
+    tree["data"]["validation"] = tree["data"]["train"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     with patch.dict(os.environ, {"FIVEFOLD_CACHE": str(tmp_path / "cache")}):
         run = ff.train(

@@ -79,7 +79,7 @@ def install(
         if not guard.is_called:
             raise UserError(
                 "the base of a parallelized model cannot be called by itself: its parameters come with the whole",
-                fix="call the model: model(input_ids=...).logits",
+                fix="model(input_ids=...).logits; for a loss model.backward(batch), or ff.evaluate(model, batches)",
                 more=READ_MORE,
             )
         return args, _with_bounds(kwargs)
