@@ -28,7 +28,7 @@ from fivefold.layout import Layout
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import apply, guard, passes
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import reshard, settle_root
+from fivefold.parallel.data import put_in_order, reshard, settle_root
 from fivefold.parallel.spread import Spread, spread_of
 from fivefold.training.batches import Batch, micro_batches, on_every_rank
 from fivefold.training.evaluate import evaluating, mean_loss
@@ -114,6 +114,10 @@ class ParallelModel(nn.Module):
         """Refused."""
         raise _refused("resize_token_embeddings()", "model.resize_token_embeddings(n) before ff.parallelize")
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: what pickles a model has the parts of one rank."""
+        raise _refused("pickling", "ff.save(model, optimizer, path), or ff.export(model, path)")
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
         raise _refused("push_to_hub()", "model.save_pretrained(path), and push the folder")
@@ -172,6 +176,7 @@ def parallelize(
     parts = [anatomy.embedding, *anatomy.layers, anatomy.head]
     guard.install(
         model, spread.guard, base=anatomy.base, parts=parts, pipelined=spread.pipeline is not None,
+        splits_tokens=spread.tensor is not None and spread.tensor.sequence_parallel,
         reshard=lambda: reshard(model),
     )  # fmt: skip
     settle_root(model)
@@ -198,7 +203,7 @@ def _check_model(model: nn.Module) -> torch.dtype:
             fix="load the model without quantization_config",
             more=READ_MORE,
         )
-    if model.is_gradient_checkpointing:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise UserError(
             "gradient checkpointing is on in the model",
             fix="leave it off, and let the layout recompute: +full at the end of its text",
@@ -250,8 +255,12 @@ def train_step(
 
     def ready_to_step() -> None:
         check_optimizer(optimizer, model)
-        if max_grad_norm is not None and not max_grad_norm >= 0:
-            raise UserError(f"max_grad_norm {max_grad_norm} is no norm", fix="a positive number, or None: no clipping")
+        if max_grad_norm is not None and not _is_number(max_grad_norm):
+            raise UserError(
+                f"max_grad_norm {max_grad_norm!r} is no norm", fix="a positive number, or None: no clipping"
+            )
+        if learning_rate is not None and not (_is_number(learning_rate) and math.isfinite(learning_rate)):
+            raise UserError(f"learning_rate {learning_rate!r} is no rate", fix="a number, or None: the optimizer's own")
         if any(parameter.grad is not None for parameter in model.parameters()):
             raise UserError(
                 "the model has gradients from before, and a step begins with none",
@@ -283,8 +292,8 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
     """Scale the gradients so that their norm over the whole model is at most `max_norm`; the norm before that, the same
     on every rank (fp64). What `torch.nn.utils.clip_grad_norm_` does in one process; `max_norm` inf: only the norm."""
     _check_parallel(model)
-    if not max_norm > 0:
-        raise UserError(f"max_norm {max_norm} is no norm to clip to", fix="a positive number")
+    if not (_is_number(max_norm) and max_norm > 0):
+        raise UserError(f"max_norm {max_norm!r} is no norm to clip to", fix="a positive number")
     norm = all_reduce_sum(squared_norm(model)).sqrt()
     clip_(model, float(norm), max_norm)
     return norm
@@ -334,6 +343,10 @@ def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor
     return gathered(model, gradients=gradients)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0
+
+
 def _check_parallel(model: Any) -> None:
     if not isinstance(model, ParallelModel):
         raise UserError(
@@ -341,6 +354,7 @@ def _check_parallel(model: Any) -> None:
             fix="model = ff.parallelize(model, layout), and nothing wrapped around it",
             more=READ_MORE,
         )
+    put_in_order(model)
 
 
 def _some(batch: list[MicroBatch]) -> list[MicroBatch]:

@@ -12,11 +12,12 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fivefold.layout import Layout
 from fivefold.models.anatomy import Anatomy
@@ -97,6 +98,23 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def put_in_order(model: nn.Module) -> None:
+    """Sharded and idle: what a call that raised half-way has left gathered, or under way, is as before it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            state = module._get_fsdp_state()
+            state._state_ctx.iter_forward_root = None
+            state._training_state = TrainingState.IDLE
+            for group in _groups(state):
+                group._training_state = TrainingState.IDLE
+
+
+def _groups(state: Any) -> list[Any]:
+    """The parameter groups of a unit; none where all its parameters are elsewhere."""
+    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+
+
 def settle_root(model: nn.Module) -> None:
     """Make `model` the root of its FSDP units now; the first of them to be called would become it otherwise."""
     cast(FSDPModule, model)._get_fsdp_state()._lazy_init()
@@ -104,8 +122,7 @@ def settle_root(model: nn.Module) -> None:
 
 def reduce_now(module: FSDPModule) -> None:
     """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
-    state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+    for group in _groups(module._get_fsdp_state()):
         before = group._training_state
         group.post_backward()
         group.finalize_backward()

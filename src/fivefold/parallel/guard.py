@@ -45,7 +45,14 @@ class Guard:
 
 
 def install(
-    model: Any, guard: Guard, *, base: str, parts: list[str], pipelined: bool, reshard: Callable[[], None]
+    model: Any,
+    guard: Guard,
+    *,
+    base: str,
+    parts: list[str],
+    pipelined: bool,
+    splits_tokens: bool,
+    reshard: Callable[[], None],
 ) -> None:
     """Hook `model`, its `base` and its `parts` (names of modules), for calls that are not the library's.
 
@@ -68,6 +75,12 @@ def install(
             raise UserError(
                 f"{asked[0]} over several ranks: each has other tokens, and nobody puts them together",
                 fix=f"leave {asked[0]} out, or ask for it in one process",
+                more=READ_MORE,
+            )
+        if splits_tokens and kwargs.get("inputs_embeds") is not None:
+            raise UserError(
+                "inputs_embeds under tp with sequence parallel: the embedding gives each rank its tokens",
+                fix="pass input_ids, or a layout with +nosp",
                 more=READ_MORE,
             )
         guard.is_called = True
