@@ -100,6 +100,13 @@ class ParallelModel(nn.Module):
             "load_state_dict()", "ff.load(model, optimizer, path), or load the weights before ff.parallelize"
         )
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the whole model; of those of other pipeline ranks all count as trainable."""
+        if exclude_embeddings:
+            raise _refused("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
+        frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
+        return sum(math.prod(spec.shape) for name, spec in self.fivefold.shards.items() if name not in frozen)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """That of `transformers`, on one process; refused on several ranks, which have parts of layers and of rows."""
         if self.layout.world > 1:

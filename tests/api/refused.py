@@ -1,5 +1,7 @@
 """What users may try that cannot be right, on one rank of a world, with what they are told."""
 
+import pickle
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,10 @@ def plain_calls(layout: str, name: str) -> tuple[list[float], int]:
             with refuses("ff.clip_grad_norm_"):
                 clip()
         model.zero_grad()
+    hidden = torch.zeros(1, 4, 32, dtype=torch.float64)
+    for part in ("lm_head", "model.layers.0", "model.embed_tokens"):  # calls that end in the middle of something
+        with suppress(Exception):
+            model.get_submodule(part)(hidden if part != "model.embed_tokens" else even["input_ids"][:, :3])
     with exact():
         result = ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, max_grad_norm=CLIP)
     return [result.loss, result.grad_norm], model.data_ranks
@@ -80,12 +86,16 @@ def methods(layout: str) -> bool:
         (lambda: model.gradient_checkpointing_enable(), r"\+full"),
         (lambda: model.resize_token_embeddings(7), "before ff.parallelize"),
         (lambda: model.push_to_hub("me/mine"), "save_pretrained"),
+        (lambda: pickle.dumps(model), "ff.export"),
         (lambda: ff.parallelize(model, layout), "parallelized already"),
         (lambda: ff.train_step(nn.Linear(2, 2), None, {}), "ff.parallelize"),
     ):
         with refuses(line):
             call()
     assert model.to("cpu") is model.double()
+    assert model.num_parameters() == sum(p.numel() for p in build("llama").parameters())
+    with refuses("nosp"):
+        model(inputs_embeds=torch.zeros(1, 4, 32, dtype=torch.float64))
     return True
 
 
