@@ -100,6 +100,14 @@ class ParallelModel(nn.Module):
             "load_state_dict()", "ff.load(model, optimizer, path), or load the weights before ff.parallelize"
         )
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parts, even after a call that raised with whole parameters in their places."""
+        if not (self.fivefold.guard.is_library or self.fivefold.guard.is_called):
+            put_in_order(self)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Of the whole model; of those of other pipeline ranks all count as trainable."""
         if exclude_embeddings:
