@@ -141,14 +141,14 @@ def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: in
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
     """Run the case on the unmodified model, each document its own sequence."""
     model = reference_model(case, dtype)
-    optimizers = reference_optimizers(dict(model.named_parameters()), case)
+    optimizers = reference_optimizers(model, case)
     outcome = Outcome([], [], {}, {})
     for step in range(case.steps):
         with exact() if dtype == torch.float64 else nullcontext():
             loss = _reference_loss(model, [d for row in documents(case, step) for d in row])
             loss.backward()
         if step == 0:
-            outcome.gradients = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}
+            outcome.gradients = {n: gradient(p).double().numpy().copy() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
         # torch's Muon iterates in bf16; a proof needs the type of the model
         with patch.object(Tensor, "bfloat16", Tensor.clone):
@@ -161,9 +161,14 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
     return outcome
 
 
-def reference_optimizers(parameters: dict[str, Tensor], case: Case) -> list[torch.optim.Optimizer]:
+def gradient(parameter: Tensor) -> Tensor:
+    """Zeros where there is none: a correction bias that is a parameter (ERNIE 4.5) has no gradient."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def reference_optimizers(model: nn.Module, case: Case) -> list[torch.optim.Optimizer]:
     """torch's own, for a case."""
-    return torch_optimizers(parameters, case.options, case.options.learning_rate)
+    return torch_optimizers(model, case.options, case.options.learning_rate)
 
 
 def _reference_loss(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
@@ -205,7 +210,7 @@ def on_rank(case: Case) -> dict[str, Any]:
     targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
     with proof(case):
         training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
-    gradients = pieces(model, {name: p.grad for name, p in model.named_parameters()})
+    gradients = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
     optimizer.zero_grad(set_to_none=True)
     results = []
     for step in range(case.steps):

@@ -1,13 +1,16 @@
 """The Python API of the commands: the same functions, with Python values in and out."""
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
+from fivefold import json_lines
 from fivefold.errors import UserError
+from fivefold.generation import SEED, TEMPERATURE, TOP_K
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,11 +27,14 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`, one a logged step, in order; empty before the first."""
-        file = self.path / "metrics.jsonl"
-        if not file.exists():
-            return []
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        """The rows of `metrics.jsonl`, one a logged step, in order; empty before the first.
+
+        A damaged line is left out, with a warning that names it.
+        """
+        lines = json_lines.read(self.path / "metrics.jsonl")
+        for damaged in lines.damaged:
+            warnings.warn(f"{damaged}; it is left out", stacklevel=2)
+        return list(lines.rows)
 
 
 def train(
@@ -106,52 +112,61 @@ def _written(overrides: Mapping[str, Any] | None) -> list[str]:
 
 
 def export(
-    run: "Run | ParallelModel | str | Path", out: str | Path, *, step: int | None = None, dtype: str | None = None
+    run: "Run | ParallelModel | str | Path",
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    force: bool = False,
 ) -> Path:
-    """Write the model of a run, or a parallelized one as it is now, as the new Hugging Face folder `out`; return it.
+    """Write the model of a run, or a parallelized one as it is now, as a Hugging Face folder and return it, as
+    `fivefold export` does.
 
-    `step`: of a run's checkpoints, None the newest. `dtype`: fp32, bf16, fp16 or fp64; None: see
-    `fivefold.checkpoint.export.export` and `fivefold.own_loop.export`. Of a parallelized model every rank calls this,
-    and the first one writes. Raises `UserError` when there is no such model, or `out` is not empty.
+    `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, fp32 where it has none. `force`
+    replaces a model folder that is there. Of a parallelized model every rank calls this, and the first one writes; see
+    `fivefold.own_loop.export`. Raises `UserError` when there is no such run or step.
     """
     if isinstance(run, Run | str | Path):
         from fivefold.checkpoint.export import export as export_run
 
-        export_run(run.path if isinstance(run, Run) else run, Path(out), step=step, dtype=dtype)
+        export_run(run.path if isinstance(run, Run) else run, Path(out), step=step, dtype=dtype, force=force)
         return Path(out)
     from fivefold import own_loop
 
     if step is not None:
         raise UserError("a parallelized model has no steps to choose from", fix="leave step out")
-    return own_loop.export(run, out, dtype=dtype)
+    return own_loop.export(run, out, dtype=dtype, force=force)
 
 
 @overload
 def generate(
     model: "Run | str | Path", prompt: str, *, layout: str = "single", device: str = "auto", step: int | None = None,
-    max_new_tokens: int = 100, temperature: float = 0.0, top_k: int = 0, seed: int = 1234, quiet: bool = True,
+    max_new_tokens: int = 100, temperature: float = TEMPERATURE, top_k: int = TOP_K, seed: int = SEED,
+    quiet: bool = True,
 ) -> str: ...  # fmt: skip
 
 
 @overload
 def generate(
-    model: "ParallelModel", prompt: str, *, tokenizer: Any, max_new_tokens: int = 100, temperature: float = 0.0,
-    top_k: int = 0, seed: int = 1234, eos_token_ids: Sequence[int] | None = None,
+    model: "ParallelModel", prompt: str, *, tokenizer: Any, max_new_tokens: int = 100, temperature: float = TEMPERATURE,
+    top_k: int = TOP_K, seed: int = SEED, eos_token_ids: Sequence[int] | None = None,
 ) -> str: ...  # fmt: skip
 
 
 @overload
 def generate(
-    model: "ParallelModel", prompt: "Tensor | Sequence[int]", *, max_new_tokens: int = 100, temperature: float = 0.0,
-    top_k: int = 0, seed: int = 1234, eos_token_ids: Sequence[int] | None = None,
+    model: "ParallelModel", prompt: "Tensor | Sequence[int]", *, max_new_tokens: int = 100,
+    temperature: float = TEMPERATURE, top_k: int = TOP_K, seed: int = SEED, eos_token_ids: Sequence[int] | None = None,
 ) -> list[int]: ...  # fmt: skip
 
 
 def generate(
     model: "Run | ParallelModel | str | Path", prompt: "str | Tensor | Sequence[int]", **options: Any
 ) -> "str | list[int]":
-    """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does (by default the
-    likeliest token each time; `quiet=False` writes to the screen as it comes).
+    """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does.
+
+    Tokens are drawn, by `seed`; `temperature=0` takes the likeliest each time. Unless `quiet`, the text is written to
+    the screen as it comes.
 
     With a parallelized model it runs in this process, on every rank of the world: text with a `tokenizer`, or tokens
     ([tokens] or [1, tokens]), of which come tokens. Raises `UserError` for what does not fit.

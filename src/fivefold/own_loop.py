@@ -23,10 +23,11 @@ from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.save import on_first_rank, save_as
 from fivefold.data.batch import MicroBatch
 from fivefold.errors import UserError
+from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
 from fivefold.layout import Layout
 from fivefold.models.sources import TensorSource
-from fivefold.parallel import apply, guard, passes
+from fivefold.parallel import apply, guard, passes, plain
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.data import put_in_order, reshard, settle_root
 from fivefold.parallel.spread import Spread, spread_of
@@ -392,9 +393,9 @@ def generate(
     *,
     tokenizer: Any = None,
     max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 1234,
+    temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+    seed: int = SEED,
     eos_token_ids: Sequence[int] | None = None,
 ) -> str | list[int]:
     """Continue `prompt` with a parallelized model: text with a `tokenizer` of `transformers` (or `tokenizers`), or
@@ -539,8 +540,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
 def _described(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The class of an optimizer, and of each group its options and the names of its parameters on all ranks."""
     own = [{"options": _options(group), "parameters": names} for group, names in _groups(model, optimizer)]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, (own, scalar_types(optimizer)))
+    everyone = plain.everywhere([own, scalar_types(optimizer)])
     groups = [
         {**group, "parameters": sorted({name for ranks, _ in everyone for name in ranks[at]["parameters"]})}
         for at, group in enumerate(everyone[0][0])
@@ -600,12 +600,12 @@ def _check_fits(model: nn.Module, optimizer: torch.optim.Optimizer, opened: Chec
             )
 
 
-def export(model: ParallelModel, path: str | Path, *, dtype: str | None = None) -> Path:
-    """Write the whole model as the new Hugging Face folder `path`. Every rank calls this, and the first one writes.
+def export(model: ParallelModel, path: str | Path, *, dtype: str | None = None, force: bool = False) -> Path:
+    """Write the whole model as the Hugging Face folder `path`. Every rank calls this, and the first one writes.
 
     `dtype`: fp32, bf16, fp16 or fp64; None: the type that the model came in, where that has 16 bits, and else the type
-    it is trained in.
+    it is trained in. `force` replaces a model folder that is there.
     """
     _check_parallel(model)
-    export_live(model, Path(path), dtype=dtype, given=model.given_dtype)
+    export_live(model, Path(path), dtype=dtype, given=model.given_dtype, force=force)
     return Path(path)

@@ -40,6 +40,13 @@ def test_rows_and_folders_come_in_order_to_the_process_that_called(tmp_path: Pat
     assert all(loss == logged[step] for kind, step, loss in told if kind == "step" and step in logged)
     assert not list((run.path / "logs").glob("events*"))
 
+    def enough(row: dict[str, Any]) -> None:
+        raise KeyError(row["step"])
+
+    with patch.dict(os.environ, {"FIVEFOLD_CACHE": str(tmp_path / "cache")}), pytest.raises(KeyError):
+        ff.train(tmp_path / "run.yaml", {"train.max_steps": 2000}, nproc=1, on_step=enough)
+    assert 3 < steps(run.path / "checkpoints")[-1] < 2000
+
 
 def stopped_by_a_callback(tree: dict[str, Any]) -> str:
     """On a rank of a world that is there: `on_step` raises at step 2, on the first rank."""

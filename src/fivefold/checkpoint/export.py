@@ -7,18 +7,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fivefold.checkpoint import model_folder
+from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
@@ -31,38 +34,56 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export: the folder, the step it holds, and how large its weights are."""
+    """A finished export: the folder, the step it holds, and how large its weights are and of which type."""
 
     path: Path
     step: int
     parameters: int
     bytes: int
+    dtype: torch.dtype
 
 
 def export(
-    run: str | Path, out: Path, *, step: int | None = None, dtype: str | None = None, file_bytes: int = FILE_BYTES
+    run: str | Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    file_bytes: int = FILE_BYTES,
 ) -> Exported:
     """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its
-    copy, as the Hugging Face folder `out`.
+    copy, as the Hugging Face folder `out`, with a model card.
 
-    `dtype`: fp32, bf16, fp16 or fp64; None keeps the type trained in. Files grow to `file_bytes` (a larger tensor
-    still stays in one). Raises `UserError` for a run or a step that is not there, and when `out` is not empty.
+    `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces a
+    model folder that is there. Raises `UserError` for a run or a step that is not there, and when `out` is in the way.
     """
     checkpoint = find_checkpoint(run, step)
     source = checkpoint.source()
-    target = known_dtype(dtype) or source.dtype(source.ordered[0])
-    known = _known(checkpoint.model_folder)
+    came_in = model_folder.came_in(checkpoint.model_folder)
+    target = export_dtype(dtype, came_in=came_in, trained=source.dtype(source.ordered[0]))
+    _check_free(out, force)
     files = {path.name: path.read_bytes() for path in sorted(checkpoint.model_folder.iterdir())}
-    size = write_folder(source, out, files, target, known, file_bytes=file_bytes)
+    files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
+    known = _known(checkpoint.model_folder)
+    size = write_folder(source, out, files, target, known, publish=_publish, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
-    return Exported(out, checkpoint.manifest.step, parameters, size)
+    return Exported(out, checkpoint.manifest.step, parameters, size, target)
 
 
-def known_dtype(dtype: str | None) -> torch.dtype | None:
-    """The type of that name. Raises `UserError` for another name."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is not known", fix=f"choose one of {', '.join(DTYPES)}")
-    return None if dtype is None else DTYPES[dtype]
+def export_whole(
+    source: "WholeTensors", out: Path, files: Mapping[str, bytes], dtype: torch.dtype, config: Any, *,
+    force: bool = False, into: bool = False,
+) -> None:  # fmt: skip
+    """Write the tensors of `source`, of a model of `config`, as the Hugging Face folder `out`.
+
+    `into`: `out` may be there with other files, whose namesakes are replaced, and so are weights of an earlier model.
+    """
+    if into and out.is_dir():
+        write_folder(source, out, files, dtype, known_of(config), publish=_publish_into)
+        return
+    _check_free(out, force)
+    write_folder(source, out, files, dtype, known_of(config), publish=_publish)
 
 
 class WholeTensors(Protocol):
@@ -84,46 +105,88 @@ class WholeTensors(Protocol):
 
 def write_folder(
     source: WholeTensors, out: Path, files: Mapping[str, bytes], dtype: torch.dtype, known: "Known", *,
-    file_bytes: int = FILE_BYTES, into: bool = False,
+    publish: Callable[[Path, Path], None], file_bytes: int = FILE_BYTES,
 ) -> int:  # fmt: skip
-    """Write the Hugging Face folder `out`: `files` (config, tokenizer) and the tensors of `source`; the bytes of these.
-
-    The folder appears when all is written. `into`: it may be there with other files, whose namesakes are replaced, and
-    so are weights of an earlier model. Raises `UserError` when it may not, `RunFailed` when it cannot be written.
-    """
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not into)):
-        raise UserError(f"{out} exists and is not empty; an export never overwrites", fix="name a new folder")
+    """Write `files` (config, tokenizer) and the tensors of `source` beside, then `publish` them as `out`; the bytes of
+    the tensors. Raises `RunFailed`, or `UserError` where the folder is at fault."""
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        for name, content in files.items():
-            (temporary / name).write_bytes(_with_dtype(content, dtype) if name == model_folder.CONFIG else content)
+        _write_model_files(files, temporary, dtype)
         size = _write_weights(source, temporary, dtype, file_bytes, known)
-        _publish(temporary, out)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        publish(temporary, out)
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+        if isinstance(error, OSError) and is_users(error):
+            raise cannot_write(out, error, instead="name another folder") from error
         raise RunFailed(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return size
 
 
-def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """A config that names the type of the weights beside it."""
-    return model_folder.json_text(json.loads(config) | {"dtype": str(dtype).removeprefix("torch.")})
+def export_dtype(
+    asked: str | None, *, came_in: str | torch.dtype | None = None, trained: torch.dtype = torch.float32
+) -> torch.dtype:
+    """The type of exported weights: `asked` (bf16, fp16, fp32, fp64); else the type that came in, which the config of
+    the starting model names; else the type trained in, fp32 but for tests. Raises `UserError` for an unknown one."""
+    if asked is not None and asked not in DTYPES:
+        raise UserError(f"dtype {asked!r} is not known", fix=f"choose one of {', '.join(DTYPES)}")
+    if asked is not None:
+        return DTYPES[asked]
+    found = getattr(torch, came_in, None) if isinstance(came_in, str) else came_in
+    return found if isinstance(found, torch.dtype) and found in DTYPES.values() else trained
+
+
+def cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` in `dtype`, integers as they are. Raises `UserError` where a weight is too large for it (fp16)."""
+    if not values.is_floating_point():
+        return values
+    stored = values.to(dtype)
+    if dtype is torch.float16 and bool((stored.isinf() & values.isfinite()).any()):
+        raise UserError(f"{name} has values beyond fp16, which ends at 65,504", fix="choose bf16 or fp32")
+    return stored
+
+
+def _check_free(out: Path, force: bool) -> None:
+    """An export replaces nothing unasked, and never what is no model folder."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    is_model = (out / model_folder.CONFIG).is_file()
+    if not is_model:
+        raise UserError(f"{out} exists and is not a model folder", fix="name a new folder")
+    if not force:
+        raise UserError(f"{out} exists and is not empty", fix="name a new folder, or add --force to replace this one")
 
 
 def _publish(temporary: Path, out: Path) -> None:
-    """Rename the folder, or what is in it where there is one already."""
-    if out.exists() and any(out.iterdir()):
-        for old in [each for each in out.iterdir() if _WEIGHTS.fullmatch(each.name)]:
-            old.unlink()
-        for path in sorted(temporary.iterdir()):
-            os.replace(path, out / path.name)
-        temporary.rmdir()
-        return
+    """Put the finished folder in the place of the old one, if there is one."""
+    old = out.with_name(f".old-{out.name}")
+    shutil.rmtree(old, ignore_errors=True)
     if out.exists():
-        out.rmdir()
+        os.rename(out, old)
     os.rename(temporary, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _publish_into(temporary: Path, out: Path) -> None:
+    """Move the files of the finished folder to those of `out`."""
+    for old in [each for each in out.iterdir() if _WEIGHTS.fullmatch(each.name)]:
+        old.unlink()
+    for path in sorted(temporary.iterdir()):
+        os.replace(path, out / path.name)
+
+
+def _write_model_files(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype) -> None:
+    """Config, generation config, tokenizer and card; the config names the type of the weights beside it."""
+    for name in files.keys() - {model_folder.ORIGIN}:
+        (folder / name).write_bytes(files[name])
+    config = model_folder.read_json(folder / model_folder.CONFIG) | {"dtype": _name(dtype)}
+    (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(config))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -160,9 +223,9 @@ def _write_weights(source: WholeTensors, folder: Path, dtype: torch.dtype, file_
     total = 0
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        tensors = {name: source.whole(name).to(dtype) for name in names}
+        tensors = {name: cast(name, source.whole(name), dtype) for name in names}
         if number == 1:
-            tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in computed.items()}
+            tensors |= {name: cast(name, values, dtype) for name, values in computed.items()}
         for name in [each for each in tensors if each in known.pieces]:
             tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.checkpoint import model_folder
-from fivefold.checkpoint.export import known_dtype, known_of, write_folder
+from fivefold.checkpoint.export import export_dtype, export_whole
 from fivefold.checkpoint.save import on_first_rank
 from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import spread_of
@@ -83,19 +83,21 @@ def gathered(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
     return {name: source.whole(name) for name in source.ordered}
 
 
-def export_live(model: Any, out: Path, *, dtype: str | None, given: torch.dtype, into: bool = False) -> None:
-    """Write `model` as it is now as the Hugging Face folder `out`; see `write_folder`. The first rank writes.
+def export_live(
+    model: Any, out: Path, *, dtype: str | None, given: torch.dtype, force: bool = False, into: bool = False
+) -> None:
+    """Write `model` as it is now as the Hugging Face folder `out`; see `export_whole`. The first rank writes.
 
     `dtype`: fp32, bf16, fp16 or fp64; None: `given`, the type that the model came in, where that is one of 16 bits, and
     else the type it is trained in.
     """
     trained = next(model.parameters()).dtype
-    target = known_dtype(dtype) or (given if given.itemsize == 2 else trained)
+    target = export_dtype(dtype, came_in=given if given.itemsize == 2 else None, trained=trained)
     source = LiveTensors(model)
 
     def write() -> None:
         try:
-            write_folder(source, out, _files(model), target, known_of(deepcopy(model.config)), into=into)
+            export_whole(source, out, _files(model), target, deepcopy(model.config), force=force, into=into)
         finally:
             source.follow()
 

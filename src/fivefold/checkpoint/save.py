@@ -9,7 +9,7 @@ away.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +24,11 @@ from fivefold.checkpoint import disk, model_folder, shard
 from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.remote import Remote
+from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
+from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
@@ -71,10 +74,21 @@ class _Part:
     """What one rank wrote, as the first rank is told; `error` when it could not."""
 
     slices: list[tuple[str, str, str, Slice]] = field(default_factory=list)  # kind, name, dtype, slice
-    shapes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # of tensors unlike their parameter
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     error: str | None = None
+    shapes: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)  # of tensors unlike their parameter
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "_Part":
+        """What `asdict` made plain."""
+        slices = [
+            (kind, name, dtype, Slice(**one | {"offset": tuple(one["offset"]), "shape": tuple(one["shape"])}))
+            for kind, name, dtype, one in told["slices"]
+        ]
+        files = {name: FileRecord(**one) for name, one in told["files"].items()}
+        shapes = [(kind, name, tuple(shape)) for kind, name, shape in told["shapes"]]
+        return cls(slices, told["scalars"], files, told["error"], shapes)
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
-        self._staged: dict[str, Tensor] = {}
+        self._staging = Staging()
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> None:
         """Save weights and optimizer state as they are now; asynchronous: return when they are copied.
@@ -114,6 +128,7 @@ class Saver:
         self._pending = self._thread.submit(self._write_and_publish, self._snapshot(model, optimizer, about))
         if not self._asynchronous:
             futures.wait([self._pending])
+            self._staging.free()
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -144,28 +159,22 @@ class Saver:
         self._thread.shutdown(wait=True)
 
     def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> _Snapshot:
-        return _snapshot(model, optimizer, about, self._stage)
+        return _snapshot(model, optimizer, about, self._staged)
 
-    def _stage(self, one: OwnedSlice) -> Tensor:
-        """The values on the CPU; asynchronous: a copy that training does not touch."""
-        if not self._asynchronous and not one.values.is_cuda:
-            return one.values
-        kept = self._staged.get(one.key)
-        if kept is None or kept.dtype != one.values.dtype:
-            kept = torch.empty(one.values.shape, dtype=one.values.dtype, pin_memory=one.values.is_cuda)
-            self._staged[one.key] = kept
-        return kept.copy_(one.values, non_blocking=True)
+    def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
+        """The slices on the CPU; asynchronous: copies that training does not touch."""
+        on_gpu = any(one.values.is_cuda for one in slices)
+        if not (self._asynchronous or on_gpu):
+            return slices
+        copies = self._staging.copies([one.values for one in slices])
+        if on_gpu:
+            torch.cuda.synchronize()
+        return [replace(one, values=copy) for one, copy in zip(slices, copies, strict=True)]
 
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
-
-        def start(beside: Path) -> None:
-            _refuse_published(published)
-            _start(beside, published.parent.glob(f"{_BESIDE}*"))
-
-        part = _write_together(snapshot, published, self.group, start)
-        on_first_rank(lambda: _retain(published, self._keep), self.group)
+        part = _write_together(snapshot, published, self.group, keep=self._keep)
         if self._remote:
             self._copy(published, self._remote, part, snapshot.texts)
         return published
@@ -174,8 +183,8 @@ class Saver:
         """Every rank copies the files that it wrote, the first one the manifest when all have."""
         step = published.name
         on_first_rank(lambda: remote.withdraw(step), self.group)
-        errors: list[Any] = [_copy_error(remote, published, (*part.files, *texts))] * dist.get_world_size()
-        dist.all_gather_object(errors, errors[0], group=self.group)
+        mine = _copy_error(remote, published, (*part.files, *texts))
+        errors = [told and UserError.from_json(told) for told in plain.everywhere(mine and mine.to_json(), self.group)]
 
         def publish() -> None:
             error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
@@ -211,33 +220,22 @@ def save_as(
     `overwrite`) and `RunFailed` when it cannot be written: then what was there stays.
     """
     reshard(model)
-    snapshot = _snapshot(model, optimizer, about, lambda one: one.values.cpu())
+    snapshot = _snapshot(model, optimizer, about, lambda slices: [replace(s, values=s.values.cpu()) for s in slices])
     group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
-
-    def start(beside: Path) -> None:
-        if not overwrite:
-            _refuse_published(folder)
-        if folder.exists() and not (folder / NAME).exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} is no checkpoint, and not empty", fix="name a new folder")
-        _start(beside, [beside, _damaged(folder)])
-
-    _write_together(snapshot, folder, group, start)
-    on_first_rank(lambda: disk.remove(_damaged(folder)), group)
+    _write_together(snapshot, folder, group, keep=None, overwrite=overwrite)
     dist.destroy_process_group(group)
 
 
 def _snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, about: About, stage: Callable[[OwnedSlice], Tensor]
-) -> _Snapshot:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, about: About,
+    staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
+) -> _Snapshot:  # fmt: skip
     spread = spread_of(model)
-    slices = [replace(one, values=stage(one)) for one in collect(model, optimizer)]
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        torch.cuda.synchronize()
     return _Snapshot(
         about=about,
         layout=str(spread.layout),
         shapes={name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers),
-        slices=slices,
+        slices=staged(list(collect(model, optimizer))),
         scalars=_scalars(model, optimizer) if optimizer else {},
         texts=_texts(model, about) if dist.get_rank() == 0 else {},
     )
@@ -304,29 +302,31 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 
 def _write_together(
-    snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, start: Callable[[Path], None]
+    snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False
 ) -> _Part:
-    """Every rank writes its part, the first one publishes; `start` makes the folder beside. What this rank wrote."""
+    """Every rank writes its part, and the first one publishes. What this rank wrote. `keep` None: what is beside the
+    folder is not of its run, and is left alone."""
     beside = published.parent / f"{_BESIDE}{published.name}"
-    on_first_rank(lambda: start(beside), group)
+    alone = None if keep else [beside, _damaged(published)]
+    on_first_rank(lambda: _start(beside, published, abandoned=alone, overwrite=overwrite), group)
     part = _write(beside, snapshot, dist.get_rank())
-    parts: list[_Part] = [part] * dist.get_world_size()
-    dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=group)
-    on_first_rank(lambda: _publish(snapshot, parts, beside, published), group)
+    parts = [_Part.from_json(told) for told in plain.on_first(asdict(part), group) or ()]
+    on_first_rank(lambda: _publish(snapshot, parts, beside, published, keep), group)
     return part
 
 
-def _refuse_published(published: Path) -> None:
-    if is_valid(published):
+def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = None, overwrite: bool = False) -> None:
+    """Make the folder `beside`, once what saves that were cut off have left is removed: `abandoned`, None: whatever is
+    named like it."""
+    if not overwrite and is_valid(published):
         raise UserError(f"{published} is published already; a checkpoint is never rewritten", fix="name a new folder")
-
-
-def _start(beside: Path, abandoned: Iterable[Path]) -> None:
-    """Make the folder `beside`, once what saves that were cut off have left is removed."""
+    is_ours = (published / NAME).exists() or abandoned is None
+    if published.exists() and not is_ours and (not published.is_dir() or any(published.iterdir())):
+        raise UserError(f"{published} is no checkpoint, and not empty", fix="name a new folder")
     directory = beside.parent
     directory.parent.mkdir(parents=True, exist_ok=True)
     disk.make_folder(directory)
-    for each in abandoned:
+    for each in directory.glob(f"{_BESIDE}*") if abandoned is None else abandoned:
         disk.remove(each)
     disk.make_folder(beside)
 
@@ -354,13 +354,13 @@ def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
                 described = Slice(one.offset, tuple(one.values.shape), file, key, written.tensors[key])
                 part.slices.append((one.kind, one.name, dtype, described))
                 if one.is_whole:
-                    part.shapes[one.kind, one.name] = tuple(one.values.shape)
+                    part.shapes.append((one.kind, one.name, tuple(one.values.shape)))
     except Exception as error:  # told to the first rank, which waits for it
         part.error = f"rank {rank}: {error}"
     return part
 
 
-def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path) -> None:
+def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int | None) -> None:
     try:
         if errors := [part.error for part in parts if part.error]:
             raise OSError(errors[0])
@@ -370,10 +370,15 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
         read_manifest(beside)
     except (OSError, ValueError, TypeError) as error:
         disk.remove(beside)
-        raise RunFailed(f"checkpoint {published} could not be written: {error}", fix="is that disk full?") from error
+        fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
+        raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
     if published.exists():  # not valid, or `_start` would have refused
         disk.rename(published, _damaged(published))
     disk.rename(beside, published)
+    if keep is None:
+        disk.remove(_damaged(published))
+    else:
+        _retain(published, keep)
 
 
 def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
@@ -390,11 +395,17 @@ def _texts(model: nn.Module, about: About) -> dict[str, bytes]:
     model_files = model_folder.model_files(
         model.config,
         model_class=spread_of(model).anatomy.model_class,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
         origin=Path(about.config.model.name_or_path) if about.config else None,
+        came_in=dtype_name(getattr(model.config, "dtype", None)),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    """As config.json names it: `bfloat16`."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
@@ -413,7 +424,7 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, File
         found.setdefault(kind, {}).setdefault(name, []).append(one)
         dtypes[kind, name] = dtype
     scalars = {name: values for part in parts for name, values in part.scalars.items()}
-    own = {key: shape for part in parts for key, shape in part.shapes.items()}
+    own = {(kind, name): shape for part in parts for kind, name, shape in part.shapes}
     return Manifest(
         step=snapshot.about.step,
         layout=snapshot.layout,
@@ -449,16 +460,18 @@ def _retain(published: Path, keep: int) -> None:
 
 
 def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `action` on rank 0; its result, or its error, on every rank."""
-    outcome: list[Any] = [None, None]
+    """Run `action` on rank 0; its result, which is plain data (`parallel/plain.py`), or its error, on every rank."""
+    result: Any = None
+    error: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = action()
-        except UserError as error:
-            outcome[1] = error
-        except OSError as error:
-            outcome[1] = RunFailed(f"the run folder could not be read or written: {error}")
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]  # type: ignore[no-any-return]
+            result = action()
+        except UserError as raised:
+            error = raised
+        except OSError as raised:
+            fix = cannot_write("", raised).fix if is_users(raised) else None
+            error = RunFailed(f"the run folder could not be read or written: {raised}", fix=fix)
+    told = plain.of_first({"result": result, "error": error and error.to_json()}, group)
+    if told["error"] is not None:
+        raise error or UserError.from_json(told["error"])
+    return told["result"]  # type: ignore[no-any-return]

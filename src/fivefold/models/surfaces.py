@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import transformers
 import transformers.initialization as hf_initialization
-from huggingface_hub import snapshot_download
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -53,7 +52,7 @@ INITIALISERS = (
 
 
 def read_config_dict(source: str | Path) -> dict[str, Any]:
-    """The raw `config.json` of a local folder, a file, or a hub id, as written."""
+    """The raw `config.json` of a local folder or a file, as written."""
     values, _ = PreTrainedConfig.get_config_dict(str(source))
     return dict(values)
 
@@ -73,11 +72,6 @@ def make_config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **{k: v for k, v in values.items() if k != "model_type"})
 
 
-def download_weights(hub_id: str) -> Path:
-    """The hub's cache folder of `hub_id` with its safetensors and JSON files, fetched where they are not there yet."""
-    return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
-
-
 # Models --------------------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +81,15 @@ def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedMod
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
+
+
+def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Another model of the class and config of `model`, in fp32 on the meta device, with the named attention."""
+    with torch.device("meta"):
+        made: PreTrainedModel = type(model)._from_config(
+            copy.deepcopy(model.config), dtype=torch.float32, attn_implementation=attention
+        )
+    return made
 
 
 def whole_model(config: PreTrainedConfig, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:

@@ -5,6 +5,7 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
@@ -30,7 +31,9 @@ from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, deferred, expert, forward, pipeline, router, tensor, trial
+from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
 from fivefold.parallel.stages import Staged, Stages, assign, install
@@ -66,6 +69,7 @@ def parallelize(
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     traced = _traced(model, anatomy)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
+    _check_sequence_parallel(partition, layout)
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     stages = assign(model, anatomy, traced, layout)
@@ -84,14 +88,17 @@ def parallelize(
         model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.expert_parts
     )
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
-    balance = balancing.watch_routers(model, experts, fold, rows)
+    balance = balancing.watch_routers(model, experts, fold, rows, device)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
-    if staged and not compile_blocks:  # nothing is put off in compiled blocks
+    if staged and compile_blocks and layout.pp_schedule in SPLITTING:
+        warnings.warn(nothing_put_off(layout.pp_schedule), stacklevel=2)
+    elif staged:
         deferred.put_off_weights(model, own_layers, staged)
-    _wrap_blocks(model, own_layers, recompute=layout.recompute, compile_blocks=compile_blocks)
+    compiled = Compiled() if compile_blocks else None
+    _wrap_blocks(model, own_layers, recompute=layout.recompute, compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
@@ -100,7 +107,7 @@ def parallelize(
     piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied, balance) if staged else None
     spread = Spread(
         layout, mesh, anatomy, partition, specs, model_units, fold, rows, experts, piped, vocabulary, reduce_dtype,
-        holders, router_state, balance,
+        holders, router_state, balance, compiled,
     )  # fmt: skip
     model.fivefold = spread
     _materialise(model, spread, device)
@@ -128,23 +135,29 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
     except Untraceable as error:
         raise UserError(
             f"{type(model).__name__} cannot be trained here: {error}",
-            fix="use a model whose layers mix tokens through the attention functions of transformers alone",
+            fix=error.fix
+            or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
+
+
+def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
+    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
+    if partition is None or partition.refusal or not layout.sequence_parallel:
+        return
+    if partition.sequence_parallel_refusal:
+        raise UserError(
+            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
+            fix="set layout.sequence_parallel: false",
+        )
 
 
 def _tensor_parallel(
     model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
 ) -> tensor.TensorParallel | None:
-    sequence_parallel = mesh.layout.sequence_parallel
     if partition is None:
         return None
-    if sequence_parallel and partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
     return tensor.apply_tensor_parallel(
-        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=sequence_parallel
+        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
     )
 
 
@@ -166,11 +179,11 @@ def _staged(
     )  # fmt: skip
 
 
-def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compile_blocks: bool) -> None:
+def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in layers:
         block = model.get_submodule(name)
-        forward = torch.compile(block.forward) if compile_blocks else block.forward
+        forward = compiled.block(name, block.forward) if compiled else block.forward
         if recompute == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward

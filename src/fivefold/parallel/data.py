@@ -11,7 +11,7 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -36,11 +36,13 @@ def master_dtype(precision: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Unit:
-    """One group of parameters that FSDP gathers and reduces together. `name` "" is the whole model's own unit."""
+    """One group of parameters that FSDP gathers and reduces together. `name` "" is the whole model's own unit.
+    `frozen`: those of them that have no gradient, such as a correction bias (ERNIE 4.5): they are gathered alone."""
 
     name: str
     parameters: tuple[str, ...]
     over: Over = "tp"  # whose ranks the blocks of its parameters go to
+    frozen: frozenset[str] = frozenset()
 
 
 def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -> tuple[Unit, ...]:
@@ -56,7 +58,9 @@ def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -
     found += [Unit(m, tuple(n for n in names if n.startswith(m + ".") and n not in inner)) for m in separate]
     taken = {name for unit in found for name in unit.parameters}
     found = [unit for unit in found if unit.parameters]
-    return (*found, Unit("", tuple(name for name in names if name not in taken)))
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    everything = (*found, Unit("", tuple(name for name in names if name not in taken)))
+    return tuple(replace(unit, frozen=frozen.intersection(unit.parameters)) for unit in everything)
 
 
 def apply_data_parallel(
@@ -106,13 +110,8 @@ def put_in_order(model: nn.Module) -> None:
             state = module._get_fsdp_state()
             state._state_ctx.iter_forward_root = None
             state._training_state = TrainingState.IDLE
-            for group in _groups(state):
+            for group in filter(None, _groups(module)):
                 group._training_state = TrainingState.IDLE
-
-
-def _groups(state: Any) -> list[Any]:
-    """The parameter groups of a unit; none where all its parameters are elsewhere."""
-    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
 
 
 def settle_root(model: nn.Module) -> None:
@@ -120,13 +119,33 @@ def settle_root(model: nn.Module) -> None:
     cast(FSDPModule, model)._get_fsdp_state()._lazy_init()
 
 
+def add_late(module: FSDPModule) -> None:
+    """Take gradients of a unit's parameters that came after FSDP's hooks into its sums, which are in the reduce dtype.
+
+    Left in `.grad`, those of several micro batches would be summed in the compute dtype, and a unit whose other
+    gradients came in time would have gradients of two dtypes, which FSDP does not reduce.
+    """
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
+            else:
+                parameter.accumulate_unsharded_grad_if_needed()
+
+
 def reduce_now(module: FSDPModule) -> None:
     """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
-    for group in _groups(module._get_fsdp_state()):
+    for group in _groups(module):
         before = group._training_state
         group.post_backward()
         group.finalize_backward()
         group._training_state = before
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of a unit (torch 2.11 has one)."""
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
 
 
 Traffic = Mapping[str, tuple[int, int]]  # unit -> how often it is gathered and reduced in a step
@@ -147,13 +166,15 @@ def declare(
     found = []
     for unit in filter(lambda each: each.parameters, model_units):
         shards, axis = mesh.rows(unit.over), mesh.fsdp_axis(unit.over)
-        numel = sum(_padded_numel(local_shapes[name], shards) for name in unit.parameters)
+        numels = {name: _padded_numel(local_shapes[name], shards) for name in unit.parameters}
+        gathered, reduced = sum(numels.values()), sum(numels[name] for name in numels.keys() - unit.frozen)
         gathers, reductions = of_units[unit.name]
         if shards > 1:
-            found.append(Collective(axis, "all_gather", gathers, gathers * numel * shape.compute_bytes))
-            found.append(Collective(axis, "reduce_scatter", reductions, reductions * numel * shape.reduce_bytes))
-        if mesh.layout.dp_replicate > 1:
-            found.append(Collective("dp_replicate", "all_reduce", 1, numel // shards * shape.reduce_bytes))
+            found.append(Collective(axis, "all_gather", gathers, gathers * gathered * shape.compute_bytes))
+        if shards > 1 and reduced:
+            found.append(Collective(axis, "reduce_scatter", reductions, reductions * reduced * shape.reduce_bytes))
+        if mesh.layout.dp_replicate > 1 and reduced:
+            found.append(Collective("dp_replicate", "all_reduce", 1, reduced // shards * shape.reduce_bytes))
     return found
 
 

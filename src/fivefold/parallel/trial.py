@@ -9,7 +9,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.errors import UserError
@@ -20,7 +19,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.trace import trace
-from fivefold.parallel import expert, tensor
+from fivefold.parallel import expert, plain, tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import ShardSpec, local_regions
 
@@ -41,9 +40,17 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
             f"tensor parallel of {name} is not proved, and its layers are too large to try it here",
             fix="use dp_shard instead (FSDP needs no roles)",
         )
-    found = _errors(small, mesh, device)
-    everyone: list[dict[str, float]] = [found] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    try:
+        found = _errors(small, mesh, device)
+    except UserError:
+        raise
+    except Exception as error:  # the model's own code met parts of tensors that it cannot do with
+        raise UserError(
+            f"tensor parallel of {name} is refused: split over {mesh.layout.tp} ranks its forward fails "
+            f"({type(error).__name__}: {error})",
+            fix="use dp_shard instead (FSDP needs no roles)",
+        ) from error
+    everyone = plain.everywhere(found)
     worst = {key: max(each.get(key, 0.0) for each in everyone) for key in found}
     wrong = [key for key, error in worst.items() if not error <= TOLERANCE]
     if wrong:

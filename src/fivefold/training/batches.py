@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.errors import UserError
+from fivefold.parallel import plain
 from fivefold.parallel.spread import Spread, spread_of
 
 Batch = Mapping[str, Tensor]  # input_ids, labels [B, T]; optionally attention_mask, position_ids
@@ -117,11 +118,10 @@ def on_every_rank(read: Callable[[], Checked]) -> Checked:
     dist.all_reduce(failed)
     if not int(failed):
         return found  # type: ignore[return-value]
-    errors: list[UserError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    errors = plain.everywhere(error and error.to_json())
     if error is not None:
         raise error
-    rank, first = next((rank, each) for rank, each in enumerate(errors) if each)
+    rank, first = next((rank, UserError.from_json(told)) for rank, told in enumerate(errors) if told)
     raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
 
 
