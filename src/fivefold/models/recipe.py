@@ -68,7 +68,7 @@ def read_recipe(model: PreTrainedModel) -> Recipe:
             surfaces.initialise_again(model)
     recipe = {name: tuple(recorder.ops[name]) for name in names}
     if not all(recipe.values()):
-        constructed = surfaces.constructed_values(model.config)
+        constructed = surfaces.constructed_values(model)
         for name in [name for name in names if not recipe[name] and name in constructed]:
             values = constructed[name]
             recipe[name] = (Op(Copy(values), tuple(slice(0, size) for size in values.shape)),)
@@ -147,7 +147,9 @@ def _within(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> Region:
 
 
 class _Recorder(TorchDispatchMode):
-    """Receives intercepted initialisers; while active, writes to parameters by any other way are noted, not run."""
+    """Receives intercepted initialisers; while active, writes to parameters by any other way are noted, not run.
+
+    Of those, values that are copied in are known, and a number too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,9 +180,21 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor) and _storage(target) in self._owners:
-            self._record(target, Unknown(f"{func} outside of an initialiser"))
+            self._record(target, _written(func, target, args[1:]))
             return target
         return func(*args, **(kwargs or {}))
+
+
+def _written(func: Any, target: torch.Tensor, args: Sequence[Any]) -> Fill:
+    """What an operator that is no initialiser writes."""
+    operator = func._overloadpacket
+    if operator is torch.ops.aten.copy_ and isinstance(args[0], torch.Tensor):
+        return _copy(target, args[0])
+    if operator is torch.ops.aten.fill_ and isinstance(args[0], int | float):
+        return Constant(float(args[0]))
+    if operator is torch.ops.aten.zero_:
+        return Constant(0.0)
+    return Unknown(f"{func} outside of an initialiser")
 
 
 def _storage(tensor: torch.Tensor) -> int:

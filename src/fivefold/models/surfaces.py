@@ -84,9 +84,31 @@ def download_weights(hub_id: str) -> Path:
 def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """The causal language model of `config`, in fp32 on the meta device, with the named attention function."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
+    return _all_on_meta(model)
+
+
+def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """A second model of the same class and config, in fp32 on the meta device, with the named attention function."""
+    with torch.device("meta"):
+        return _all_on_meta(_again(model, attn_implementation=attention))
+
+
+def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """Its class made once more. (`AutoModelForCausalLM` does not know the config of a part of a larger model.)"""
+    made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32, **options)
+    return made
+
+
+def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Some constructors draw parameters in a way that the device of a context does not reach (`torch.normal`)."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    return model
 
 
 def whole_model(config: PreTrainedConfig, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
@@ -158,8 +180,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def base_prefix(model: PreTrainedModel) -> str:
-    """The name of the submodule that holds everything but the head (`model` for most families)."""
-    return str(model.base_model_prefix)
+    """The name of the submodule that holds everything but the head (`model` for most families). The class states it;
+    where it states another's, it is the one model that this one holds."""
+    stated = str(model.base_model_prefix)
+    held = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return held[0] if not hasattr(model, stated) and len(held) == 1 else stated
 
 
 def block_classes(model: PreTrainedModel) -> set[str]:
@@ -284,17 +309,15 @@ def _set_parameter(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
     setattr(model.get_submodule(module), leaf, tensor)
 
 
-def constructed_values(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that the constructors of the model of `config` compute, before any initialiser runs,
+def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the constructors of a model like this one compute, before any initialiser runs,
     on the CPU; not those that they draw, or leave without values (these never take memory)."""
     builds = []
     for seed in (0, 1):
         empty_on_meta = _EmptyOnMeta()  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), empty_on_meta:
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
-            )
+            model = _again(like)
         tensors = (*model.named_parameters(), *model.named_buffers())
         builds.append({name: tensor.detach() for name, tensor in tensors if not tensor.is_meta})
     one, other = builds

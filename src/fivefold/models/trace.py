@@ -134,7 +134,7 @@ def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
 
 
 def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str, str]]) -> Trace:
-    copy = surfaces.causal_lm_on_meta(model.config, _ATTENTION)
+    copy = surfaces.copy_on_meta(model, _ATTENTION)
     tokens = _tokens(copy)
     recorder = _Recorder(copy, anatomy, tokens)
     hand_on_bounds(copy, forgetful)
