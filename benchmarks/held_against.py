@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
+from tests import parity
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
@@ -31,7 +32,6 @@ from fivefold.parallel.spread import spread_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.exact import exact
-from tests import parity
 from tiny_configs import Values, make_config
 
 TOLERANCE = 1e-9  # of the losses and every gradient; what is not the same differs by far more
@@ -143,7 +143,7 @@ def _step(model: Any, optimizer: Any, batch: Any) -> float:
 def _reference(tried: Tried, config: PreTrainedConfig) -> dict[str, Any]:
     model = random_model(config).to(torch.float64)
     named = dict(model.named_parameters())
-    optimizers = parity.reference_optimizers(named, EMPTY)
+    optimizer = _adamw(model)
     losses, gradients = [], {}
     for rows in tried.documents:
         with exact():
@@ -154,10 +154,22 @@ def _reference(tried: Tried, config: PreTrainedConfig) -> dict[str, Any]:
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), EMPTY.max_grad_norm)
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
         model.zero_grad()
     return {"losses": losses, "gradients": gradients}
+
+
+def _adamw(model: Any) -> torch.optim.Optimizer:
+    """torch's own; vectors do not decay, of each expert neither."""
+    options = EMPTY.options
+    stacked = {id(p) for module in model.modules() if surfaces.is_experts(module) for p in module.parameters()}
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[parameter.ndim - (id(parameter) in stacked) > 1].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": options.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+        lr=options.learning_rate, betas=options.betas, eps=options.eps,
+    )  # fmt: skip
 
 
 def _targets(rows: Sequence[Sequence[np.ndarray]]) -> list[int]:

@@ -94,23 +94,27 @@ NEEDED: Mapping[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What one class alone needs to be said.
 OF_THE_CLASS: Mapping[str, Values] = {
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 0.5}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gemma4_unified_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "mamba2": {"num_heads": 8, "hidden_size": 32, "expand": 2},
 }
 # Tried in this order: sizes that are changed, and keys that get what is in NEEDED.
 CHANGES: tuple[Values, ...] = (
-    {}, {"num_key_value_heads": 4}, NEEDED, {**NEEDED, "num_key_value_heads": 4}, {"hidden_size": 64, "num_attention_heads": 8},
+    {},
+    {"num_key_value_heads": 4},
+    NEEDED,
+    {**NEEDED, "num_key_value_heads": 4},
+    {"hidden_size": 64, "num_attention_heads": 8},
 )
 
 
 # Sizes -----------------------------------------------------------------------------------------------------------------
 
 SIZES: Mapping[str, Any] = {
-    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None,
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 3,
 }  # fmt: skip
 # Pattern of a key -> the size that it gets, if it has a larger one. The first that matches.
 RULES: tuple[tuple[str, int], ...] = (
@@ -131,7 +135,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"q_lora_rank", 13), (r"kv_lora_rank", 12), (r"qk_nope_head_dim", 6), (r"qk_rope_head_dim|rotary_dim", 4),
     (r"qk_head_dim", 10), (r"v_head_dim", 7), (r"o_lora_rank", 8),
     (r"index_n_heads", 4), (r"index_head_dim", 8), (r"index_topk", 3), (r"index_block_size", 4), (r"index_topk_blocks|index_local_blocks", 1),
-    (r"floor_scale", 2), (r"keep_window_size", 3),
+    (r"keep_window_size", 3),
     (r"(first_k_dense_replace|num_dense_layers|num_kv_shared_layers|max_window_layers)", 1),
     (r"decoder_sparse_step|moe_layer_interval|interleave_moe_layer_step", 2),
     (r"(\w*_)?hidden_size|d_model|n_embd|embed_dim|\w*embedding_(size|dim)|word_embed_proj_dim|attention_hidden_size", 32),
@@ -164,7 +168,11 @@ def _small(key: str, value: Any, beside: Values, sizes: Mapping[str, Any]) -> An
         return _special(key, value, sizes)
     if isinstance(value, float) and RANDOM.search(key):
         return 0.0
-    if isinstance(value, list) and value and all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    ):
         return [_size(key, each, beside, sizes) for each in value]
     return _size(key, value, beside, sizes)
 
@@ -197,11 +205,11 @@ def _small_rope(value: Any) -> Any:
 
 
 def _special(key: str, value: Any, sizes: Mapping[str, Any]) -> Any:
-    """Ids of special tokens: none that a document holds."""
+    """Ids of special tokens: none that a document holds, but padding, whose embedding has no gradient."""
     if isinstance(value, list):
         return [VOCABULARY - 2]
     if key == "pad_token_id":
-        return sizes["pad_token_id"] if value is not None else None
+        return value if value is None else sizes["pad_token_id"]
     return value if value is None or value < LAST_TOKEN else VOCABULARY - 1 - sum(map(ord, key)) % 5
 
 
@@ -254,6 +262,8 @@ def switches(values: Values, model_type: str) -> Iterator[tuple[str, Values]]:
             yield f"{path}: {WINDOW}", _with(values, path, WINDOW)
         elif re.search(r"attention_chunk_size$", leaf) and isinstance(value, int | None):
             yield f"{path}: {CHUNK}", _with(values, path, CHUNK)
+        elif leaf == "floor_scale":
+            yield f"{path}: 2", _with(values, path, 2)
         elif re.search(r"softcap(ping)?$", leaf) and value is None:
             yield f"{path}: 2.0", _with(values, path, 2.0)
 

@@ -23,7 +23,9 @@ from fivefold.models.anatomy import Anatomy
 from fivefold.models.recipe import buffer_values
 
 _ONE = 2  # the token whose dependencies are looked at
+_NONE = -1  # no token: of a row that is the same whatever the tokens are
 RESIDUAL = "the residual stream"
+MOST_READ = 2**16  # weights of a linear that has values: some models compute with the smallest of theirs directly
 MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
 
 Kind = Literal["linear", "small", "attention", "experts", "opaque"]
@@ -79,7 +81,7 @@ class Trace:
 
     `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
     `in_tuples`: layers that give their hidden states in a tuple. `carried`: why hidden states are not all that a layer
-    has from those before it, if so.
+    has from those before it, if so. `streams`: that there are several of them, if so.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Trace:
     forgetful: list[tuple[str, str]] = field(default_factory=list)
     in_tuples: set[str] = field(default_factory=set)
     carried: str | None = None
+    streams: str | None = None
 
     @property
     def experts(self) -> list["Experts"]:
@@ -201,6 +204,7 @@ class _Recorder:
         self.trace, self.tokens = Trace(), tokens
         self.bounds = torch.tensor([0, tokens])  # must reach attention
         self.block: BlockTrace | None = None
+        self.rows: dict[str, tuple[int, Tensor]] = {}  # leaf -> the dimension of its tokens, and the token of each row
         self.hidden = model.config.get_text_config().hidden_size
         self.names = {id(module): name for name, module in model.named_modules()}
         self.layers = set(anatomy.layers)
@@ -216,6 +220,8 @@ class _Recorder:
             module.register_forward_hook(self._leave_block)
         elif (dims := surfaces.linear_dims(module)) is not None:
             module.forward = self._linear(name, module.weight.shape[dims[0]])
+            if module.weight.numel() <= MOST_READ:
+                module.weight = nn.Parameter(torch.randn(module.weight.shape), requires_grad=False)
             return
         elif isinstance(module, nn.Embedding):
             module.forward = self._embedding(name, module.embedding_dim)  # type: ignore[method-assign]
@@ -227,12 +233,16 @@ class _Recorder:
             module.forward = self._experts(name, next(module.parameters()).shape[0])
             return
         if isinstance(module, nn.modules.conv._ConvNd):
-            raise MixesTokens(f"{name} is a convolution, which lets tokens meet outside of the attention function")
+            module.forward = self._convolution(name)  # type: ignore[method-assign]
+            return
         if any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
-            module.forward = self._opaque(name)
+            module.forward = self._opaque(name, module)
             return
         for leaf, parameter in own:
-            module._parameters[leaf] = nn.Parameter(torch.rand(parameter.shape) + 0.5, requires_grad=False)
+            values = torch.rand(parameter.shape) + 0.5
+            if parameter.ndim > 1:  # a wide sum stays where softmax and sigmoid have gradients
+                values *= parameter.shape[-1] ** -0.5
+            module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
         if own and not any(True for _ in module.children()):
             module.forward = self._small(name, module)
 
@@ -261,9 +271,21 @@ class _Recorder:
 
         return forward
 
-    def _opaque(self, name: str) -> Any:
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return self._record("opaque", name, (x,), torch.randn(x.shape))
+    def _opaque(self, name: str, module: nn.Module) -> Any:
+        plain = None if any(True for _ in module.children()) else module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+            if not given:
+                raise Untraceable(f"{name} is given no hidden states")
+            x = given[0]
+            return self._record("opaque", name, (x,), torch.randn(_shape_given(plain, args, kwargs, x)))
+
+        return forward
+
+    def _convolution(self, name: str) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            raise MixesTokens(f"{name} is a convolution, which lets tokens meet outside of the attention function")
 
         return forward
 
@@ -306,33 +328,65 @@ class _Recorder:
             return values
         sources = frozenset().union(*(self._sources(each) for each in inputs))
         leaf = values.requires_grad_()
+        leaf_name = f"{name} (attention)" if kind == "attention" else name
+        self.rows[leaf_name] = self._rows_like(leaf, inputs[0])
         self.block.events.append(Event(kind, name, inputs, leaf, sources, parameters=parameters))
-        self.block.leaves[f"{name} (attention)" if kind == "attention" else name] = leaf
+        self.block.leaves[leaf_name] = leaf
         return leaf * 1  # a model may change it in place
 
     def _sources(self, x: Tensor) -> frozenset[str]:
         """The leaves that `x` depends on. Raises `Untraceable` when one of its tokens depends on another."""
         assert self.block is not None
         dim = self._token_dim(x)
-        found = set()
+        if x.shape[dim] != self.tokens:
+            return self._tokens_by_row(x, dim)[0]
+        found, tokens = self._behind(x.select(dim, _ONE))
+        if tokens - {_ONE}:
+            raise MixesTokens(f"{self.block.layer} lets tokens meet outside of the attention function")
+        return found
+
+    def _behind(self, part: Tensor) -> tuple[frozenset[str], set[int]]:
+        """The leaves that a part of a tensor depends on, and which of their tokens."""
+        assert self.block is not None
+        found, tokens = set(), set()
         leaves = self.block.leaves
-        for (name, leaf), grad in zip(
-            leaves.items(), gradients(x.select(dim, _ONE), list(leaves.values())), strict=True
-        ):
+        for name, grad in zip(leaves, gradients(part, list(leaves.values())), strict=True):
             if grad is None or not bool(grad.any()):
                 continue
             found.add(name)
-            others = torch.tensor([token for token in range(self.tokens) if token != _ONE])
-            if bool(grad.index_select(self._token_dim(leaf), others).any()):
+            dim, rows = self.rows[name]
+            tokens |= set(rows[grad.movedim(dim, 0).flatten(1).any(1)].tolist())
+        return frozenset(found), tokens - {_NONE}
+
+    def _tokens_by_row(self, x: Tensor, dim: int) -> tuple[frozenset[str], Tensor]:
+        """Of a tensor with several rows per token, in whatever order: the leaves behind it, and each row's token."""
+        assert self.block is not None
+        found: frozenset[str] = frozenset()
+        rows = []
+        for row in range(x.shape[dim]):
+            names, tokens = self._behind(x.select(dim, row))
+            if len(tokens) > 1:
                 raise MixesTokens(f"{self.block.layer} lets tokens meet outside of the attention function")
-        return frozenset(found)
+            found |= names
+            rows.append(next(iter(tokens), _NONE))
+        return found, torch.tensor(rows)
+
+    def _rows_like(self, leaf: Tensor, read: Tensor) -> tuple[int, Tensor]:
+        """Which dimension of a new leaf counts tokens, and the token of each row: as in what was read for it."""
+        dim = self._token_dim(leaf)
+        if leaf.shape[dim] == self.tokens:
+            return dim, torch.arange(self.tokens)
+        return dim, self._tokens_by_row(read, self._token_dim(read))[1]
 
     def _token_dim(self, tensor: Tensor) -> int:
-        """Which dimension counts the tokens. Raises `Untraceable` where none or several do."""
+        """Which dimension counts the tokens, or several rows of each. Raises `Untraceable` where none or several do."""
         found = [dim for dim, size in enumerate(tensor.shape) if size == self.tokens]
+        found = found or [dim for dim, size in enumerate(tensor.shape[:-1]) if size and size % self.tokens == 0][:1]
         if len(found) != 1:
             layer = self.block.layer if self.block else "a layer"
-            raise Untraceable(f"{layer} computes with a tensor of shape {list(tensor.shape)}, where are its tokens?")
+            raise Untraceable(
+                f"{layer} computes with a tensor of shape {list(tensor.shape)}, of which no dimension counts tokens"
+            )
         return found[0]
 
     def _reads_residual(self, event: Event) -> bool:
@@ -350,14 +404,21 @@ class _Recorder:
 
     def _enter_block(self, layer: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            where = self._hidden_arguments(args, kwargs)
+            where = self._hidden_arguments(args, kwargs) or self._streams(args, kwargs)
             if len(where) != 1:
-                raise Untraceable(f"{layer} is given {len(where)} tensors of hidden states, not one")
+                raise Untraceable(
+                    f"{layer} is given {len(where) or 'no'} tensors of hidden states, [rows, tokens, hidden size] or "
+                    "with a further dimension of streams, where one is expected"
+                )
             if kwargs.get("bounds") is not self.bounds:
                 raise Untraceable("it does not hand the bounds of packed documents on to its layers")
             old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
             self._note_carried(layer, [each for each in (*args, *kwargs.values()) if each is not old])
+            if old.ndim > 3:
+                self.trace.streams = f"{layer} is given several streams of hidden states, {list(old.shape)}"
+                self.trace.carried = self.trace.carried or self.trace.streams
             leaf = old.detach().clone().requires_grad_()
+            self.rows = {RESIDUAL: self._rows_like(leaf, leaf)}
             self.block = BlockTrace(layer, {RESIDUAL: leaf})
             self.trace.blocks.append(self.block)
             changed = leaf * 1
@@ -389,19 +450,45 @@ class _Recorder:
 
         return hook
 
+    def _streams(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
+        """Where hidden states with one dimension more are given: several streams for each token."""
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        return [
+            where
+            for where, x in named
+            if isinstance(x, Tensor) and x.ndim == 4 and x.shape[-1] == self.hidden and self.tokens in x.shape[:-1]
+            and x.is_floating_point()
+        ]  # fmt: skip
+
     def _hidden_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
-        shape = (1, self.tokens, self.hidden)
+        shapes = ((1, self.tokens, self.hidden), (self.tokens, self.hidden))
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         return [
             where
             for where, each in named
-            if isinstance(each, Tensor) and tuple(each.shape) == shape and each.is_floating_point()
+            if isinstance(each, Tensor) and tuple(each.shape) in shapes and each.is_floating_point()
         ]
 
 
 def _flat(value: Any) -> list[Any]:
-    """The items of a tuple or list, or the value itself."""
-    return list(value) if isinstance(value, tuple | list) else [value]
+    """The items of a tuple, list or dict, or the value itself."""
+    if isinstance(value, dict):
+        return [part for each in value.values() for part in _flat(each)]
+    return [part for each in value for part in _flat(each)] if isinstance(value, tuple | list) else [value]
+
+
+def _shape_given(plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[int, ...]:
+    """The shape of what a module would give, whose weights are on meta; that of `x` where it cannot be told."""
+
+    def on_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    try:
+        with torch.no_grad():
+            out = plain(*map(on_meta, args), **{key: on_meta(value) for key, value in kwargs.items()})
+        return tuple(out.shape)
+    except Exception:  # the model's own code, which may look at values
+        return tuple(x.shape)
 
 
 # ---- the attention function of the copy ------------------------------------------------------------------------------

@@ -125,11 +125,16 @@ class TensorParallel:
     sums: dict[str, str] = field(default_factory=dict)  # parameter name -> axis its gradient is summed over
 
     def enter(self, x_BTD: Tensor) -> Tensor:
-        """Into a column-parallel region: all tokens on every rank."""
+        """Into a column-parallel region: all tokens on every rank. (Of tokens [N, D], those of a rank after another's:
+        `leave` gives each its own again.)"""
+        if x_BTD.ndim == 2:
+            return self.enter(x_BTD.unsqueeze(0)).squeeze(0)
         return (GatherSequence if self.sequence_parallel else CopyIn).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Out of a row-parallel region: partial sums added up."""
+        if x_BTD.ndim == 2:
+            return self.leave(x_BTD.unsqueeze(0)).squeeze(0)
         return (ScatterSumSequence if self.sequence_parallel else SumOut).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def whole_logits(self, logits: Tensor) -> Tensor:
