@@ -24,15 +24,16 @@ from transformers.utils import logging
 from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.models import surfaces
+from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
-from fivefold.parallel.apply import parallelize
+from fivefold.parallel.apply import _traced, parallelize
 from fivefold.parallel.spread import spread_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.exact import exact
-from tiny_configs import Values, make_config
+from tiny_configs import Values, default_config, make_config, tiny_values
 
 TOLERANCE = 1e-9  # of the losses and every gradient; what is not the same differs by far more
 ROWS = 8
@@ -47,7 +48,6 @@ class Tried:
     model_type: str
     values: Values
     layout: str = "single"
-    switch: str = ""
     steps: int = 2
 
     @property
@@ -74,7 +74,7 @@ class Verdict:
     reason: str = ""
 
 
-# On a rank -------------------------------------------------------------------------------------------------------------
+# On a rank ------------------------------------------------------------------------------------------------------------
 
 
 def on_rank(tried: Tried) -> dict[str, Any]:
@@ -98,6 +98,29 @@ def on_rank(tried: Tried) -> dict[str, Any]:
         except Exception as error:
             return {"invalid": f"transformers itself fails: {_last_line(error)}"}
     return found
+
+
+def tiny_on_rank(model_type: str) -> tuple[Values | None, dict[str, Any]]:
+    """A tiny config of a class that runs. Or none, and why: what fivefold says to the class's own config, if it
+    refuses that, or else what `transformers` says to a tiny one."""
+    logging.set_verbosity_error()
+    values, why = tiny_values(model_type, _runs)
+    if not why:
+        return values, {}
+    try:
+        model = build_meta(default_config(model_type))
+        _traced(model, Anatomy.of(model))
+    except UserError as error:
+        return None, {"kind": "refused", "reason": error.what}
+    except Exception as error:  # the config class, or the model's constructor
+        return None, {"kind": "invalid", "reason": f"transformers itself fails: {_last_line(error)}"}
+    return None, {"kind": "invalid", "reason": f"no tiny config of it runs in transformers: {why}"}
+
+
+def _runs(config: PreTrainedConfig) -> bool:
+    with torch.no_grad():
+        logits = random_model(config)(input_ids=torch.arange(12).unsqueeze(0), use_cache=False).logits
+    return bool(logits.isfinite().all())
 
 
 def random_model(config: PreTrainedConfig) -> Any:
@@ -166,8 +189,9 @@ def _adamw(model: Any) -> torch.optim.Optimizer:
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in model.parameters():
         groups[parameter.ndim - (id(parameter) in stacked) > 1].append(parameter)
+    decays = {True: options.weight_decay, False: 0.0}
     return torch.optim.AdamW(
-        [{"params": groups[True], "weight_decay": options.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+        [{"params": groups[each], "weight_decay": decay} for each, decay in decays.items()],
         lr=options.learning_rate, betas=options.betas, eps=options.eps,
     )  # fmt: skip
 
@@ -186,7 +210,7 @@ def _loss(model: Any, documents: Sequence[np.ndarray]) -> Tensor:
     return summed / sum(len(document) - 1 for document in documents)
 
 
-# Judging ---------------------------------------------------------------------------------------------------------------
+# Judging --------------------------------------------------------------------------------------------------------------
 
 
 def judged(ranks: Sequence[dict[str, Any]]) -> Verdict:

@@ -59,6 +59,14 @@ def tiny_values(model_type: str, fits: Callable[[PreTrainedConfig], bool]) -> tu
     return {}, reason
 
 
+def default_config(model_type: str) -> PreTrainedConfig:
+    """The class's own config, with few layers."""
+    values = _with_few_layers(_defaults(model_type))
+    return make_config(
+        model_type, {k: 0.0 if RANDOM.search(k) and isinstance(v, float) else v for k, v in values.items()}
+    )
+
+
 def make_config(model_type: str, values: Values) -> PreTrainedConfig:
     """The config of these values."""
     return CONFIG_MAPPING[model_type](**deepcopy(values))
@@ -111,7 +119,7 @@ CHANGES: tuple[Values, ...] = (
 )
 
 
-# Sizes -----------------------------------------------------------------------------------------------------------------
+# Sizes ----------------------------------------------------------------------------------------------------------------
 
 SIZES: Mapping[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 3,
@@ -134,11 +142,12 @@ RULES: tuple[tuple[str, int], ...] = (
     (r".*intermediate_size\w*|.*ffn_dim|n_inner|d_ff|ffn_hidden_size|dim_ff|dff|mlp_dim|feed_forward_size|d_inner", 53),
     (r"q_lora_rank", 13), (r"kv_lora_rank", 12), (r"qk_nope_head_dim", 6), (r"qk_rope_head_dim|rotary_dim", 4),
     (r"qk_head_dim", 10), (r"v_head_dim", 7), (r"o_lora_rank", 8),
-    (r"index_n_heads", 4), (r"index_head_dim", 8), (r"index_topk", 3), (r"index_block_size", 4), (r"index_topk_blocks|index_local_blocks", 1),
+    (r"index_n_heads", 4), (r"index_head_dim", 8),
+    (r"index_topk", 3), (r"index_block_size", 4), (r"index_topk_blocks|index_local_blocks", 1),
     (r"keep_window_size", 3),
     (r"(first_k_dense_replace|num_dense_layers|num_kv_shared_layers|max_window_layers)", 1),
     (r"decoder_sparse_step|moe_layer_interval|interleave_moe_layer_step", 2),
-    (r"(\w*_)?hidden_size|d_model|n_embd|embed_dim|\w*embedding_(size|dim)|word_embed_proj_dim|attention_hidden_size", 32),
+    (r"(\w*_)?hidden_size|d_model|n_embd|embed_dim|\w*embedding_(size|dim)|word_embed_proj_dim", 32),
     (r"(\w*_)?(num_)?(query_groups|kv_heads|key_value_heads)|kv_n_heads", 2),
     (r"(\w*_)?(attention_heads|num_heads|n_heads?|num_key_heads|num_value_heads|mamba_num_heads)", 4),
     (r"mamba_(d_head|head_dim|headdim)", 16), (r"mamba_d_ssm", 64),
@@ -213,7 +222,7 @@ def _special(key: str, value: Any, sizes: Mapping[str, Any]) -> Any:
     return value if value is None or value < LAST_TOKEN else VOCABULARY - 1 - sum(map(ord, key)) % 5
 
 
-# Layers ----------------------------------------------------------------------------------------------------------------
+# Layers ---------------------------------------------------------------------------------------------------------------
 
 
 def _with_few_layers(values: Values) -> Values:
@@ -245,10 +254,10 @@ def _with_few_layers(values: Values) -> Values:
     return cut
 
 
-# Switches --------------------------------------------------------------------------------------------------------------
+# Switches -------------------------------------------------------------------------------------------------------------
 
 
-def switches(values: Values, model_type: str) -> Iterator[tuple[str, Values]]:
+def switches(values: Values) -> Iterator[tuple[str, Values]]:
     """(what is switched, values): every boolean the other way once, windows and chunks on, dropout and jitter on."""
     for path, value in _leaves(values):
         if NOT_SWITCHES.fullmatch(path) or NOT_SWITCHES.fullmatch(path.rpartition(".")[2]):

@@ -233,7 +233,7 @@ class _Recorder:
             module.forward = self._experts(name, next(module.parameters()).shape[0])
             return
         if isinstance(module, nn.modules.conv._ConvNd):
-            module.forward = self._convolution(name)  # type: ignore[method-assign]
+            module.forward = self._convolution(name)
             return
         if any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
             module.forward = self._opaque(name, module)
