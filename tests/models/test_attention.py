@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Llama4TextConfig, LlamaConfig
+from transformers import LlamaConfig
 
 from fivefold.errors import UserError
 from fivefold.models import kernels, packed
-from fivefold.models.attention import attention_forward, no_mask, reference_attention
+from fivefold.models.attention import attention_forward, reference_attention
 from fivefold.models.build import build_meta
 
 # Rows x positions, and the bounds of the documents in them: prime lengths, documents of 1 token, a padding tail.
@@ -228,7 +228,9 @@ def test_bounds_that_are_no_documents_are_a_bug(edges):
         ({"dropout": 0.1}, "dropout"),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "dense"),
         ({"sliding_window": 0}, "hides every key"),
-        ({"position_bias": torch.ones(4)}, "position bias"),
+        ({"position_bias": torch.ones(4)}, "position_bias"),
+        ({"block_indices": torch.ones(1, 5)}, "Attention passes its attention block_indices"),
+        ({"attend_to_sinks": 3}, "attend_to_sinks"),
         ({"is_causal": False}, "not causal"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -244,15 +246,10 @@ def test_a_window_as_long_as_the_row_changes_nothing():
     assert torch.equal(forward(*tensors, sliding_window=5), forward(*tensors))
 
 
-def test_the_mask_function_refuses_padding_and_static_caches():
-    assert no_mask(q_length=4, kv_length=4, attention_mask=torch.ones(2, 4, dtype=torch.bool)) is None
-    assert no_mask(q_length=1, kv_length=3, q_offset=6, kv_offset=4) is None
-    with pytest.raises(UserError, match="padded batch"):
-        no_mask(q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
-    with pytest.raises(UserError, match="chunked"):
-        no_mask(q_length=9, kv_length=9, local_size=8, config=Llama4TextConfig(attention_chunk_size=8))
-    with pytest.raises(UserError, match="static cache"):
-        no_mask(q_length=3, kv_length=64, q_offset=torch.tensor(0))
+def test_keywords_without_a_meaning_here_are_let_through():
+    query, key, value = inputs(1, 5, 4, 4)
+    harmless = {"position_ids": torch.arange(5)[None], "output_attentions": True, "block_indices": None}
+    assert attention_forward(Attention(), query, key, value, None, **harmless)[0].isfinite().all()
 
 
 def test_dropout_in_the_config_is_refused_when_the_model_is_built():

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from fivefold.models import attention, surfaces
+from fivefold.models import attention, masks, surfaces
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.attention import NAME
 from fivefold.models.build import build_meta
@@ -85,7 +85,7 @@ def test_contract_attention(case, monkeypatch):
     model = build_meta(hf_config(case))
     forgetful = {layer for layer, _ in trace(model, Anatomy.of(model)).forgetful}
     values = buffer_values(model)
-    surfaces.register_attention("spied", spied, attention.no_mask)
+    surfaces.register_attention("spied", spied, masks.asked_for)
     surfaces.select_attention(model, "spied")
     assert model.config._attn_implementation == "spied"
     model.to_empty(device="cpu")
@@ -96,7 +96,7 @@ def test_contract_attention(case, monkeypatch):
     positions = torch.cat([torch.arange(5), torch.arange(12)])[None]
     out = model(input_ids=torch.arange(17)[None], position_ids=positions, bounds=bounds, use_cache=False)
     assert out.logits.isfinite().all() and out.logits.shape == (1, 17, model.config.vocab_size)
-    assert len(calls) == 3 and all(mask is None for _, mask in calls)
+    assert len(calls) == 3 and all(isinstance(mask, masks.Mask) for _, mask in calls)
     assert sum(given is bounds for given, _ in calls) == 3 - len(forgetful)
 
 

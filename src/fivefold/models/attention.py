@@ -2,8 +2,8 @@
 
 `transformers` calls `attention_forward` in place of its own functions (see `register`). Without `bounds` each row is
 one document. With `bounds`, the cumulative document bounds of the micro batch (`MicroBatch.bounds`), no document
-sees another. A quadratic mask exists in neither case. Sliding windows (Mistral, Gemma), soft-capped scores (Gemma 2)
-and attention sinks (gpt-oss) are served in both, and in generation.
+sees another. A quadratic mask exists in neither case. Sliding windows (Mistral, Gemma), chunks (Llama 4), soft-capped
+scores (Gemma 2) and attention sinks (gpt-oss) are served in both, and in generation.
 
 Legend: B rows, T positions, H query heads, S key positions, D head size; G key/value heads (H is a multiple of G).
 """
@@ -16,22 +16,24 @@ from torch import nn
 from torch.nn import functional as F
 
 from fivefold.errors import UserError
-from fivefold.models import kernels, surfaces
+from fivefold.models import kernels, masks, surfaces
+from fivefold.models.masks import Mask
 from fivefold.models.packed import packed_attention
 
 NAME = "fivefold"
 CONTEXT = "context_parallel"  # attribute of an attention module: the fold that attends in place of this file
 
-# What some models ask of attention that is not built here; dropping any of these would train a different model.
-_UNSUPPORTED = {
-    "position_bias": "a position bias",
-    "head_mask": "a head mask",
-}
+# Keywords that say nothing about what attention computes: positions are in the queries and keys already.
+_HARMLESS = (
+    "position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+    "output_router_logits",
+)  # fmt: skip
+_SERVED = ("is_causal", "bounds", "sliding_window", "softcap", "s_aux")
 
 
 def register() -> None:
     """Offer this attention to `transformers` under `NAME`. Calling it again changes nothing."""
-    surfaces.register_attention(NAME, attention_forward, no_mask)
+    surfaces.register_attention(NAME, attention_forward, masks.asked_for)
 
 
 def attention_forward(
@@ -39,7 +41,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask | torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     bounds: torch.Tensor | None = None,
@@ -52,30 +54,47 @@ def attention_forward(
 
     query [B,H,T,D], key and value [B,G,S,D] -> ([B,T,H,D], None). `bounds`: int32 [n+1] on the CPU, 0 first, B*T
     last, every row start included. S > T is generation with a cache: the queries are the last T of S positions.
-    A query sees itself and the `sliding_window` - 1 positions before it. `softcap`: scores become
-    tanh(scores / softcap) * softcap. `s_aux` [H]: attention sinks, a logit per query head without a value.
-    Raises `UserError` for dropout, masks, and forms of attention that would otherwise be dropped without a word.
+    `attention_mask`: what `masks.asked_for` gave, which decides; without one, a query sees itself and the
+    `sliding_window` - 1 positions before it. `softcap`: scores become tanh(scores / softcap) * softcap. `s_aux` [H]:
+    attention sinks, a logit per query head without a value.
+    Raises `UserError` for dropout, tensors as masks, and whatever would otherwise be dropped without a word.
     """
-    _refuse(module, attention_mask, dropout, sliding_window, kwargs)
+    check_call(module, attention_mask, dropout, kwargs)
+    mask = attention_mask if isinstance(attention_mask, Mask) else Mask(sliding_window)
+    if mask.window is not None and mask.window < 1:
+        raise UserError(f"a sliding window of {mask.window} positions hides every key", fix="use null for no window")
+    if mask.chunk is not None:
+        key, value, bounds = _own_chunks(module, query, key, value, bounds, mask)
     if value.shape[-1] != query.shape[-1]:
-        return _with_equal_heads(module, query, key, value, scaling, bounds, sliding_window, softcap, s_aux), None
+        return _with_equal_heads(module, query, key, value, scaling, bounds, mask.window, softcap, s_aux), None
+    return _attend(module, query, key, value, scaling, bounds, mask.window, softcap, s_aux), None
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
+    bounds: torch.Tensor | None, window: int | None, softcap: float | None, s_aux: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[B,T,H,D]: heads of one size."""
     context = getattr(module, CONTEXT, None)
     if context is not None and context.is_on:
-        rule = kernels.Rule(_scale(scaling, query), sliding_window, softcap)
-        return context.attend(query, key, value, bounds, rule, s_aux), None
+        rule = kernels.Rule(_scale(scaling, query), window, softcap)
+        attended: torch.Tensor = context.attend(query, key, value, bounds, rule, s_aux)
+        return attended
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = bounds is not None and bounds.shape[0] != rows + 1
-    bites = sliding_window is not None and sliding_window < keys
+    bites = window is not None and window < keys
     if not (packed or bites or softcap is not None or s_aux is not None):
-        return _plain_rows(query, key, value, scaling), None
+        return _plain_rows(query, key, value, scaling)
     if keys != length and not packed:
-        rule = kernels.Rule(_scale(scaling, query), sliding_window, softcap)
-        return _cached_rows(query, key, value, rule, s_aux), None
+        rule = kernels.Rule(_scale(scaling, query), window, softcap)
+        return _cached_rows(query, key, value, rule, s_aux)
     if bounds is None:
         bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device="cpu")
-    window = sliding_window if bites else None
-    out_BTHD, _ = packed_attention(query, key, value, bounds, _scale(scaling, query), window, softcap, s_aux)
-    return out_BTHD, None
+    out_BTHD: torch.Tensor
+    out_BTHD, _ = packed_attention(
+        query, key, value, bounds, _scale(scaling, query), window if bites else None, softcap, s_aux
+    )
+    return out_BTHD
 
 
 def _with_equal_heads(
@@ -86,10 +105,31 @@ def _with_equal_heads(
     size, given = value.shape[-1], query.shape[-1]
     query, key, value = (F.pad(each, (0, max(size, given) - each.shape[-1])) for each in (query, key, value))
     scale = float(given) ** -0.5 if scaling is None else scaling
-    out_BTHD, _ = attention_forward(
-        module, query, key, value, None, scale, bounds=bounds, sliding_window=window, softcap=softcap, s_aux=sinks
-    )
-    return out_BTHD[..., :size]
+    return _attend(module, query, key, value, scale, bounds, window, softcap, sinks)[..., :size]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many chunks there are depends on the documents
+def _own_chunks(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None,
+    mask: Mask,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Keys and values that the queries may see, and bounds in which each chunk of a document is one of its own."""
+    assert mask.chunk is not None
+    (rows, _, length, _), keys = query.shape, key.shape[2]
+    if keys == length:
+        context = getattr(module, CONTEXT, None)
+        whole = length * context.size if context is not None and context.is_on else length
+        if bounds is None:
+            bounds = torch.arange(0, (rows + 1) * whole, whole, dtype=torch.int32, device="cpu")
+        return key, value, masks.in_chunks(bounds, mask.chunk)
+    last = mask.start + keys - 1
+    if (last - length + 1) // mask.chunk != last // mask.chunk:
+        raise UserError(
+            f"{length} tokens over the end of a chunk of {mask.chunk} cannot join a key/value cache at once",
+            fix="give the whole prompt at once, then one token at a time",
+        )
+    seen = min(keys, last % mask.chunk + 1)
+    return key[:, :, keys - seen :], value[:, :, keys - seen :], bounds
 
 
 def _plain_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -124,34 +164,6 @@ def _cached_rows(
     if sinks is not None:
         kernels.join_sinks(out_BTHD, lse_BHT.transpose(1, 2), sinks.detach())
     return out_BTHD
-
-
-def no_mask(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> None:
-    """The mask function of the models: never a mask, and a `UserError` where leaving it out would be wrong."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise UserError(
-            "the attention mask hides tokens (a padded batch), which fivefold's attention does not do",
-            fix="pass rows without padding, or packed documents with their bounds",
-        )
-    total = int(kv_offset) + int(kv_length)
-    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
-    if chunk is not None and kwargs.get("local_size") == chunk and total > chunk:
-        raise UserError(
-            f"chunked attention ({chunk} positions) over rows of {total} is not supported yet",
-            fix=f"set data.seq_length to {chunk} or less",
-        )
-    if int(q_offset) + int(q_length) != total:
-        raise UserError(
-            "the key/value cache holds positions that are not written yet (a static cache)",
-            fix="use a dynamic cache",
-        )
 
 
 def reference_attention(
@@ -195,17 +207,19 @@ def _last_positions(length: int, keys: int, device: torch.device) -> torch.Tenso
     return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
 
 
-def _refuse(
-    module: nn.Module, mask: torch.Tensor | None, dropout: float, window: int | None, kwargs: Mapping[str, Any]
-) -> None:
+def check_call(module: nn.Module, mask: object, dropout: float, kwargs: Mapping[str, Any]) -> None:
+    """Raise `UserError` for dropout, masks that a model computed, and keywords that attention does not know: dropping
+    one of these would train a different model."""
+    name = type(module).__name__
+    if mask is not None and not isinstance(mask, Mask):
+        raise UserError(
+            f"{name} is given a dense attention mask, which would be dropped",
+            fix="leave attention_mask out; documents go in bounds",
+        )
     if dropout:
         raise UserError(f"attention dropout {dropout} is not supported", fix="set model.overrides.attention_dropout: 0")
-    if mask is not None:
-        raise UserError("a dense attention mask was passed", fix="leave attention_mask out; documents go in bounds")
-    if window is not None and window < 1:
-        raise UserError(f"a sliding window of {window} positions hides every key", fix="use null for no window")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        raise UserError(f"{type(module).__name__} asks for attention that is not causal, which is not supported")
-    for name, what in _UNSUPPORTED.items():
-        if kwargs.get(name) is not None:
-            raise UserError(f"{type(module).__name__} asks for {what} ({name}), which is not supported yet")
+        raise UserError(f"{name} asks for attention that is not causal, which is not supported")
+    for keyword, value in kwargs.items():
+        if keyword not in (*_HARMLESS, *_SERVED) and value is not None and value is not False:
+            raise UserError(f"{name} passes its attention {keyword}, which is not supported yet")

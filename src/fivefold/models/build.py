@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.errors import UserError
@@ -133,18 +134,23 @@ def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
-    """Dropout draws other numbers on every rank: no layout would compute what another does."""
-    keys = {
-        key: value
-        for key, value in model.config.get_text_config().to_dict().items()
-        if re.search("drop|jitter", key) and not key.startswith(_NO_DROPOUT) and _is_positive(value)
-    }
-    if keys or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+    """Dropout and jitter draw other numbers on every rank: no layout would compute what another does."""
+    keys = dict(_noise(model.config.get_text_config().to_dict()))
+    if keys or any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         found = ", ".join(f"{key} {value}" for key, value in keys.items())
         raise UserError(
-            f"dropout is not supported: {found or 'a module has it'}",
+            f"dropout is not supported: {type(model).__name__} has {found or 'a module that drops'}",
             fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}" if keys else None,
         )
+
+
+def _noise(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a config, at every depth, that ask for random numbers, and what they ask for."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _noise(value, f"{inside}{key}.")
+        elif re.search("drop|jitter", str(key)) and not str(key).startswith(_NO_DROPOUT) and _is_positive(value):
+            yield f"{inside}{key}", value
 
 
 def _is_positive(value: Any) -> bool:

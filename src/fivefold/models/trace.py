@@ -16,9 +16,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from fivefold.models import surfaces
+from fivefold.errors import UserError
+from fivefold.models import attention, masks, surfaces
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.recipe import buffer_values
 
@@ -32,7 +34,11 @@ Kind = Literal["linear", "small", "attention", "experts", "opaque"]
 
 
 class Untraceable(Exception):
-    """Why a model cannot be traced, in words that follow its name."""
+    """Why a model cannot be traced, in words that follow its name; `fix`: what to do about it, where that is known."""
+
+    def __init__(self, why: str, *, fix: str | None = None) -> None:
+        super().__init__(why)
+        self.fix = fix
 
 
 class MixesTokens(Untraceable):
@@ -47,7 +53,8 @@ class Event:
     at once. `experts`: one that holds the weights of all experts of a layer; `inputs` are tokens and their weights.
     `opaque`: any other that holds many weights and is no linear. Of an attention call
     `inputs` are query [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed
-    along, one number per query head.
+    along, one number per query head. Of an experts call `router` is the module that gave the picks, if one did, and
+    `has_logits` says whether it gave its logits as well.
     """
 
     kind: Kind
@@ -58,6 +65,8 @@ class Event:
     wide: bool = False
     parameters: tuple[str, ...] = ()
     experts: int = 0
+    router: str | None = None
+    has_logits: bool = False
 
 
 @dataclass
@@ -93,11 +102,21 @@ class Trace:
     streams: str | None = None
 
     @property
+    def read(self) -> list[Tensor]:
+        """All that stand-ins were given, in order."""
+        return [x.detach() for block in self.blocks for event in block.events for x in event.inputs]
+
+    @property
     def experts(self) -> list["Experts"]:
         """The modules of experts, in order."""
         return [
             Experts(
-                event.name, _router(block, event), event.experts, event.inputs[1].shape[-1], event is block.events[-1]
+                event.name,
+                event.router or _router(block, event),
+                event.experts,
+                event.inputs[1].shape[-1],
+                event is block.events[-1],
+                event.has_logits,
             )
             for block in self.blocks
             for event in block.events
@@ -108,13 +127,14 @@ class Trace:
 @dataclass(frozen=True)
 class Experts:
     """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`:
-    nothing with weights runs after it in its layer."""
+    nothing with weights runs after it in its layer. `has_logits`: the router gives logits, weights and picks."""
 
     name: str
     router: str
     experts: int
     picks: int
     is_last: bool
+    has_logits: bool = False
 
 
 def _router(block: BlockTrace, experts: Event) -> str:
@@ -129,7 +149,7 @@ def _router(block: BlockTrace, experts: Event) -> str:
 
 def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
     """Run a copy of `model`. Raises `Untraceable`."""
-    surfaces.register_attention(_ATTENTION, _attention, lambda *args, **kwargs: None)
+    surfaces.register_attention(_ATTENTION, _attention, _mask)
     traced = _run(model, anatomy, [])
     if traced.forgetful and _run(model, anatomy, traced.forgetful).forgetful:
         raise Untraceable("its attention is not given the bounds of packed documents")
@@ -138,21 +158,82 @@ def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
 
 def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str, str]]) -> Trace:
     copy = surfaces.copy_on_meta(model, _ATTENTION)
+    copy.train()
     tokens = _tokens(copy)
     recorder = _Recorder(copy, anatomy, tokens)
     hand_on_bounds(copy, forgetful)
+    try:
+        base = copy.get_submodule(anatomy.base)
+    except AttributeError as error:
+        raise Untraceable(f"it has no part {anatomy.base!r}, where its class says that its layers are") from error
     ids = torch.arange(tokens).unsqueeze(0) % model.config.get_text_config().vocab_size
-    with _recording(recorder), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
+    inputs = {"input_ids": ids, "use_cache": False, "bounds": recorder.bounds}
+    recorder.begin(stops_at_block=True)
+    _follow(recorder, base, **inputs)
+    counted = recorder.places
+    recorder.begin()
+    _follow(recorder, base, position_ids=ids, **inputs)
+    traced, noisy, places = recorder.trace, recorder.draws, recorder.places
+    if recorder.counts:
+        raise Untraceable(f"{recorder.counts[0]} counts the tokens of a row, whatever documents are in it")
+    if len(traced.blocks) != len(anatomy.layers):
+        raise Untraceable("its forward does not run every layer once")
+    if not _same(counted, places):
+        raise Untraceable("the positions that it counts for itself are not 0, 1, 2 and so on from a document's start")
+    if noisy:
+        recorder.begin(noise=1)
+        _follow(recorder, base, position_ids=ids, **inputs)
+        if not _same(traced.read, recorder.trace.read):
+            fix = "set its dropout, jitter or noise to 0 in model.overrides"
+            raise Untraceable(f"{noisy[0]} computes with random numbers in training", fix=fix)
+    return traced
+
+
+class _Enough(Exception):
+    """A run has shown what it was for."""
+
+
+def _follow(recorder: "_Recorder", base: nn.Module, **inputs: Any) -> None:
+    """Run the copy. Raises `Untraceable`, in words, whatever happens."""
+    with _recording(recorder), torch.random.fork_rng(devices=[]), torch.enable_grad(), _Watch(recorder):
+        torch.manual_seed(recorder.noise)
         try:
-            copy.get_submodule(anatomy.base)(input_ids=ids, position_ids=ids, use_cache=False, bounds=recorder.bounds)
+            base(**inputs)
+        except _Enough:
+            return
         except Untraceable:
             raise
+        except UserError as error:  # of attention: what it would drop
+            raise Untraceable(error.what, fix=error.fix) from error
+        except masks.MaskOpened as error:
+            raise Untraceable(str(error)) from error
         except Exception as error:  # the model's own code met something that it cannot do with stand-ins
-            raise Untraceable(f"its forward cannot be followed ({type(error).__name__}: {error})") from error
-    if len(recorder.trace.blocks) != len(anatomy.layers):
-        raise Untraceable("its forward does not run every layer once")
-    return recorder.trace
+            raise Untraceable(f"{recorder.innermost} cannot be followed ({type(error).__name__}: {error})") from error
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where the model draws random numbers: stand-ins have a generator of their own. A single number decides
+    whether a layer is dropped: it is 0, so that any chance at all drops it."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func._overloadpacket is torch.ops.aten.arange and len(made) == self.recorder.tokens:
+            self.recorder.counts.append(self.recorder.innermost)
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return made
+        if made.numel() == 1:
+            return torch.zeros_like(made)
+        self.recorder.draws.append(self.recorder.innermost)
+        return made
+
+
+def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 def _tokens(model: PreTrainedModel) -> int:
@@ -194,17 +275,18 @@ def gradients(output: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | Non
     """The gradient of a random mixture of `output` for each leaf: zero, or None, where it does not depend on it."""
     if not output.requires_grad:
         return [None] * len(leaves)
-    weights = torch.rand_like(output) + 0.5
+    weights = torch.rand(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(0)) + 0.5
     found: Sequence[Tensor | None] = torch.autograd.grad(output, leaves, weights, retain_graph=True, allow_unused=True)
     return found
 
 
 class _Recorder:
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, tokens: int) -> None:
-        self.trace, self.tokens = Trace(), tokens
+        self.tokens = tokens
         self.bounds = torch.tensor([0, tokens])  # must reach attention
-        self.block: BlockTrace | None = None
         self.rows: dict[str, tuple[int, Tensor]] = {}  # leaf -> the dimension of its tokens, and the token of each row
+        self.random = torch.Generator()
+        self.begin()
         self.hidden = model.config.get_text_config().hidden_size
         self.names = {id(module): name for name, module in model.named_modules()}
         self.layers = set(anatomy.layers)
@@ -212,7 +294,18 @@ class _Recorder:
         for name, module in model.named_modules():
             for leaf, _ in list(module.named_buffers(recurse=False)):
                 module._buffers[leaf] = values[f"{name}.{leaf}" if name else leaf]
+            module.register_forward_pre_hook(partial(self._begin, name or "its forward"))
             self._prepare(name, module)
+            module.register_forward_hook(partial(self._end, name))
+
+    def _begin(self, name: str, *_: Any) -> None:
+        self.under_way.append(name)
+
+    def _end(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        self.under_way.pop()
+        for each in output if isinstance(output, tuple) else ():
+            if isinstance(each, Tensor) and not each.is_floating_point():
+                self.picks.setdefault(id(each), (name, output))
 
     def _prepare(self, name: str, module: Any) -> None:
         if name in self.layers:
@@ -221,7 +314,7 @@ class _Recorder:
         elif (dims := surfaces.linear_dims(module)) is not None:
             module.forward = self._linear(name, module.weight.shape[dims[0]])
             if module.weight.numel() <= MOST_READ:
-                module.weight = nn.Parameter(torch.randn(module.weight.shape), requires_grad=False)
+                module.weight = nn.Parameter(self._drawn(*module.weight.shape), requires_grad=False)
             return
         elif isinstance(module, nn.Embedding):
             module.forward = self._embedding(name, module.embedding_dim)  # type: ignore[method-assign]
@@ -239,34 +332,63 @@ class _Recorder:
             module.forward = self._opaque(name, module)
             return
         for leaf, parameter in own:
-            values = torch.rand(parameter.shape) + 0.5
+            values = torch.rand(parameter.shape, generator=self.random) + 0.5
             if parameter.ndim > 1:  # a wide sum stays where softmax and sigmoid have gradients
                 values *= parameter.shape[-1] ** -0.5
             module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
         if own and not any(True for _ in module.children()):
             module.forward = self._small(name, module)
 
+    @property
+    def innermost(self) -> str:
+        """The module under way."""
+        return self.under_way[-1] if self.under_way else "its forward"
+
+    def begin(self, *, stops_at_block: bool = False, noise: int = 0) -> None:
+        """Before each run of the model. `noise`: the seed of whatever the model draws."""
+        self.trace, self.stops_at_block, self.noise = Trace(), stops_at_block, noise
+        self.picks: dict[
+            int, tuple[str, tuple[Any, ...]]
+        ] = {}  # integers -> the module that gave them, and all it gave
+        self.draws: list[str] = []  # modules that draw random numbers
+        self.counts: list[str] = []
+        self.under_way: list[str] = []  # modules, the innermost last
+        self.places: list[Tensor] = []  # what tells the first layer where its tokens stand
+        self.block: BlockTrace | None = None
+        self.random.manual_seed(0)
+
+    def _drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random)
+
     # ---- stand-ins ---------------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, features: int) -> Any:
         def forward(x: Tensor) -> Tensor:
-            return self._record("linear", name, (x,), torch.randn(*x.shape[:-1], features))
+            return self._record("linear", name, (x,), self._drawn(*x.shape[:-1], features))
 
         return forward
 
     def _embedding(self, name: str, features: int) -> Any:
         def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self._outside(name)
-            return torch.randn(*ids.shape, features, requires_grad=self.block is None)
+            if self.block is None:
+                self.places.append(ids)
+            return self._drawn(*ids.shape, features).requires_grad_(self.block is None)
 
         return forward
 
     def _experts(self, name: str, experts: int) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             read = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
-            out = self._record("experts", name, read, torch.randn(read[0].shape))
+            out = self._record("experts", name, read, self._drawn(*read[0].shape))
             if self.block is not None:
-                self.block.events[-1].experts = experts
+                event = self.block.events[-1]
+                event.experts = experts
+                index = next(
+                    x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()
+                )
+                event.router, given = self.picks.get(id(index), (None, ()))
+                event.has_logits = _gives_logits(given, experts, index)
             return out
 
         return forward
@@ -278,8 +400,8 @@ class _Recorder:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
             if not given:
                 raise Untraceable(f"{name} is given no hidden states")
-            x = given[0]
-            return self._record("opaque", name, (x,), torch.randn(_shape_given(plain, args, kwargs, x)))
+            drawn = self._drawn(*_shape_given(plain, args, kwargs, given[0]))
+            return self._record("opaque", name, (given[0],), drawn)
 
         return forward
 
@@ -317,8 +439,8 @@ class _Recorder:
         if extra.get("bounds") is not self.bounds:
             self.trace.forgetful.append((self.block.layer, name))
         passed = tuple(f"{name}.{mine[id(each)]}" for each in extra.values() if id(each) in mine)
-        shape = (*query.transpose(1, 2).shape[:3], value.shape[-1])
-        return self._record("attention", name, tensors, torch.randn(shape), passed)
+        drawn = self._drawn(*query.transpose(1, 2).shape[:3], value.shape[-1])
+        return self._record("attention", name, tensors, drawn, passed)
 
     def _record(
         self, kind: Kind, name: str, inputs: tuple[Tensor, ...], values: Tensor, parameters: tuple[str, ...] = ()
@@ -413,6 +535,11 @@ class _Recorder:
             if kwargs.get("bounds") is not self.bounds:
                 raise Untraceable("it does not hand the bounds of packed documents on to its layers")
             old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
+            others = [part for each in (*args, *kwargs.values()) if each is not old for part in _flat(each)]
+            if not self.trace.blocks:
+                self.places += [x for x in others if isinstance(x, Tensor) and x.is_floating_point()]
+            if self.stops_at_block:
+                raise _Enough
             self._note_carried(layer, [each for each in (*args, *kwargs.values()) if each is not old])
             if old.ndim > 3:
                 self.trace.streams = f"{layer} is given several streams of hidden states, {list(old.shape)}"
@@ -470,6 +597,15 @@ class _Recorder:
         ]
 
 
+def _gives_logits(given: tuple[Any, ...], experts: int, index: Tensor) -> bool:
+    """Whether what a router gives are logits of all `experts`, no probabilities, and weights of its picks."""
+    floats = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+    if len(floats) < 2 or floats[0].shape[-1] != experts or floats[1].shape != index.shape:
+        return False
+    total = floats[0].detach().double().sum(-1)
+    return not torch.allclose(total, torch.ones_like(total), atol=1e-3)
+
+
 def _flat(value: Any) -> list[Any]:
     """The items of a tuple, list or dict, or the value itself."""
     if isinstance(value, dict):
@@ -507,6 +643,23 @@ def _recording(recorder: _Recorder) -> Iterator[None]:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **extra: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **extra: Any,
 ) -> tuple[Tensor, None]:
-    return _recorders[-1].attention(module, (query, key, value), extra), None
+    recorder = _recorders[-1]
+    attention.check_call(module, attention_mask, dropout, extra)
+    if attention_mask is None:
+        raise Untraceable(f"{recorder.names[id(module)]} attends without the mask that its model asks for")
+    return recorder.attention(module, (query, key, value), extra), None
+
+
+def _mask(*args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> masks.Mask:
+    mask = masks.asked_for(*args, **kwargs)
+    masks.check(mask, mask_function)
+    return mask

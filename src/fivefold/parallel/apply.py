@@ -85,7 +85,7 @@ def parallelize(
         model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.expert_parts
     )
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
-    balance = balancing.watch_routers(model, experts, fold, rows)
+    balance = balancing.watch_routers(model, experts, fold, rows, device)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
@@ -129,7 +129,8 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
     except Untraceable as error:
         raise UserError(
             f"{type(model).__name__} cannot be trained here: {error}",
-            fix="use a model whose layers mix tokens through the attention functions of transformers alone",
+            fix=error.fix
+            or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
 
 

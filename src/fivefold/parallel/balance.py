@@ -80,6 +80,7 @@ class Balance:
     tensor: TensorParallel | None
     context: ContextParallel | None
     world: int
+    device: torch.device
     options: BalanceOptions = field(default_factory=BalanceOptions)
     _scale: float = 0.0  # of a row's loss: one over rows and layers
     _tokens_B: Tensor | None = None  # real tokens of the rows under way
@@ -113,8 +114,7 @@ class Balance:
     def end_step(self) -> BalanceResult:
         """What the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
-        device = next(iter(self._summed.values())).device
-        elsewhere = [torch.zeros(_numbers(each), dtype=torch.float64, device=device) for each in self.modules]
+        elsewhere = [torch.zeros(_numbers(each), dtype=torch.float64, device=self.device) for each in self.modules]
         parts = [self._summed.get(each.router, zeros) for each, zeros in zip(self.modules, elsewhere, strict=True)]
         flat = torch.cat(parts)
         if self.tensor is not None and not self._is_split and self.tensor.rank:
@@ -147,7 +147,7 @@ class Balance:
     # ---- at a router -------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, experts: Experts) -> None:
-        """Hook a router that gives logits, weights and indices; another is not watched."""
+        """Hook a router that gives logits, weights and indices."""
         router = model.get_submodule(experts.router)
         router.register_forward_hook(self._after(experts.router, has_bias=hasattr(router, BIAS)))
 
@@ -246,20 +246,17 @@ def _numbers(experts: Experts) -> int:
 
 
 def watch_routers(
-    model: nn.Module, experts: ExpertParallel, tensor: TensorParallel | None, context: ContextParallel | None
-) -> Balance | None:
+    model: nn.Module, experts: ExpertParallel, tensor: TensorParallel | None, context: ContextParallel | None,
+    device: torch.device,
+) -> Balance | None:  # fmt: skip
     """Watch every router of `model`; None where there are none, or where they say less than a router says."""
     modules, senders = experts.modules, experts.parts if experts.group else 0
-    watched = Balance(modules, senders, tensor, context, dist.get_world_size())
-    if not modules or any(_is_linear(model.get_submodule(each.router)) for each in modules):
+    watched = Balance(modules, senders, tensor, context, dist.get_world_size(), device)
+    if not modules or not all(each.has_logits for each in modules):
         return None
     for each in modules:
         watched.watch(model, each)
     return watched
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions, buffers: Collection[str]) -> None:

@@ -1,0 +1,121 @@
+"""Which keys a query sees, as numbers instead of a matrix.
+
+Models of `transformers` ask for a mask with a function of positions, and hand what they get to attention, layer by
+layer. Here they get a `Mask`: what the matrix would have said. In eager attention and in PyTorch's own the mask alone
+decides, not the window that some models pass as well, so attention reads it here too.
+
+What a `Mask` cannot say is refused: a `trace` holds the function of positions against it (`check`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.errors import UserError
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
+
+
+class MaskOpened(TypeError, AttributeError):
+    """A model looks into its mask, which is no tensor here."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A query sees itself and earlier keys of its document: of the last `window` positions, and of its own chunk of
+    `chunk` positions, counted from the start of the document. `start`: the position of the first key, where a cache
+    has dropped earlier ones; 0 without a cache."""
+
+    window: int | None = None
+    chunk: int | None = None
+    start: int = 0
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, of positions that broadcast."""
+        seen = key <= query
+        if self.window is not None:
+            seen = seen & (key > query - self.window)
+        return seen if self.chunk is None else seen & (key // self.chunk == query // self.chunk)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise MaskOpened(f"its layers look into the attention mask (.{name}), which is not computed here")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MaskOpened("its layers cut the attention mask, which is not computed here")
+
+    def _computed(self, other: Any) -> Any:
+        raise MaskOpened("its layers compute with the attention mask, which is not computed here")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __or__ = __lt__ = __gt__ = _computed
+
+
+def asked_for(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    *,
+    local_size: int | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> Mask:
+    """The mask function of the models, in the signature of `transformers`.
+
+    Raises `UserError` for padding, for a static cache, and for masks that let a query see later keys or that add
+    functions of their own.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UserError(
+            "the attention mask hides tokens (a padded batch), which fivefold's attention does not do",
+            fix="pass rows without padding, or packed documents with their bounds",
+        )
+    if "allow_is_bidirectional_skip" in kwargs:
+        raise UserError("it asks for a bidirectional mask: tokens would see those that come later")
+    if kwargs.get("use_vmap"):
+        raise UserError("it adds a function of its own to the causal mask (or_mask_function, and_mask_function)")
+    if int(q_offset) + int(q_length) != int(kv_offset) + int(kv_length):
+        raise UserError(
+            "the key/value cache holds positions that are not written yet (a static cache)",
+            fix="use a dynamic cache",
+        )
+    if local_size is None:
+        return Mask()
+    if local_size != getattr(config, "attention_chunk_size", None):
+        return Mask(window=local_size)
+    if local_size == getattr(config, "sliding_window", None):
+        raise UserError(
+            f"sliding_window and attention_chunk_size are both {local_size}: which of them a mask means is not told",
+            fix="give them different values in model.overrides",
+        )
+    return Mask(chunk=local_size, start=int(kv_offset))
+
+
+def check(mask: Mask, function: MaskFunction) -> None:
+    """Raise `UserError` unless `function` sees what `mask` sees, at the edges of windows and chunks."""
+    size = mask.window or mask.chunk or 5
+    places = {max(0, turn * size + step) for turn in range(4) for step in range(-2, 3)}
+    position = torch.tensor(sorted(places | {0, 1, 2, 3, 7, 29, 61}))
+    query, key, zero = position[:, None], position[None, :], torch.zeros(1, 1, dtype=torch.long)
+    try:
+        seen = function(zero, zero, query, key).expand(len(position), len(position))
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError("its attention mask depends on more than the positions of tokens") from error
+    if bool((seen & (key > query)).any()):
+        raise UserError("its attention mask lets tokens see those that come later")
+    if not torch.equal(seen, mask.sees(query, key)):
+        raise UserError("its attention mask is neither causal, nor a sliding window, nor of chunks")
+
+
+def in_chunks(bounds: Tensor, chunk: int) -> Tensor:
+    """Bounds of documents and of their chunks of `chunk` tokens, each of which attends as a document would."""
+    lengths = bounds.diff()
+    parts = (lengths + chunk - 1) // chunk
+    number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+    starts = bounds[:-1].repeat_interleave(parts) + number * chunk
+    return torch.cat([starts, bounds[-1:]]).to(bounds.dtype)
