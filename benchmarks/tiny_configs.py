@@ -126,7 +126,7 @@ SIZES: Mapping[str, Any] = {
 }  # fmt: skip
 # Pattern of a key -> the size that it gets, if it has a larger one. The first that matches.
 RULES: tuple[tuple[str, int], ...] = (
-    (r".*vocab_size.*|.*codebook_size|decoder_vocab_size", VOCABULARY),
+    (r".*vocab_size.*|.*_vocab|.*codebook_size|decoder_vocab_size", VOCABULARY),
     (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|model_max_length"
      r"|context_length|original_max_position_embeddings)", 64),
     (r".*(sliding_window|window_size|local_attention|attention_window|window_len)", WINDOW),

@@ -318,5 +318,5 @@ def test_models_that_attend_by_code_of_their_own_are_refused():
     model = build_meta(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101, bos_token_id=None))
     with pytest.raises(Untraceable):
         trace(model, Anatomy.of(model))
-    with pytest.raises(UserError, match="attend by code of their own"):
+    with pytest.raises(UserError, match="attends by code of its own"):
         build_meta(FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=101))

@@ -62,10 +62,12 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     try:
         model = surfaces.causal_lm_on_meta(hf_config, attention)
     except ValueError as error:
-        raise UserError(f"no causal language model for model type {hf_config.model_type!r}: {error}") from error
+        name = surfaces.causal_class_name(hf_config) or f"model type {hf_config.model_type!r}"
+        raise UserError(f"no causal language model for {name}: {error}") from error
     except KeyError as error:
         raise UserError(
-            f"{hf_config.model_type} models attend by code of their own (they do not know attention {error})",
+            f"{surfaces.causal_class_name(hf_config)} attends by code of its own, not by the attention functions of "
+            "transformers",
             fix="use a model that calls the attention functions of transformers",
         ) from error
     model.config.use_cache = False
@@ -131,6 +133,19 @@ def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     bounds = kwargs.get("bounds")
     if bounds is not None and len(set(bounds.diff().tolist())) > 1:
         check_lengths(base.config, int(bounds.diff().max()))
+
+
+def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A pre-hook of the base of a model in which `name` counts the tokens of a row for itself: documents that begin
+    within a row, or a rank with one of `parts` of its tokens, would be counted wrong where that says anything."""
+    given = kwargs.get("input_ids", args[0] if args else None)
+    length = parts * given.shape[1] if isinstance(given, Tensor) else 0
+    if length > most and (kwargs.get("bounds") is not None or parts > 1):
+        raise UserError(
+            f"{name} of {type(base).__name__} counts the tokens of a row, whatever documents are in it: in rows of "
+            f"more than {most} tokens documents would change each other",
+            fix=f"set data.seq_length to {most} or less, or data.packing: false with layout.cp: 1",
+        )
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

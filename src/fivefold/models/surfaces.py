@@ -90,6 +90,12 @@ def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedMod
     return _all_on_meta(model)
 
 
+def causal_class_name(config: PreTrainedConfig) -> str:
+    """The class of the causal language model of a config; "" where `transformers` knows none."""
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__) if known else ""
+
+
 def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second model of the same class and config, in fp32 on the meta device, with the named attention function."""
     with torch.device("meta"):

@@ -8,7 +8,7 @@ which of its features?" exactly. It also answers whether tokens meet anywhere bu
 rely on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from fivefold.models.recipe import buffer_values
 _ONE = 2  # the token whose dependencies are looked at
 _NONE = -1  # no token: of a row that is the same whatever the tokens are
 RESIDUAL = "the residual stream"
+PLACES = tuple(1024 << power for power in range(11))  # in a row, where what a model counts for itself is looked at
 MOST_READ = 2**16  # weights of a linear that has values: some models compute with the smallest of theirs directly
 MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
 
@@ -84,13 +85,22 @@ class BlockTrace:
         return next(event for event in self.events if event.kind == "linear" and event.name == name)
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A module that counts the tokens of a row for itself, whatever documents are in it, and the longest row in which
+    that changes nothing."""
+
+    name: str
+    most: int
+
+
 @dataclass
 class Trace:
     """The blocks, and the modules with parameters that ran before the first and after the last of them.
 
     `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
     `in_tuples`: layers that give their hidden states in a tuple. `carried`: why hidden states are not all that a layer
-    has from those before it, if so. `streams`: that there are several of them, if so.
+    has from those before it, if so. `streams`: that there are several of them, if so. `counted`: see there.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
@@ -100,6 +110,7 @@ class Trace:
     in_tuples: set[str] = field(default_factory=set)
     carried: str | None = None
     streams: str | None = None
+    counted: Counted | None = None
 
     @property
     def read(self) -> list[Tensor]:
@@ -174,12 +185,14 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     recorder.begin()
     _follow(recorder, base, position_ids=ids, **inputs)
     traced, noisy, places = recorder.trace, recorder.draws, recorder.places
-    if recorder.counts:
-        raise Untraceable(f"{recorder.counts[0]} counts the tokens of a row, whatever documents are in it")
+    counts = recorder.counts
     if len(traced.blocks) != len(anatomy.layers):
         raise Untraceable("its forward does not run every layer once")
     if not _same(counted, places):
         raise Untraceable("the positions that it counts for itself are not 0, 1, 2 and so on from a document's start")
+    if counts:
+        inputs["position_ids"] = ids
+        traced.counted = Counted(counts[0], _same_up_to(recorder, lambda: _follow(recorder, base, **inputs), traced))
     if noisy:
         recorder.begin(noise=1)
         _follow(recorder, base, position_ids=ids, **inputs)
@@ -187,6 +200,29 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
             fix = "set its dropout, jitter or noise to 0 in model.overrides"
             raise Untraceable(f"{noisy[0]} computes with random numbers in training", fix=fix)
     return traced
+
+
+def _same_up_to(recorder: "_Recorder", run: Callable[[], None], traced: Trace) -> int:
+    """The longest row (or a somewhat shorter one) at whose end the tokens that a model counts for itself change
+    nothing. Raises `Untraceable` where they do in a row of a thousand tokens."""
+
+    def changes(place: int) -> bool:
+        recorder.begin(place=place)
+        try:
+            run()
+        except Untraceable:  # it has a place for as many tokens as there are
+            return True
+        return not _same(traced.read, recorder.trace.read)
+
+    if changes(PLACES[0]):
+        raise Untraceable(f"{recorder.counts[0]} counts the tokens of a row, whatever documents are in it")
+    same, other = PLACES[0], next((place for place in PLACES if changes(place)), None)
+    while other is None or other - same > same // 8:
+        if other is None:
+            return PLACES[-1]
+        middle = (same + other) // 2
+        same, other = (same, middle) if changes(middle) else (middle, other)
+    return same
 
 
 class _Enough(Exception):
@@ -224,6 +260,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **kwargs)
         if func._overloadpacket is torch.ops.aten.arange and len(made) == self.recorder.tokens:
             self.recorder.counts.append(self.recorder.innermost)
+            return made + self.recorder.place
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return made
         if made.numel() == 1:
@@ -233,7 +270,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    """Tensors on meta, which some models move ids to, have no values to differ in."""
+    return len(one) == len(other) and all(
+        x.shape == y.shape and (x.is_meta or torch.equal(x, y)) for x, y in zip(one, other, strict=True)
+    )
 
 
 def _tokens(model: PreTrainedModel) -> int:
@@ -284,6 +324,7 @@ class _Recorder:
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, tokens: int) -> None:
         self.tokens = tokens
         self.bounds = torch.tensor([0, tokens])  # must reach attention
+        self.every = torch.arange(tokens)
         self.rows: dict[str, tuple[int, Tensor]] = {}  # leaf -> the dimension of its tokens, and the token of each row
         self.random = torch.Generator()
         self.begin()
@@ -344,9 +385,10 @@ class _Recorder:
         """The module under way."""
         return self.under_way[-1] if self.under_way else "its forward"
 
-    def begin(self, *, stops_at_block: bool = False, noise: int = 0) -> None:
-        """Before each run of the model. `noise`: the seed of whatever the model draws."""
-        self.trace, self.stops_at_block, self.noise = Trace(), stops_at_block, noise
+    def begin(self, *, stops_at_block: bool = False, noise: int = 0, place: int = 0) -> None:
+        """Before each run of the model. `noise`: the seed of whatever the model draws. `place`: of the first token in
+        its row, where the model counts for itself."""
+        self.trace, self.stops_at_block, self.noise, self.place = Trace(), stops_at_block, noise, place
         self.picks: dict[
             int, tuple[str, tuple[Any, ...]]
         ] = {}  # integers -> the module that gave them, and all it gave
@@ -497,7 +539,7 @@ class _Recorder:
         """Which dimension of a new leaf counts tokens, and the token of each row: as in what was read for it."""
         dim = self._token_dim(leaf)
         if leaf.shape[dim] == self.tokens:
-            return dim, torch.arange(self.tokens)
+            return dim, self.every
         return dim, self._tokens_by_row(read, self._token_dim(read))[1]
 
     def _token_dim(self, tensor: Tensor) -> int:
@@ -529,8 +571,8 @@ class _Recorder:
             where = self._hidden_arguments(args, kwargs) or self._streams(args, kwargs)
             if len(where) != 1:
                 raise Untraceable(
-                    f"{layer} is given {len(where) or 'no'} tensors of hidden states, [rows, tokens, hidden size] or "
-                    "with a further dimension of streams, where one is expected"
+                    f"{layer} is given {len(where) or 'no'} tensors of hidden states (of each token its hidden size, "
+                    "in one stream or several), where one is expected"
                 )
             if kwargs.get("bounds") is not self.bounds:
                 raise Untraceable("it does not hand the bounds of packed documents on to its layers")

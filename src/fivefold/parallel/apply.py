@@ -22,7 +22,7 @@ from fivefold.launch.world import open_world
 from fivefold.layout import Layout
 from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import use_our_attention
+from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
@@ -66,6 +66,9 @@ def parallelize(
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     traced = _traced(model, anatomy)
+    if traced.counted:
+        check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
+        model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
