@@ -584,7 +584,9 @@ class _Recorder:
                 raise _Enough
             self._note_carried(layer, [each for each in (*args, *kwargs.values()) if each is not old])
             if old.ndim > 3:
-                self.trace.streams = f"{layer} is given several streams of hidden states, {list(old.shape)}"
+                self.trace.streams = (
+                    self.trace.streams or f"{layer} is given several streams of hidden states, {list(old.shape)}"
+                )
                 self.trace.carried = self.trace.carried or self.trace.streams
             leaf = old.detach().clone().requires_grad_()
             self.rows = {RESIDUAL: self._rows_like(leaf, leaf)}
