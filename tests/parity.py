@@ -148,7 +148,7 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
             loss = _reference_loss(model, [d for row in documents(case, step) for d in row])
             loss.backward()
         if step == 0:
-            outcome.gradients = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}
+            outcome.gradients = {n: gradient(p).double().numpy().copy() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
         # torch's Muon iterates in bf16; a proof needs the type of the model
         with patch.object(Tensor, "bfloat16", Tensor.clone):
@@ -159,6 +159,11 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
         outcome.norms.append(norm.item())
     outcome.weights = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
     return outcome
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """Zeros where there is none: a correction bias that is a parameter (ERNIE 4.5) has no gradient."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def reference_optimizers(parameters: dict[str, Tensor], case: Case) -> list[torch.optim.Optimizer]:
@@ -205,7 +210,7 @@ def on_rank(case: Case) -> dict[str, Any]:
     targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
     with proof(case):
         training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
-    gradients = pieces(model, {name: p.grad for name, p in model.named_parameters()})
+    gradients = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
     optimizer.zero_grad(set_to_none=True)
     results = []
     for step in range(case.steps):

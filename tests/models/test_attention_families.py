@@ -1,5 +1,5 @@
-"""Families with windows, chunks, soft-capping or sinks: packed documents under our attention against the unmodified model of
-`transformers` with its own attention, each document its own sequence; and its `generate` against itself."""
+"""Families with windows, chunks, soft-capping or sinks: packed documents under our attention against the unmodified
+model of `transformers` with its own attention, each document its own sequence; and its `generate` against itself."""
 
 import pytest
 import torch

@@ -69,18 +69,55 @@ def test_latent_attention_equals_one_process(case: Case) -> None:
     assert_proved(found, expected, per_rank)
 
 
+OPT = (
+    ("model_type", "opt"),
+    ("ffn_dim", 53),
+    ("word_embed_proj_dim", 32),
+    ("dropout", 0.0),
+    ("activation_function", "gelu"),
+)
+BIOGPT = (("model_type", "biogpt"), ("hidden_dropout_prob", 0.0), ("attention_probs_dropout_prob", 0.0))
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     [
+        (Case("tp2", "none", overrides=OPT), "sequence parallel is refused: model.decoder.embed_positions of OPT"),
+        (Case("tp2", "none", overrides=BIOGPT), "sequence parallel is refused: biogpt.embed_positions of BioGpt"),
         (Case("tp2", "gpt2"), "sequence parallel is refused: transformer.wpe of GPT2LMHeadModel adds"),
         (Case("tp4", "phi3"), "tp=4 is more than num_key_value_heads=2"),
         (Case("single", overrides=(("model_type", "gpt2"), ("resid_pdrop", 0.1))), "dropout is not supported"),
     ],
-    ids=lambda value: "" if isinstance(value, str) else f"{value.family}-{value.layout}{len(value.overrides)}",
+    ids=lambda value: (
+        "" if isinstance(value, str) else f"{value.family}-{value.layout}{dict(value.overrides).get('model_type', '')}"
+    ),
 )
 def test_refusals(case: Case, said: str) -> None:
     for error in run_ranks(case.parsed.world, refusal, case):
         assert error.startswith("UserError") and said in error, error
+
+
+ERNIE = (
+    ("model_type", "ernie4_5_moe"), ("moe_num_experts", 4), ("moe_k", 2), ("moe_intermediate_size", 17),
+    ("moe_num_shared_experts", 1), ("moe_layer_start_index", 1),
+)  # fmt: skip
+GEMMA4 = (
+    ("model_type", "gemma4_text"), ("enable_moe_block", True), ("num_experts", 4), ("top_k_experts", 2),
+    ("moe_intermediate_size", 17), ("hidden_size_per_layer_input", 0), ("sliding_window", 5),
+    ("num_kv_shared_layers", 0), ("global_head_dim", 8),
+)  # fmt: skip
+ROUTED = [
+    Case("shard2.ep2+mb4+fp64", "none", steps=2, overrides=ERNIE),
+    Case("shard2.ep2+mb4+fp64", "none", steps=2, overrides=GEMMA4),
+    Case("pp2+mb4+fp64", "deepseek_v3", steps=2, overrides=(("first_k_dense_replace", 2),)),  # a rank has no router
+]
+
+
+@pytest.mark.parametrize("case", ROUTED, ids=lambda case: dict(case.overrides).get("model_type", case.family))
+def test_routers_that_lie_elsewhere_or_on_other_ranks(case: Case) -> None:
+    """A router with a module inside (ERNIE), one beside the feed-forward (Gemma 4), none on this pipeline rank."""
+    found, expected, per_rank = run(case)
+    assert_proved(found, expected, per_rank)
 
 
 # ---- classes that no file lists --------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def parallelize(
         check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
         model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
+    _check_sequence_parallel(partition, layout)
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     stages = assign(model, anatomy, traced, layout)
@@ -137,19 +138,24 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
         ) from error
 
 
-def _tensor_parallel(
-    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
-) -> tensor.TensorParallel | None:
-    sequence_parallel = mesh.layout.sequence_parallel
-    if partition is None:
-        return None
-    if sequence_parallel and partition.sequence_parallel_refusal:
+def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
+    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
+    if partition is None or partition.refusal or not layout.sequence_parallel:
+        return
+    if partition.sequence_parallel_refusal:
         raise UserError(
             f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
             fix="set layout.sequence_parallel: false",
         )
+
+
+def _tensor_parallel(
+    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
+) -> tensor.TensorParallel | None:
+    if partition is None:
+        return None
     return tensor.apply_tensor_parallel(
-        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=sequence_parallel
+        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
     )
 
 

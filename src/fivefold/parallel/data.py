@@ -11,7 +11,7 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -35,11 +35,13 @@ def master_dtype(precision: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Unit:
-    """One group of parameters that FSDP gathers and reduces together. `name` "" is the whole model's own unit."""
+    """One group of parameters that FSDP gathers and reduces together. `name` "" is the whole model's own unit.
+    `frozen`: those of them that have no gradient, such as a correction bias (ERNIE 4.5): they are gathered alone."""
 
     name: str
     parameters: tuple[str, ...]
     over: Over = "tp"  # whose ranks the blocks of its parameters go to
+    frozen: frozenset[str] = frozenset()
 
 
 def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -> tuple[Unit, ...]:
@@ -55,7 +57,9 @@ def units(model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts] = ()) -
     found += [Unit(m, tuple(n for n in names if n.startswith(m + ".") and n not in inner)) for m in separate]
     taken = {name for unit in found for name in unit.parameters}
     found = [unit for unit in found if unit.parameters]
-    return (*found, Unit("", tuple(name for name in names if name not in taken)))
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    everything = (*found, Unit("", tuple(name for name in names if name not in taken)))
+    return tuple(replace(unit, frozen=frozen.intersection(unit.parameters)) for unit in everything)
 
 
 def apply_data_parallel(
@@ -125,13 +129,15 @@ def declare(
     found = []
     for unit in filter(lambda each: each.parameters, model_units):
         shards, axis = mesh.rows(unit.over), mesh.fsdp_axis(unit.over)
-        numel = sum(_padded_numel(local_shapes[name], shards) for name in unit.parameters)
+        numels = {name: _padded_numel(local_shapes[name], shards) for name in unit.parameters}
+        gathered, reduced = sum(numels.values()), sum(numels[name] for name in numels.keys() - unit.frozen)
         gathers, reductions = of_units[unit.name]
         if shards > 1:
-            found.append(Collective(axis, "all_gather", gathers, gathers * numel * shape.compute_bytes))
-            found.append(Collective(axis, "reduce_scatter", reductions, reductions * numel * shape.reduce_bytes))
-        if mesh.layout.dp_replicate > 1:
-            found.append(Collective("dp_replicate", "all_reduce", 1, numel // shards * shape.reduce_bytes))
+            found.append(Collective(axis, "all_gather", gathers, gathers * gathered * shape.compute_bytes))
+        if shards > 1 and reduced:
+            found.append(Collective(axis, "reduce_scatter", reductions, reductions * reduced * shape.reduce_bytes))
+        if mesh.layout.dp_replicate > 1 and reduced:
+            found.append(Collective("dp_replicate", "all_reduce", 1, reduced // shards * shape.reduce_bytes))
     return found
 
 

@@ -41,7 +41,16 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
             f"tensor parallel of {name} is not proved, and its layers are too large to try it here",
             fix="use dp_shard instead (FSDP needs no roles)",
         )
-    found = _errors(small, mesh, device)
+    try:
+        found = _errors(small, mesh, device)
+    except UserError:
+        raise
+    except Exception as error:  # the model's own code met parts of tensors that it cannot do with
+        raise UserError(
+            f"tensor parallel of {name} is refused: split over {mesh.layout.tp} ranks its forward fails "
+            f"({type(error).__name__}: {error})",
+            fix="use dp_shard instead (FSDP needs no roles)",
+        ) from error
     everyone: list[dict[str, float]] = [found] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     worst = {key: max(each.get(key, 0.0) for each in everyone) for key in found}
