@@ -42,7 +42,8 @@ EMPTY = parity.Case("single", rows=ROWS)
 
 @dataclass(frozen=True)
 class Tried:
-    """A model, and how it is to be spread. `steps` of AdamW are taken after the gradients are compared."""
+    """A model, and how it is to be spread. `steps` of AdamW are taken after the gradients are compared (0: none, which
+    one process can do)."""
 
     model_class: str
     model_type: str
@@ -108,12 +109,18 @@ def tiny_on_rank(model_type: str) -> tuple[Values | None, dict[str, Any]]:
     if not why:
         return values, {}
     try:
-        model = build_meta(default_config(model_type))
+        config = default_config(model_type)
+    except Exception as error:
+        return None, {"kind": "invalid", "reason": f"the config class fails: {_last_line(error)}"}
+    try:
+        model = build_meta(config)
         _traced(model, Anatomy.of(model))
     except UserError as error:
         return None, {"kind": "refused", "reason": error.what}
-    except Exception as error:  # the config class, or the model's constructor
-        return None, {"kind": "invalid", "reason": f"transformers itself fails: {_last_line(error)}"}
+    except Exception as error:
+        in_transformers = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+        kind = "invalid" if "fivefold" not in in_transformers else "CRASH"
+        return None, {"kind": kind, "reason": _last_line(error)}
     return None, {"kind": "invalid", "reason": f"no tiny config of it runs in transformers: {why}"}
 
 
@@ -149,11 +156,11 @@ def _subject(tried: Tried, config: PreTrainedConfig) -> dict[str, Any]:
     steps = [parity.batch_of(rows, layout, mesh.data_rank) for rows in tried.documents]
     targets = sum(_targets(tried.documents[0]))
     with exact():
-        training_step.gradients(model, steps[0], torch.tensor(1.0 / targets, dtype=torch.float64))
+        loss = training_step.gradients(model, steps[0], torch.tensor(1.0 / targets, dtype=torch.float64))
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         pieces = parity.pieces(model, gradients)
         optimizer.zero_grad(set_to_none=True)
-        losses = [_step(model, optimizer, batch) for batch in steps]
+        losses = [_step(model, optimizer, batch) for batch in steps[: tried.steps]] or [loss.item()]
     rank = torch.distributed.get_rank()
     return {"losses": losses, "gradients": pieces, "rank": rank}
 

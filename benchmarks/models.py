@@ -98,7 +98,7 @@ def _tried(model_class: str, model_type: str, row: Results, args: Any) -> Iterat
         return
     for switch, changed in switches(values):
         if args.again or switch not in row["switches"]:
-            tried = Tried(model_class, model_type, changed, SINGLE, steps=1)
+            tried = Tried(model_class, model_type, changed, SINGLE, steps=0)
             yield "switches", switch, _verdict(tried, args.timeout)
 
 

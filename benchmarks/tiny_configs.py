@@ -264,7 +264,8 @@ def switches(values: Values) -> Iterator[tuple[str, Values]]:
             continue
         leaf = path.rpartition(".")[2]
         if isinstance(value, bool):
-            yield f"{path}: {str(not value).lower()}", _with(values, path, not value)
+            changed = _with(values, path, not value)
+            yield f"{path}: {str(not value).lower()}", _derived(changed) if "sliding" in leaf else changed
         elif RANDOM.search(leaf) and (isinstance(value, float) or value in (None, 0)):
             yield f"{path}: 0.1", _with(values, path, 0.1)
         elif re.search(r"sliding_window$|attention_window$|window_size$", leaf) and value is None:
@@ -275,6 +276,12 @@ def switches(values: Values) -> Iterator[tuple[str, Values]]:
             yield f"{path}: 2", _with(values, path, 2)
         elif re.search(r"softcap(ping)?$", leaf) and value is None:
             yield f"{path}: 2.0", _with(values, path, 2.0)
+
+
+def _derived(values: Values) -> Values:
+    """The kinds of layers are what the class makes of its switches, not what they were before."""
+    window = {"sliding_window": values.get("sliding_window") or WINDOW} if "sliding_window" in values else {}
+    return {**values, **window, **({"layer_types": None} if "layer_types" in values else {})}
 
 
 def _leaves(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:

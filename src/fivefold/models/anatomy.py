@@ -55,7 +55,7 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
 def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]:
     """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the one
     with an entry per hidden layer."""
-    count = model.config.get_text_config().num_hidden_layers
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     blocks = surfaces.block_classes(model)
     lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     of_blocks = [m for m in lists if all(type(layer).__name__ in blocks for layer in m)]
