@@ -131,7 +131,8 @@ def _show(model_class: str, name: str, verdict: Verdict) -> None:
 
 def is_unclear(model_class: str, reason: str) -> bool:
     """Whether a refusal does not name the model, or speaks of the code rather than of the model."""
-    return model_class not in reason or bool(NOT_IN_WORDS.search(reason))
+    words = re.sub(r"(cannot be followed without weights) \(.*", r"\1", reason)  # what follows is for its maker
+    return model_class not in reason or bool(NOT_IN_WORDS.search(words))
 
 
 def _verdicts(results: Results, place: str) -> Iterator[tuple[str, str, Results]]:

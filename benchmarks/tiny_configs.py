@@ -102,7 +102,7 @@ NEEDED: Mapping[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What one class alone needs to be said.
 OF_THE_CLASS: Mapping[str, Values] = {
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 0.5}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 1.0}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},

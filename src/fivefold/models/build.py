@@ -120,6 +120,7 @@ def check_slices(hf_config: PreTrainedConfig, position_ids: Tensor) -> None:
 
 def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
     """(rope type, the length up to which its table never changes, what makes it never change) where there is one."""
+    config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     for each in [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]:
         if each.get("rope_type") == "dynamic":

@@ -193,6 +193,12 @@ class _Derivation:
             f"{module}.{leaf}": role for leaf, _ in self.model.get_submodule(module).named_parameters(recurse=False)
         }
 
+    def _untrained(self, module: str) -> dict[str, Role]:
+        """What a module that holds experts keeps beside them without training it: a bias on who is picked."""
+        own = self.model.get_submodule(module).named_parameters(recurse=False)
+        role = Role("router", "is not trained, and says where tokens go")
+        return {f"{module}.{leaf}": role for leaf, parameter in own if not parameter.requires_grad}
+
     # ---- one block ---------------------------------------------------------------------------------------------------
 
     def _block(self, block: BlockTrace, known: dict[object, dict[str, Deal]]) -> dict[str, Role]:
@@ -233,6 +239,7 @@ class _Derivation:
             if each.name in experts:
                 roles |= self._roles_of(each.name, Role("experts", "expert by expert"))
                 roles |= self._roles_of(each.router, Role("router", "says where tokens go"))
+                roles |= self._untrained(each.name.rpartition(".")[0])
         return roles
 
     def _shape_key(self, block: BlockTrace, row: str, columns: Sequence[str]) -> object:

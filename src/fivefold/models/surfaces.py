@@ -103,8 +103,9 @@ def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Its class made once more. (`AutoModelForCausalLM` does not know the config of a part of a larger model.)"""
-    made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32, **options)
+    """Its class made once more, in fp32 unless `options` say otherwise. (`AutoModelForCausalLM` does not know the
+    config of a part of a larger model.)"""
+    made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), **{"dtype": torch.float32, **options})
     return made
 
 
@@ -117,9 +118,11 @@ def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def whole_model(config: PreTrainedConfig, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """The unmodified model of `config` in fp64 on the CPU, computing attention by itself, with these values."""
-    model = unmodified_model(config, torch.float64)
+def whole_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The unmodified model of the class and config of another in fp64 on the CPU, computing attention by itself, with
+    these values."""
+    model = _again(like, dtype=torch.float64, attn_implementation=_own_attention(like.config, type(like)))
+    select_experts(model, "eager")
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(values[name])
@@ -130,7 +133,10 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     """The model of `config` as `transformers` makes it on the CPU, with weights of its own, computing attention by
     itself."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=dtype, attn_implementation=_own_attention(config), trust_remote_code=False
+        copy.deepcopy(config),
+        dtype=dtype,
+        attn_implementation=_own_attention(config),
+        trust_remote_code=False,
     )
     select_experts(model, "eager")
     return model
@@ -152,9 +158,9 @@ def no_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _own_attention(config: PreTrainedConfig) -> str:
+def _own_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> str:
     """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
-    serves = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    serves = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._supports_sdpa
     return "sdpa" if serves and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 

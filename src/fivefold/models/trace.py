@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from fivefold.errors import UserError
 from fivefold.models import attention, masks, surfaces
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.recipe import buffer_values
 
 _ONE = 2  # the token whose dependencies are looked at
@@ -244,7 +244,7 @@ def _follow(recorder: "_Recorder", base: nn.Module, **inputs: Any) -> None:
         except masks.MaskOpened as error:
             raise Untraceable(str(error)) from error
         except Exception as error:  # the model's own code met something that it cannot do with stand-ins
-            raise Untraceable(f"{recorder.innermost} cannot be followed ({type(error).__name__}: {error})") from error
+            raise recorder.unfollowed(error) from error
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -325,6 +325,7 @@ class _Recorder:
         self.tokens = tokens
         self.bounds = torch.tensor([0, tokens])  # must reach attention
         self.every = torch.arange(tokens)
+        self.convolutions: list[str] = []
         self.rows: dict[str, tuple[int, Tensor]] = {}  # leaf -> the dimension of its tokens, and the token of each row
         self.random = torch.Generator()
         self.begin()
@@ -367,6 +368,7 @@ class _Recorder:
             module.forward = self._experts(name, next(module.parameters()).shape[0])
             return
         if isinstance(module, nn.modules.conv._ConvNd):
+            self.convolutions.append(name)
             module.forward = self._convolution(name)
             return
         if any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
@@ -506,8 +508,22 @@ class _Recorder:
             return self._tokens_by_row(x, dim)[0]
         found, tokens = self._behind(x.select(dim, _ONE))
         if tokens - {_ONE}:
-            raise MixesTokens(f"{self.block.layer} lets tokens meet outside of the attention function")
+            raise self.tokens_meet()
         return found
+
+    def unfollowed(self, error: Exception) -> Untraceable:
+        """Why a module stopped with stand-ins around it."""
+        if self.block is not None and any(is_within(name, [self.block.layer]) for name in self.convolutions):
+            return self.tokens_meet()
+        what = f"{type(error).__name__}: {error}"
+        return Untraceable(f"{self.innermost} computes in a way that cannot be followed without weights ({what})")
+
+    def tokens_meet(self) -> MixesTokens:
+        """What is wrong with the block under way."""
+        assert self.block is not None
+        convolution = next((name for name in self.convolutions if is_within(name, [self.block.layer])), None)
+        how = f" ({convolution} is a convolution)" if convolution else ""
+        return MixesTokens(f"{self.block.layer} lets tokens meet outside of the attention function{how}")
 
     def _behind(self, part: Tensor) -> tuple[frozenset[str], set[int]]:
         """The leaves that a part of a tensor depends on, and which of their tokens."""
@@ -530,7 +546,7 @@ class _Recorder:
         for row in range(x.shape[dim]):
             names, tokens = self._behind(x.select(dim, row))
             if len(tokens) > 1:
-                raise MixesTokens(f"{self.block.layer} lets tokens meet outside of the attention function")
+                raise self.tokens_meet()
             found |= names
             rows.append(next(iter(tokens), _NONE))
         return found, torch.tensor(rows)

@@ -96,8 +96,11 @@ def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     parts = {name: mesh.tp_rank % spec.parts for name, spec in specs.items()}
     values = _values(model, device)
-    ids = torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0) % model.config.vocab_size
-    whole = surfaces.whole_model(model.config, values).to(device)
+    ids = (
+        torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0)
+        % model.config.get_text_config().vocab_size
+    )
+    whole = surfaces.whole_model(model, values).to(device)
     expected_loss = _loss(whole, ids)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     fold = tensor.apply_tensor_parallel(
