@@ -80,8 +80,7 @@ def cut(config: Any, *, ranks: int, least: int = 0) -> Any:
     if getattr(config, "layer_types", None):
         small.layer_types = [*kinds, *config.layer_types[len(kinds) :]][:layers]
     small.vocab_size = 8 * ranks + 3
-    small.pad_token_id = None
-    for key in ("bos_token_id", "eos_token_id"):
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(config, key, None) is not None:
             setattr(small, key, 0)
     return small
