@@ -51,16 +51,21 @@ def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | N
     return config
 
 
-def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NAME) -> PreTrainedModel:
+def build_meta(
+    hf_config: PreTrainedConfig,
+    *,
+    attention: str = own_attention.NAME,
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
     """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
 
-    Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
+    `model_class`: where it is not the one that `transformers` knows for the config. Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
     own_attention.register()
     own_experts.register()
     try:
-        model = surfaces.causal_lm_on_meta(hf_config, attention)
+        model = surfaces.causal_lm_on_meta(hf_config, attention, model_class)
     except ValueError as error:
         name = surfaces.causal_class_name(hf_config) or f"model type {hf_config.model_type!r}"
         raise UserError(f"no causal language model for {name}: {error}") from error

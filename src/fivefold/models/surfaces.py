@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,12 +82,16 @@ def download_weights(hub_id: str) -> Path:
 # Models --------------------------------------------------------------------------------------------------------------
 
 
-def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """The causal language model of `config`, in fp32 on the meta device, with the named attention function."""
+def causal_lm_on_meta(
+    config: PreTrainedConfig, attention: str, model_class: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """The causal language model of `config`, in fp32 on the meta device, with the named attention function. Its class
+    is said where `AutoModelForCausalLM` does not know the config: that of a part of a larger model."""
+    make = (
+        model_class._from_config if model_class else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    )
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-        )
+        model: PreTrainedModel = make(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
     return _all_on_meta(model)
 
 
@@ -98,13 +103,11 @@ def causal_class_name(config: PreTrainedConfig) -> str:
 
 def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second model of the same class and config, in fp32 on the meta device, with the named attention function."""
-    with torch.device("meta"):
-        return _all_on_meta(_again(model, attn_implementation=attention))
+    return causal_lm_on_meta(model.config, attention, type(model))
 
 
 def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Its class made once more, in fp32 unless `options` say otherwise. (`AutoModelForCausalLM` does not know the
-    config of a part of a larger model.)"""
+    """Its class made once more, in fp32 unless `options` say otherwise."""
     made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), **{"dtype": torch.float32, **options})
     return made
 

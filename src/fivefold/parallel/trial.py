@@ -34,7 +34,7 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
     told. Every rank calls this."""
     name = type(model).__name__
     config = cut(model.config, ranks=mesh.layout.tp, least=_first_experts(model))
-    small = build_meta(config)
+    small = build_meta(config, model_class=type(model))
     size = sum(parameter.numel() for parameter in small.parameters())
     if size > MOST:
         raise UserError(
