@@ -1,10 +1,11 @@
 # make train   set up once, then run the built-in demo      make test    set up once, then run the tests
 # make lint    style                                        make types   mypy --strict
+# make campaign    the tests that repeat what others prove, under more layouts and families: about an hour
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS are added to pip's install line, for example
 # PIP_FLAGS="--extra-index-url ..." with the index that holds the small torch without CUDA.
 
-.PHONY: train test lint types clean
+.PHONY: train test campaign lint types clean
 .DEFAULT_GOAL := train
 
 VENV := .venv
@@ -20,6 +21,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest
+
+campaign: $(STAMP)
+	$(VENV)/bin/python -m pytest -m campaign
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fivefold.config import OptimizerSection
 from fivefold.data.batch import MicroBatch, Piece, assemble
-from fivefold.launch.world import LOOPBACK, cores, multiplies_bf16, worker_environment
+from fivefold.launch.world import LOOPBACK, cores, multiplies_bf16, threads_per_worker
 from fivefold.models.build import build_meta
 from fivefold.models.sources import RandomInit, read_whole
 
@@ -153,7 +153,7 @@ def run_ranks(script: Path, request: dict[str, Any], *, ranks: int, timeout: flo
 
     The cores are shared out among the ranks. Raises `RankFailed`.
     """
-    with tempfile.TemporaryDirectory() as folder, worker_environment(ranks):
+    with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, f"rank-{rank}.json") for rank in range(ranks)]
         port, processes = _free_port(), []
         for rank, out in enumerate(outs):
@@ -167,8 +167,10 @@ def run_ranks(script: Path, request: dict[str, Any], *, ranks: int, timeout: flo
 
 def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    ours["OMP_NUM_THREADS"] = threads_per_worker(ranks)
     kept = {key: value for key, value in os.environ.items() if key not in {*ours, "MASTER_ADDR"}}
-    world = {key: str(value) for key, value in ours.items()} if ranks > 1 else {}
+    alone = {"OMP_NUM_THREADS"} if ranks == 1 else set(ours)
+    world = {key: str(value) for key, value in ours.items() if key in alone}
     return {**kept, **world, "MASTER_ADDR": LOOPBACK, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -26,6 +26,7 @@ import plain_loop
 from common import PRECISIONS, RESULTS, machine, plain_model
 from fivefold.config import RunConfig, load_config
 from fivefold.data import prepare
+from fivefold.json_lines import read
 from fivefold.launch.world import threads_per_worker
 from fivefold.training.model import build_model
 from fivefold.training.schedule import learning_rate
@@ -90,8 +91,7 @@ def fivefold_curve(overrides: list[str], precision: str, folder: Path) -> list[f
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    lines = (folder / "curve" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["train/loss"] for line in lines]
+    return [row["train/loss"] for row in read(folder / "curve" / "metrics.jsonl").rows]
 
 
 def plain_curve(overrides: list[str], precision: str) -> list[float]:

@@ -141,7 +141,7 @@ def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: in
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
     """Run the case on the unmodified model, each document its own sequence."""
     model = reference_model(case, dtype)
-    optimizers = reference_optimizers(dict(model.named_parameters()), case)
+    optimizers = reference_optimizers(model, case)
     outcome = Outcome([], [], {}, {})
     for step in range(case.steps):
         with exact() if dtype == torch.float64 else nullcontext():
@@ -166,9 +166,9 @@ def gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def reference_optimizers(parameters: dict[str, Tensor], case: Case) -> list[torch.optim.Optimizer]:
+def reference_optimizers(model: nn.Module, case: Case) -> list[torch.optim.Optimizer]:
     """torch's own, for a case."""
-    return torch_optimizers(parameters, case.options, case.options.learning_rate)
+    return torch_optimizers(model, case.options, case.options.learning_rate)
 
 
 def _reference_loss(model: nn.Module, docs: list[np.ndarray]) -> Tensor:

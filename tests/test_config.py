@@ -8,6 +8,8 @@ import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
 from fivefold.errors import UserError
+from fivefold.keys import NOT_BUILT
+from fivefold.layout import SCHEDULES
 from fivefold.models.shapes import shape_folder, shape_names
 from fivefold.units import human, parse_count, parse_fraction, parse_length
 
@@ -25,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
-    written(folder, text)
+    written(folder, text or "{}")
     return load_config(Path("run.yaml"), overrides)
 
 
@@ -48,8 +50,30 @@ eval.every eval.max_tokens sample.every sample.prompts log.every log.to run.name
 
 def test_every_key_of_the_contract_is_there_and_described() -> None:
     known = {key.name: key for key in keys()}
-    assert set(CONTRACT.split()) <= set(known)
+    hidden = {key for key, (values, _) in NOT_BUILT.items() if key not in known}
+    assert set(CONTRACT.split()) == set(CONTRACT.split()) & set(known) | hidden
+    assert hidden == {"precision.fp8", "memory.offload_activations", "memory.offload_optimizer"}
     assert all(key.help for key in known.values())
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in NOT_BUILT for value in NOT_BUILT[key][0]])
+def test_what_is_not_built_is_not_listed_and_says_so_when_set(here: Path, key: str, value: object) -> None:
+    assert value not in next((listed.choices for listed in keys() if listed.name == key), ())
+    with pytest.raises(UserError, match=rf"{key} {str(value).lower()} is not built yet\nset {key}: ") as raised:
+        check_supported(load_config(None, [f"{key}={str(value).lower()}"]))
+    assert raised.value.exit_code == 2
+
+
+def test_keys_say_what_may_be_chosen() -> None:
+    choices = {key.name: key.choices for key in keys()}
+    assert choices["scheduler.name"] == ("cosine", "linear", "wsd", "constant")
+    assert choices["layout.pp_schedule"] == SCHEDULES
+    assert choices["precision.compute"] == ("bf16", "fp32", "fp64")
+    assert choices["memory.recompute"] == ("none", "full")  # selective is not built
+    assert choices["train.compile"] == ("auto", True, False)
+    assert choices["memory.loss_chunks"] == ("auto", "a number")
+    assert choices["log.to"][:2] == ("jsonl", "tensorboard")
+    assert choices["train.seed"] == choices["data.packing"] == ()
 
 
 def test_defaults(here: Path) -> None:
@@ -90,11 +114,13 @@ log: {every: 1, to: [jsonl]}
 run: {name: demo, dir: runs}
 """,
     )
-    # All of it is what an empty file means, but for the model, its data and its name.
+    # All of it is what an empty file means, but for the model, its data, its name and a warm-up that fits the run.
     model, data = config.model.name_or_path, config.data.train
     assert (model, data[0].path, config.run.name) == ("llama-3.1-8b", "notes.jsonl", "demo")
     empty = loaded(here, "")
-    assert config.model_copy(update={"model": empty.model, "data": empty.data, "run": empty.run}) == empty
+    assert (config.scheduler.warmup_steps, empty.scheduler.warmup_steps) == (100, "auto")
+    own = {section: getattr(empty, section) for section in ("model", "data", "run", "scheduler")}
+    assert config.model_copy(update=own) == empty
 
 
 @pytest.mark.parametrize(
@@ -156,6 +182,13 @@ def test_a_built_in_shape_is_completed_where_nothing_is_set(
     assert (config.model.init, config.tokenizer.name_or_path, config.data.seq_length) == (init, tokenizer, seq_length)
     assert parse_config(config.to_yaml()) == config
     assert f"init: {init}" in config.to_yaml()
+
+
+@pytest.mark.parametrize("prompt", ["a\x85b", "\x85", "a\u2028b\u2029", " \r\n x ", "\x00\x1b[0m", "é ▁", "'\x85\\N"])
+def test_a_prompt_travels_to_the_last_character(prompt: str) -> None:
+    config = load_config(None)
+    config = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (prompt,)})})
+    assert parse_config(config.to_yaml()).sample.prompts == (prompt,)
 
 
 def test_precedence_is_defaults_file_command_line(here: Path) -> None:

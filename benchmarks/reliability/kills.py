@@ -27,6 +27,7 @@ import torch
 
 from common import RESULTS, machine
 from fivefold.checkpoint import Checkpoint, step_folder
+from fivefold.json_lines import read
 
 EVERY = 10  # steps between checkpoints
 
@@ -120,9 +121,7 @@ def _wait(process: "subprocess.Popen[bytes]", condition: Any) -> None:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return list(read(run / "metrics.jsonl").rows)
 
 
 def last_step(run: Path) -> int:

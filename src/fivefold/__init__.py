@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from fivefold.layout import Layout
     from fivefold.parallel.apply import parallelize
 
+    __version__: str
+
 # Public name -> the module it lives in. Nothing is imported before it is used, torch least of all.
 _HOMES = {
     "Layout": "fivefold.layout",
@@ -41,6 +43,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("fivefold.version").version_of("fivefold")
     if name not in _HOMES:
         raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,10 +1,14 @@
 """The Python API of the commands: the same functions, with Python values in and out."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fivefold import json_lines
+from fivefold.generation import SEED, TEMPERATURE, TOP_K
 
 if TYPE_CHECKING:
     from fivefold.verification.report import VerifyReport
@@ -18,11 +22,14 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`, one a logged step, in order; empty before the first."""
-        file = self.path / "metrics.jsonl"
-        if not file.exists():
-            return []
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        """The rows of `metrics.jsonl`, one a logged step, in order; empty before the first.
+
+        A damaged line is left out, with a warning that names it.
+        """
+        lines = json_lines.read(self.path / "metrics.jsonl")
+        for damaged in lines.damaged:
+            warnings.warn(f"{damaged}; it is left out", stacklevel=2)
+        return list(lines.rows)
 
 
 def train(
@@ -74,11 +81,22 @@ def _written(overrides: Mapping[str, Any] | None) -> list[str]:
     return [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
 
 
-def export(run: "Run | str | Path", out: str | Path, *, step: int | None = None) -> Path:
-    """Write the model of a run as a Hugging Face folder and return it. Raises `UserError` when there is none."""
+def export(
+    run: "Run | str | Path",
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Write the model of a run as a Hugging Face folder and return it, as `fivefold export` does.
+
+    `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, fp32 where it has none. `force`
+    replaces a model folder that is there. Raises `UserError` when there is no such run or step.
+    """
     from fivefold.checkpoint.export import export as export_run
 
-    export_run(run.path if isinstance(run, Run) else run, Path(out), step=step)
+    export_run(run.path if isinstance(run, Run) else run, Path(out), step=step, dtype=dtype, force=force)
     return Path(out)
 
 
@@ -90,14 +108,15 @@ def generate(
     device: str = "auto",
     step: int | None = None,
     max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 1234,
+    temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+    seed: int = SEED,
     quiet: bool = True,
 ) -> str:
     """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does.
 
-    Unless `quiet`, it is written to the screen as it comes. Raises `UserError` for what does not fit.
+    Tokens are drawn, by `seed`; `temperature=0` takes the likeliest each time. Unless `quiet`, the text is written to
+    the screen as it comes. Raises `UserError` for what does not fit.
     """
     from fivefold.generation import main
 

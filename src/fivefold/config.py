@@ -13,19 +13,35 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from fivefold.config_errors import Key, explained
+from fivefold.config_errors import explained
 from fivefold.errors import UserError
 from fivefold.heads import check_method
-from fivefold.layout import Layout
+from fivefold.keys import NOT_BUILT, Key, keys_of
+from fivefold.layout import SCHEDULES, Layout
+from fivefold.models.folder_config import read_folder_config
 from fivefold.models.shapes import shape_folder
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.runfile import READ_MORE, RunFile
-from fivefold.units import parse_count, parse_fraction, parse_length
+from fivefold.units import parse_count, parse_fraction, parse_length, parse_steps
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
+LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # of `train`: how long a run is, said in one way
+MOST_NAME_BYTES = 240  # of a file; file systems take 255, and what is written gets a few letters more
+MOST_PATH_BYTES = 3000  # Linux takes 4096
+MOST_ROWS = 2**31  # of a step; larger numbers are slips of the keyboard that take minutes to fail
+MOST_VOCABULARY = 2**22
 MUON_DEFAULTS = {"momentum": 0.95, "ns_steps": 5}
 SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
 
@@ -34,6 +50,23 @@ def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number")
     return value
+
+
+def _printable(name: str) -> str:
+    """A name that a terminal shows. Raises `ValueError`."""
+    if not name.strip() or not name.isprintable():
+        raise ValueError(f"{name!r} holds characters that cannot be shown")
+    return name
+
+
+def _findable(path: str) -> str:
+    """A path that file systems take. Raises `ValueError`."""
+    longest = max(map(len, path.encode().split(b"/")))
+    if longest > MOST_NAME_BYTES or len(path.encode()) > MOST_PATH_BYTES:
+        raise ValueError(
+            f"it has {len(path.encode())} bytes; a path has {MOST_PATH_BYTES} and each part {MOST_NAME_BYTES}"
+        )
+    return path
 
 
 def _sources(value: Any) -> Any:
@@ -55,8 +88,11 @@ Count = Annotated[int, BeforeValidator(parse_count)]
 Length = Annotated[int, BeforeValidator(parse_length)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
+PathText = Annotated[str, AfterValidator(_findable)]
 Decay = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
 Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
+# A number of steps, a part of the run between 0 and 1, or auto.
+Steps = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)] | float, BeforeValidator(parse_steps)]
 
 
 class Section(BaseModel):
@@ -66,7 +102,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    name_or_path: str = Field(
+    name_or_path: PathText = Field(
         default="demo", description="hub id, local Hugging Face folder, config.json or built-in shape"
     )
     init: Literal["pretrained", "random"] = Field(
@@ -76,7 +112,7 @@ class ModelSection(Section):
 
 
 class TokenizerSection(Section):
-    name_or_path: str = Field(
+    name_or_path: PathText = Field(
         default="auto",
         description="auto: the model's (of a built-in shape: train:2048); byte: built in; train:8192: BPE of that many "
         "tokens, trained on data.train; or a name or path",
@@ -90,6 +126,8 @@ class TokenizerSection(Section):
             return value
         if parse_length(size) < 257:
             raise ValueError(f"{value} is too small: a byte-level vocabulary has 257 tokens or more")
+        if parse_length(size) > MOST_VOCABULARY:
+            raise ValueError(f"{value} is too large: at most {MOST_VOCABULARY} tokens")
         return f"train:{parse_length(size)}"
 
     @property
@@ -100,36 +138,53 @@ class TokenizerSection(Section):
 
 
 class DataSource(Section):
-    path: str = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
-    format: str = Field(default="auto", description="auto (by the name's ending), txt, jsonl, parquet, tokens")
+    path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
+    format: str = Field(
+        default="auto", description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens"
+    )
     text_key: str = Field(default="text", description="key that holds the text of a record")
     weight: Number = Field(
         default=1.0, gt=0, description="how often its documents are read, relative to those of the other sources"
     )
 
 
+_Sources = str | DataSource | list[str | DataSource]  # as they may be written
+
+
 class DataSection(Section):
-    train: Annotated[tuple[DataSource, ...], BeforeValidator(_sources), Field(min_length=1)] = Field(
-        default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources"
-    )
-    validation: Annotated[float | tuple[DataSource, ...], BeforeValidator(_fraction_or_sources)] = Field(
-        default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources"
-    )
+    train: Annotated[
+        tuple[DataSource, ...], BeforeValidator(_sources, json_schema_input_type=_Sources), Field(min_length=1)
+    ] = Field(default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources")
+    validation: Annotated[
+        float | tuple[DataSource, ...],
+        BeforeValidator(_fraction_or_sources, json_schema_input_type=float | _Sources),
+    ] = Field(default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources")
     seq_length: Length = Field(
-        default=8192, ge=1, description="tokens per row; 8k = 8192; not set: at most a built-in shape's positions"
+        default=8192,
+        ge=1,
+        le=2**31,
+        description="tokens per row; 8k = 8192; not set: at most a built-in shape's positions",
     )
     packing: bool = Field(
         default=True, description="several whole documents per row; attention never crosses a document"
+    )
+    bos: Literal["auto"] | bool = Field(
+        default="auto", description="BOS in front of each document: auto (as the tokenizer does), true, false"
     )
 
 
 class TrainSection(Section):
     max_steps: Count | None = Field(
-        default=None, ge=1, description="optimizer steps; 1000 when max_tokens is not set either"
+        default=None, ge=1, description="optimizer steps; 1000 when neither max_tokens nor max_epochs is set"
     )
     max_tokens: Count | None = Field(default=None, ge=1, description="tokens of training, instead of max_steps; 500M")
-    global_batch_size: Whole = Field(default=64, ge=1, description="rows per optimizer step, over all devices")
-    micro_batch_size: Whole = Field(default=1, ge=1, description="rows per forward pass of one data rank")
+    max_epochs: Number | None = Field(
+        default=None, gt=0, description="passes over the training rows, instead of max_steps; 2.5"
+    )
+    global_batch_size: Whole = Field(
+        default=64, ge=1, le=MOST_ROWS, description="rows per optimizer step, over all devices"
+    )
+    micro_batch_size: Whole = Field(default=1, ge=1, le=MOST_ROWS, description="rows per forward pass of one data rank")
     seed: Whole = Field(default=1234, ge=0, description="fixes the initial weights and the order of the rows")
     compile: Literal["auto"] | bool = Field(
         default="auto", description="torch.compile of each block: auto, true, false"
@@ -150,9 +205,9 @@ class TrainSection(Section):
     def _one_length(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        given = [key for key in ("max_steps", "max_tokens") if values.get(key) is not None]
-        if len(given) == 2:
-            raise ValueError("max_steps and max_tokens are both set; keep one")
+        given = [key for key in LENGTHS if values.get(key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set; keep one")
         return values if given else {**values, "max_steps": DEFAULT_MAX_STEPS}
 
 
@@ -191,7 +246,10 @@ class SchedulerSection(Section):
     name: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine", description="shape after the warm-up"
     )
-    warmup_steps: Count = Field(default=100, ge=0, description="optimizer steps from 0 to the peak learning rate")
+    warmup_steps: Steps = Field(
+        default="auto",
+        description="optimizer steps from 0 to the peak learning rate, or a part of the run: 5%; auto: 5%, at most 100",
+    )
     min_lr_ratio: Number = Field(default=0.1, ge=0, le=1, description="last learning rate as a part of the peak")
 
 
@@ -204,10 +262,14 @@ class LayoutSection(Section):
     cp: Whole = Field(default=1, description="context parallel; devices")
     pp: Whole = Field(default=1, description="pipeline stages; devices")
     ep: Whole = Field(default=1, description="expert parallel; devices, taken from dp_shard, cp and tp")
-    zero: Whole = Field(default=3, description="ZeRO stage 1, 2 or 3 inside dp_shard x cp")
+    zero: Whole = Field(default=3, description="ZeRO stage inside dp_shard x cp", json_schema_extra={"enum": [1, 2, 3]})
     sequence_parallel: bool = Field(default=True, description="split the sequence over tp between the matmuls")
     expert_tp: bool = Field(default=False, description="split each expert over tp; ep then takes dp_shard and cp alone")
-    pp_schedule: str = Field(default="1f1b", description="order of the micro batches in the pipeline")
+    pp_schedule: str = Field(
+        default="1f1b",
+        description="order of the micro batches in the pipeline",
+        json_schema_extra={"enum": list(SCHEDULES)},
+    )
     pp_virtual: Whole = Field(default=1, description="stages per pipeline rank")
     pp_split: str = Field(default="auto", description="layers per stage, as 8-8-8-6")
     cp_method: str = Field(default="auto", description="auto, ring, allgather, ulysses or RxU")
@@ -297,8 +359,21 @@ class LogSection(Section):
 
 
 class RunSection(Section):
-    name: str = Field(default="demo", min_length=1, description="name of the run, and of its folder")
-    dir: str = Field(default="runs", min_length=1, description="folder that holds the runs")
+    name: PathText = Field(default="demo", min_length=1, description="name of the run, and of its folder")
+    dir: PathText = Field(default="runs", min_length=1, description="folder that holds the runs")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_s_name(cls, value: str) -> str:
+        """One new folder inside of `run.dir`, whatever the name: never another place, never half of a line."""
+        if value in (".", "..") or "/" in value or "\\" in value:
+            raise ValueError(f"{value!r} is a path; a name is one word, and run.dir is where the folder goes")
+        return _printable(value)
+
+    @field_validator("dir")
+    @classmethod
+    def _is_shown(cls, value: str) -> str:
+        return _printable(value)
 
 
 class RunConfig(Section):
@@ -356,7 +431,20 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The resolved run file; `load_config` reads it back to an equal config."""
-        return str(yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True))
+        tree = self.model_dump(mode="json", by_alias=True)
+        return str(yaml.dump(tree, Dumper=_ExactDumper, sort_keys=False, allow_unicode=True))
+
+
+class _ExactDumper(yaml.SafeDumper):
+    """Quotes a text with line breaks of Unicode such that they are read back: plain, YAML makes spaces of some."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ExactDumper.add_representer(str, _represent_text)
 
 
 def _section(values: Any, name: str) -> dict[str, Any] | None:
@@ -407,16 +495,12 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
 
     `batch`: its batch is what a step will have.
     """
-    layout, memory = config.layout, config.memory
+    layout = config.layout
     check_method(layout.cp_method, layout.cp)
-    for key, asked, instead in (
-        ("precision.fp8", config.precision.fp8 != "none", "none"),
-        ("memory.recompute", memory.recompute == "selective", "none or full"),
-        ("memory.offload_activations", memory.offload_activations, "false"),
-        ("memory.offload_optimizer", memory.offload_optimizer, "false"),
-    ):
-        if asked:
-            value = getattr(getattr(config, key.split(".")[0]), key.split(".")[1])
+    for key, (absent, instead) in NOT_BUILT.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value in absent:
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
     known = batch and layout.pp > 1 and layout.dp_shard != -1
     check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
@@ -444,21 +528,12 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
 def _is_dense(model: ModelSection) -> bool:
     """Whether a config.json at hand names no experts. What is not at hand is told later."""
     path = Path(shape_folder(model.name_or_path) or model.name_or_path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         return False
-    values = json.loads(path.read_text(encoding="utf-8")) | dict(model.overrides)
-    return isinstance(values, dict) and not any("experts" in key for key in values)
+    values = read_folder_config(path) | dict(model.overrides)
+    return not any("experts" in key for key in values)
 
 
 def keys() -> Iterator[Key]:
-    """Every key of the run file, in the order of the file."""
-    for section_name, section in RunConfig.model_fields.items():
-        name = section.alias or section_name
-        for key, field in type(section.default).model_fields.items():
-            default = field.get_default()
-            yield Key(f"{name}.{field.alias or key}", default, field.description or "")
-            if isinstance(default, tuple) and default and isinstance(default[0], DataSource):
-                for inner, of_source in DataSource.model_fields.items():
-                    default = None if of_source.is_required() else of_source.get_default()
-                    yield Key(f"{name}.{key}[].{inner}", default, of_source.description or "")
+    """Every key of the run file that works, in the order of the file."""
+    return keys_of(RunConfig)

@@ -2,31 +2,15 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
 from fivefold.errors import UserError
+from fivefold.keys import Key
+from fivefold.peers import answer
 from fivefold.runfile import READ_MORE, RunFile
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of the run file as a person sees it: dotted name, default, and what it means with its unit."""
-
-    name: str
-    default: Any
-    help: str
-
-    @property
-    def section(self) -> str:
-        return self.name.split(".")[0]
-
-    @property
-    def last(self) -> str:
-        return self.name.split(".")[-1]
 
 
 def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> UserError:
@@ -36,13 +20,14 @@ def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> Use
     name = ".".join(str(part) for part in path)
     at = f"{file.place(path)} {name}".strip()
     if first["type"] == "extra_forbidden":
-        return UserError(f"{at} is not a key", fix=did_you_mean(name, keys), more=READ_MORE)
+        return UserError(f"{at} is not a key", fix=answer(name) or did_you_mean(name, keys), more=READ_MORE)
     if first["type"] == "missing":
         return UserError(f"{at} is missing", fix=_help_of(name, keys), more=READ_MORE)
     if first["type"] == "value_error":
         return UserError(f"{at}: {first['ctx']['error']}", fix=_help_of(name, keys), more=READ_MORE)
     if first["type"] == "model_type":
-        return UserError(f"{at} is {_short(first['input'])}; it should be a section of keys", more=READ_MORE)
+        what = f"{at} is {_short(first['input'])}; it should be a section of keys"
+        return UserError(what, fix=answer(name), more=READ_MORE)
     problem = first["msg"].replace("Input should be", "it should be").split(", unable")[0]
     return UserError(f"{at} is {_short(first['input'])}; {problem}", fix=_help_of(name, keys), more=READ_MORE)
 
@@ -53,8 +38,8 @@ def did_you_mean(name: str, keys: Iterable[Key]) -> str | None:
     known = {key.name: key for key in keys}
     sections = list(dict.fromkeys(key.section for key in known.values()))
     last = name.split(".")[-1]
-    near = get_close_matches(name, sections, n=1) if "." not in name else []
-    near = near or [key.name for key in known.values() if key.last == last]
+    near = [key.name for key in known.values() if key.last == last]
+    near = near or (get_close_matches(name, sections, n=1) if "." not in name else [])
     near = near or get_close_matches(name, known, n=1, cutoff=0.75)
     if not near:
         words = get_close_matches(last, [key.last for key in known.values()], n=1, cutoff=0.75)

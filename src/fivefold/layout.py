@@ -19,6 +19,8 @@ from fivefold.errors import UserError
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
 
+MOST_RANKS = 2**20  # of one degree: far above every machine, and small enough to count through
+
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -44,10 +46,10 @@ _WORDS: dict[str, tuple[str, Any]] = {
 # Options that carry a number or a list: pattern -> (field, how it is read, how it is written).
 _VALUED = (
     (re.compile(r"zero([123])"), "zero", int, "zero{}"),
-    (re.compile(r"v(\d+)"), "pp_virtual", int, "v{}"),
-    (re.compile(r"mb(\d+)"), "micro_batch_size", int, "mb{}"),
-    (re.compile(r"split(\d+(?:-\d+)*)"), "pp_split", str, "split{}"),
-    (re.compile(r"(\d+x\d+)"), "cp_method", str, "{}"),
+    (re.compile(r"v([0-9]{1,9})"), "pp_virtual", int, "v{}"),
+    (re.compile(r"mb([0-9]{1,9})"), "micro_batch_size", int, "mb{}"),
+    (re.compile(r"split([0-9]{1,9}(?:-[0-9]{1,9})*)"), "pp_split", str, "split{}"),
+    (re.compile(r"([0-9]{1,9}x[0-9]{1,9})"), "cp_method", str, "{}"),
 )
 
 # Options in the order of the text form.
@@ -91,8 +93,11 @@ class Layout:
     def __post_init__(self) -> None:
         for name in DEGREES.values():
             degree = getattr(self, name)
-            if degree < 1 and not (name == "dp_shard" and degree == -1):
-                raise UserError(f"{name} {degree} is not a degree", fix="degrees are 1 or more; dp_shard may be -1")
+            if not 1 <= degree <= MOST_RANKS and not (name == "dp_shard" and degree == -1):
+                raise UserError(
+                    f"{name} {degree} is not a degree",
+                    fix=f"degrees are 1 to {MOST_RANKS:,}; dp_shard may be -1",
+                )
         for name, allowed in (
             ("zero", (1, 2, 3)),
             ("pp_schedule", SCHEDULES),
@@ -114,7 +119,7 @@ class Layout:
         degrees_text, *options = text.strip().split("+")
         values: dict[str, Any] = {}
         for part in [] if degrees_text == "single" else degrees_text.split("."):
-            match = re.fullmatch(r"([a-z]+)(-1|\d+)", part)
+            match = re.fullmatch(r"([a-z]+)(-1|[0-9]{1,9})", part)
             if not match or match[1] not in DEGREES:
                 raise UserError(
                     f"layout {text!r}: {part!r} is not a degree", fix=f"write {', '.join(f'{d}N' for d in DEGREES)}"

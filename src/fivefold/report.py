@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from fivefold.files import writing
+from fivefold.terminal import shown
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -42,15 +45,16 @@ class Report(Generic[Row]):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self.title, title_justify="left", title_style="bold", box=None, header_style="dim")
+        title = Text(shown(self.title))
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim")
         for number, column in enumerate(self.columns):
             table.add_column(column, overflow="fold", no_wrap=number == 0)
         for row in self.rows:
             cells: Mapping[str, Any] = asdict(row)  # type: ignore[call-overload]
-            table.add_row(*(Text(str(cell), style=COLOURS.get(str(cell), "")) for cell in cells.values()))
+            table.add_row(*(Text(shown(str(cell)), style=COLOURS.get(str(cell), "")) for cell in cells.values()))
         console.print(table)
         if self.closing:
-            console.print(self.closing, highlight=False)
+            console.print(shown(self.closing), highlight=False, markup=False)
 
 
 def write(report: Report[Any], *, json: str | None) -> None:
@@ -59,7 +63,8 @@ def write(report: Report[Any], *, json: str | None) -> None:
         print(report.to_json())
         return
     if json:
-        Path(json).write_text(report.to_json() + "\n", encoding="utf-8")
+        with writing(Path(json), instead="name another file: --json FILE"):
+            Path(json).write_text(report.to_json() + "\n", encoding="utf-8")
     from rich.console import Console
 
     report.show(Console())

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
+from fivefold import plain_yaml
 from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.nearby import is_run, run_files, runs
-
-Path_ = tuple[str | int, ...]  # a place inside the tree: ("data", "train", 0, "path")
+from fivefold.plain_yaml import Path as Path_
 
 COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"
@@ -31,13 +31,12 @@ _KEPT_ELSEWHERE = {
     "fp8": ("precision", "fp8"),
 }
 
+_PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
+
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
 
-# Two ways to say the same thing: an override of one drops what the file says of the other.
-_RIVALS: dict[Path_, tuple[str, str]] = {
-    ("train", "max_steps"): ("train", "max_tokens"),
-    ("train", "max_tokens"): ("train", "max_steps"),
-}
+# Ways to say the same thing: an override of one drops what the file says in another.
+_RIVALS: tuple[Path_, ...] = (("train", "max_steps"), ("train", "max_tokens"), ("train", "max_epochs"))
 
 
 @dataclass
@@ -68,16 +67,21 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path, *, name: str | None = None) -> "RunFile":
-        """Raises `UserError` when the file is missing, is not YAML, or says a key twice."""
+        """Raises `UserError` when the file is missing, empty, is not YAML, or says a key twice."""
         file = cls(name or _shown(path))
         node = _compose(path, file.name)
-        if node is not None:
-            file.tree = file._built(node, ())
-            if not isinstance(file.tree, dict):
-                raise UserError(
-                    f"{file.name}:1 is not a run file",
-                    fix="it is made of sections, such as model: {name_or_path: demo}",
-                )
+        if node is None:
+            raise UserError(
+                f"{file.name} is empty",
+                fix="leave it out to run the demo, or write {} for a run with every key at its default",
+                more=READ_MORE,
+            )
+        file.tree = file._built(node)
+        if not isinstance(file.tree, dict):
+            raise UserError(
+                f"{file.name}:1 is not a run file",
+                fix="it is made of sections, such as model: {name_or_path: demo}",
+            )
         file._spell_out_layout(file.place(("layout",)))
         return file
 
@@ -93,7 +97,7 @@ class RunFile:
         path: Path_ = ()
         at: Any = self.tree
         for part in location:
-            if (isinstance(at, dict) and part in at) or (isinstance(at, list) and isinstance(part, int)):
+            if (isinstance(at, dict) and part in at) or (isinstance(at, list) and part in range(len(at))):
                 path, at = (*path, part), at[part]  # type: ignore[index]
         return (*path, location[-1]) if missing else path
 
@@ -106,17 +110,20 @@ class RunFile:
                 fix="write train.max_steps=100, for example",
                 more=READ_MORE,
             )
+        path = self._path(dotted.strip())
         try:
-            value = yaml.safe_load(written)
+            value = plain_yaml.read(written)
         except yaml.YAMLError:
             raise UserError(
-                f"{COMMAND_LINE}: the value of {dotted} is not YAML: {written}", fix="quote it: key='\"...\"'"
+                f"{COMMAND_LINE}: the value of {dotted} is not YAML: {written[:200]}", fix="quote it: key='\"...\"'"
             ) from None
-        path = self._path(dotted.strip())
+        except plain_yaml.NotPlain as error:
+            raise UserError(f"{COMMAND_LINE} {dotted}: {error}", fix=_PLAIN, more=READ_MORE) from None
         if path in _RIVALS and value is not None:
             section = self.tree.get(str(path[0]))
-            if isinstance(section, dict) and self.places.get(_RIVALS[path]) != COMMAND_LINE:
-                section.pop(_RIVALS[path][1], None)
+            for rival in _RIVALS:
+                if isinstance(section, dict) and rival != path and self.places.get(rival) != COMMAND_LINE:
+                    section.pop(rival[1], None)
         if path == ("layout",) and isinstance(value, str):
             self.tree["layout"] = value
             self._spell_out_layout(COMMAND_LINE)
@@ -128,13 +135,13 @@ class RunFile:
 
         `data.train.text_key`, `data.train[0].text_key` and `data.train.0.text_key` are the same place.
         """
-        path: Path_ = tuple(re.sub(r"\[(\d+)\]", r".\1", dotted).split("."))
+        path: Path_ = tuple(re.sub(r"\[([0-9]+)\]", r".\1", dotted).split("."))
         if path[:2] not in _SOURCES or len(path) == 2:
             return path
         sources = self._listed_sources(str(path[1]))
         if sources is None:
             return path
-        if not str(path[2]).isdigit():
+        if not re.fullmatch(r"[0-9]{1,9}", str(path[2])):
             if len(sources) == 1:
                 return (*path[:2], 0, *path[2:])
             rest = ".".join(map(str, path[2:]))
@@ -229,25 +236,20 @@ class RunFile:
         self._set(path, value)
         self.places[path] = place
 
-    def _built(self, node: yaml.Node, path: Path_) -> Any:
-        """The value of a YAML node; notes the line of every key on the way. Raises `UserError` on a key said twice."""
-        if isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                self.places[(*path, index)] = self._line(item)
-            return [self._built(item, (*path, index)) for index, item in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            return yaml.SafeLoader("").construct_object(node)
-        built: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            if key in built:
-                name = ".".join(str(part) for part in (*path, key))
-                raise UserError(
-                    f"{self._line(key_node)} {name} is set twice", fix=f"the first is at {self.places[(*path, key)]}"
-                )
-            self.places[(*path, key)] = self._line(key_node)
-            built[key] = self._built(value_node, (*path, key))
-        return built
+    def _built(self, node: yaml.Node) -> Any:
+        """The value of a YAML file; notes the line of every key on the way. Raises `UserError` on a key said twice."""
+
+        def note(path: Path_, at: yaml.Node) -> None:
+            self.places[path] = self._line(at)
+
+        try:
+            return plain_yaml.Builder(note).build(node)
+        except plain_yaml.Repeated as error:
+            raise UserError(
+                f"{self._line(error.node)} {error}", fix=f"the first is at {self.places[error.path]}"
+            ) from None
+        except plain_yaml.NotPlain as error:
+            raise UserError(f"{self._line(error.node)}: {error}", fix=_PLAIN, more=READ_MORE) from None
 
     def _line(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
@@ -256,7 +258,7 @@ class RunFile:
 def _compose(path: Path, name: str) -> yaml.Node | None:
     try:
         with path.open(encoding="utf-8") as stream:
-            return yaml.compose(stream, Loader=yaml.SafeLoader)
+            return plain_yaml.compose(stream)
     except FileNotFoundError:
         there = run_files(path.parent)
         raise UserError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**28  # of a file read whole
+MOST_CONFIG_BYTES = 2**24  # of a config.json and its like
 
 
 def read(path: Path) -> Any:
@@ -14,6 +15,21 @@ def read(path: Path) -> Any:
     if len(content) > MOST_BYTES:
         raise ValueError(f"more than {MOST_BYTES:,} bytes")
     return loads(content)
+
+
+def read_config(path: Path) -> Any:
+    """Parse a small file of a model folder, in which `transformers` writes infinities. Raises `OSError`, and
+    `ValueError` for what is not JSON, not a regular file (a pipe never ends), or larger than `MOST_CONFIG_BYTES`."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a regular file")
+    with path.open("rb") as file:
+        content = file.read(MOST_CONFIG_BYTES + 1)
+    if len(content) > MOST_CONFIG_BYTES:
+        raise ValueError(f"more than {MOST_CONFIG_BYTES:,} bytes")
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def loads(text: str | bytes) -> Any:

@@ -34,12 +34,34 @@ def parse_fraction(value: Any) -> float:
     return fraction
 
 
+def parse_steps(value: Any) -> int | float | str:
+    """Steps of a run: a number of them, a part of it such as `5%` (0.05), or `auto`. Raises `ValueError`."""
+    if value == "auto":
+        return "auto"
+    written = str(value).strip()
+    if written.endswith("%") or (isinstance(value, float) and 0 < value < 1):
+        return parse_fraction(value) or 0
+    try:
+        return parse_count(value)
+    except ValueError as error:
+        raise ValueError(f"{error} (or as a part of the run such as 5%, or auto)") from None
+
+
 def human(number: float) -> str:
     """`1234567` as `1.23M`, three significant digits; the way counts appear on the screen."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size * 0.9995:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
+
+
+def human_bytes(count: float) -> str:
+    """`27.8 MiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
 
 
 def _scaled(value: Any, *, base: int, example: str) -> int:

@@ -1,17 +1,18 @@
 """One worker process: `python -m fivefold.worker VERB REQUEST.json`.
 
-Reads its place in the world, joins it and calls the verb's body, `body(request, world)`; a verb that is not in the
-table names its body itself, as `package.module:function`. The first failure of a worker is left as a file
+Reads its place in the world, joins it and calls the verb's body, `body(request, world)`; any verb but `train`
+names its body itself, as `package.module:function`. The first failure of a worker is left as a file
 beside the logs (never a pickle), where the process that started the workers finds it and says it once.
 """
 
+import faulthandler
 import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,43 @@ from typing import Any
 from fivefold.config import parse_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.failure import failure_file, leave_failure
-from fivefold.launch.world import World, alone, find_world, join
+from fivefold.launch.watch import TELL, stack_file
+from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
+from fivefold.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
 
 INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended by Ctrl-C and by SIGTERM
+CLOSED = CLOSED_PIPE
 
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
     """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
+    from fivefold.training.memory import out_of_gpu_memory
+
+    body = _body(verb)  # imported before ranks wait for each other: that takes long, and not on all equally long
     with join(world):
-        _body(verb)(request, world)
+        try:
+            body(request, world)
+        except Exception as error:
+            if said := out_of_gpu_memory(error, world.rank):
+                raise said from error
+            raise
 
 
 def main(verb: str, request_file: str) -> int:
     """The exit code of this worker: 0, that of its error, 130 when interrupted."""
     _die_with_parent()
+    make_usable()
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     logs = Path(request_file).parent
     world = find_world(request["device"]) or alone(request["device"])
     _log_to(logs / f"rank-{world.rank}.log", whole=not world.is_first)
+    _tell_stacks(world)
+    shown = unseen_if_need_be() if verb == "train" else nullcontext()  # what training is for lies in files
     try:
-        with _telling(logs, world.rank), join(world), _telling(logs, world.rank):
-            execute(verb, request, world)
+        with shown, _telling(logs, world.rank):
+            body = _body(verb)
+            with join(world), _telling(logs, world.rank):
+                body(request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as stopped:  # by a signal, politely
@@ -57,25 +74,22 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_closed_pipe(error):
+            raise SystemExit(CLOSED) from None
         if not failure_file(logs, rank).exists():
             logging.getLogger(__name__).exception("rank %s failed", rank)
             leave_failure(logs, rank, error)
         raise
 
 
-def _train(request: Mapping[str, Any], world: World) -> None:
-    from fivefold.training.run import train
-
-    train(parse_config(request["config"]), world)
-
-
 Body = Callable[[Mapping[str, Any], World], object]
-_BODIES: dict[str, Body] = {"train": _train}
 
 
 def _body(verb: str) -> Body:
-    if verb in _BODIES:
-        return _BODIES[verb]
+    if verb == "train":
+        from fivefold.training.run import train
+
+        return lambda request, world: train(parse_config(request["config"]), world)
     module, _, function = verb.partition(":")
     body: Body = getattr(import_module(module), function)
     return body
@@ -83,6 +97,7 @@ def _body(verb: str) -> Body:
 
 def _log_to(path: Path, *, whole: bool) -> None:
     """Send logging to `path`; `whole` sends everything that this process prints there too."""
+    logging.raiseExceptions = False  # a log that cannot be written (a full disk) is no reason for a traceback
     stream = path.open("w", encoding="utf-8", buffering=1)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -95,6 +110,15 @@ def _log_to(path: Path, *, whole: bool) -> None:
             os.dup2(stream.fileno(), printed)
 
 
+def _tell_stacks(world: World) -> None:
+    """Write the stacks of all threads for the launcher: in a crash, and when it asks, even of a process whose threads
+    are kept from running Python."""
+    if world.folder and TELL is not None:
+        file = stack_file(Path(world.folder), world.rank).open("w", encoding="utf-8")
+        faulthandler.enable(file)
+        faulthandler.register(TELL, file, all_threads=True)
+
+
 def _die_with_parent() -> None:
     """On Linux, end when the process that started this one ends, however it ends."""
     if sys.platform == "linux":
@@ -102,13 +126,19 @@ def _die_with_parent() -> None:
 
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        started_by = os.environ.get(LAUNCHER)
+        if started_by and os.getppid() != int(started_by):  # it ended before it could be told of
+            raise SystemExit(TERMINATED)
 
 
 def _end(code: int) -> None:
     """End the process at once after a failure: threads of a broken process group must not keep it alive."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    let_go()
     if code:
         os._exit(code)
 

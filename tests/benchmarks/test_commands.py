@@ -23,6 +23,7 @@ def speed_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("speed_report")
 
 
+@pytest.mark.campaign
 def test_training_speed(tmp_path: Path, speed_report: ModuleType) -> None:
     target, names = tmp_path / "speed.json", "fivefold,Trainer,fivefold tp2"
     done = run("training_speed", "--quick", "--precisions", "fp32", "--contenders", names, "--json", str(target))
@@ -55,6 +56,7 @@ def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "out" / "same_curve.png").stat().st_size > 10_000
 
 
+@pytest.mark.campaign
 def test_long_context() -> None:
     done = run("long_context", "--quick", "--part", "step")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from fivefold import cli
 from fivefold.checkpoint import export, find_checkpoint
+from fivefold.checkpoint.export import cast, export_dtype
 from fivefold.errors import UserError
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
@@ -96,8 +99,10 @@ def test_refusals(tmp_path: Path) -> None:
     _, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
-    with pytest.raises(UserError, match="is not empty"):
-        export(run, tmp_path / "full")
+    for force in (False, True):
+        with pytest.raises(UserError, match="is not a model folder"):
+            export(run, tmp_path / "full", force=force)
+    assert (tmp_path / "full" / "notes").exists()
     with pytest.raises(UserError, match=r"no checkpoint of step 13\nsteps: 12"):
         export(run, tmp_path / "out", step=13)
     with pytest.raises(UserError, match="dtype 'int4' is not known"):
@@ -108,3 +113,74 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert export(run, tmp_path / "empty", step=12).step == 12
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_the_type_that_came_in_is_the_default(tmp_path: Path) -> None:
+    """A run that started from bf16 trains fp32 copies; what it exports is bf16 again unless asked otherwise."""
+    folder = hf_folder(Case("single+fp32", overrides=OVERRIDES), tmp_path / "hf")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    run_ranks(1, save_run, "single+fp32", folder, tmp_path / "run", 1)
+    stored = find_checkpoint(tmp_path / "run").source()
+    assert stored.dtype(stored.ordered[0]) == torch.float32
+    for asked, expected in ((None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+        done = export(tmp_path / "run", tmp_path / "out", dtype=asked, force=True)
+        assert done.dtype == expected
+        with safe_open(done.path / "model.safetensors", "pt") as file:
+            assert {file.get_tensor(name).dtype for name in file.keys()} == {expected}  # noqa: SIM118
+        assert AutoModelForCausalLM.from_pretrained(done.path).dtype == expected
+        assert not (done.path / "origin.json").exists()
+    assert export_dtype(None, came_in=None) == export_dtype(None, came_in="complex64") == torch.float32
+    assert export_dtype(None, came_in=torch.bfloat16) == torch.bfloat16
+
+
+def test_a_weight_beyond_fp16_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a\.weight has values beyond fp16, which ends at 65,504\nchoose bf16"):
+        cast("a.weight", torch.tensor([1.0, -7e4]), torch.float16)
+    assert cast("a.weight", torch.tensor([1.0, -7e4]), torch.bfloat16).isfinite().all()
+    assert cast("count", torch.tensor([3]), torch.float16).dtype == torch.int64
+
+
+def test_force_replaces_a_model_folder_whole(tmp_path: Path) -> None:
+    _, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
+    out = export(run, tmp_path / "out").path
+    (out / "old.safetensors").touch()
+    with pytest.raises(UserError, match="is not empty") as refused:
+        export(run, out)
+    assert "--force" in str(refused.value.fix)
+    export(run, out, force=True)
+    assert not (out / "old.safetensors").exists() and (out / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
+
+
+def test_the_card_says_what_it_is_and_the_printed_lines_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
+    rows = [
+        {"step": 11, "train/loss": 2.5, "eval/loss": 2.25},
+        {"step": 12, "train/loss": 2.0},
+        {"step": 13, "train/loss": 1.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 1')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", "runs/one", "my out"])
+    assert ended.value.code == 0
+    card = (tmp_path / "my out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front == {
+        "library_name": "transformers",
+        "license": "unknown",
+        "tags": ["fivefold"],
+    }  # a folder is no hub id
+    for row in (
+        "| base model | hf, its own weights |", "| data | python-stdlib (weight 1) |", "| steps | 12 |",
+        "| training loss | 2.0000, nats per token |", "| validation loss | 2.2500, nats per token |",
+        "| layout | `single+fp32` |", "| weights stored in | float32 |", "transformers", "Licence: unknown.",
+    ):  # fmt: skip
+        assert row in card, row
+    assert str(tmp_path) not in card
+    python = capsys.readouterr().out.split("\n\n")[-1]
+    assert python.count("\n") == 3
+    exec(python, {})
+    assert "The" in capsys.readouterr().out

@@ -1,6 +1,9 @@
 """Saved under one layout, loaded under another: the same bits, and the same training from there on."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from fivefold.checkpoint import Checkpoint, newest
 from tests.checkpoint.ranks import State, elements_read, load_and_train, train_and_save
 from tests.parity import Case, gathered
 from tests.pool import run_ranks
+from tests.tiers import first_of_each
 
 # 4 query heads, 2 key/value heads (copied under tp4); vocabulary 101 and intermediate size 53 are prime.
 LAYOUTS = tuple(
@@ -19,7 +23,13 @@ LAYOUTS = tuple(
     )
 )  # fmt: skip
 CASE = Case("single+fp64")
-Saved = dict[str, tuple[Path, dict[str, np.ndarray], list[float]]]
+# One layout of each kind: their square runs in every test run, that of all in a campaign.
+FEW = tuple(f"{layout}+fp64" for layout in ("single", "shard4+zero2", "dp2.tp2", "shard2.tp2", "pp2.tp2"))
+SQUARES = [
+    *((layout, FEW) for layout in FEW),
+    *(pytest.param((layout, LAYOUTS), marks=pytest.mark.campaign) for layout in LAYOUTS),
+]
+Saved = Callable[[str], tuple[Path, dict[str, np.ndarray], list[float]]]
 
 
 def whole(states: list[State]) -> dict[str, np.ndarray]:
@@ -42,22 +52,27 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """layout -> (checkpoint after two steps, what it should hold, losses of the next two steps)."""
-    found = {}
-    for layout in LAYOUTS:
+
+    @cache
+    def save(layout: str) -> Any:
         directory = tmp_path_factory.mktemp("checkpoints")
         case = CASE.with_layout(layout)
         states = run_ranks(case.parsed.world, train_and_save, case, directory, 2, 2)
         folder = newest(directory)
         assert folder is not None
-        found[layout] = (folder, whole(states), states[0].losses)
-    return found
+        return folder, whole(states), states[0].losses
+
+    return save
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_reads_every_other(saved: Saved, layout: str) -> None:
+@pytest.mark.parametrize("square", SQUARES, ids=lambda square: f"{square[0]}-of-{len(square[1])}")
+def test_every_layout_reads_every_other(saved: Saved, square: tuple[str, tuple[str, ...]]) -> None:
+    layout, writers = square
     case = CASE.with_layout(layout)
-    ranks = run_ranks(case.parsed.world, load_and_train, case, [folder for folder, _, _ in saved.values()], 2)
-    for (wrote, (_, expected, losses)), states in zip(saved.items(), zip(*ranks, strict=True), strict=True):
+    folders = [saved(wrote)[0] for wrote in writers]
+    ranks = run_ranks(case.parsed.world, load_and_train, case, folders, 2)
+    for wrote, states in zip(writers, zip(*ranks, strict=True), strict=True):
+        _, expected, losses = saved(wrote)
         assert equal(whole(list(states)), expected), wrote
         assert all(state.steps == {2.0} for state in states)
         if wrote == layout:  # as if it had not been stopped
@@ -67,7 +82,7 @@ def test_every_layout_reads_every_other(saved: Saved, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["single+fp64", "shard4+zero2+fp64", "dp2.tp2+fp64", "shard2.tp2+fp64"])
 def test_every_element_is_written_once(saved: Saved, layout: str) -> None:
-    folder, _, _ = saved[layout]
+    folder, _, _ = saved(layout)
     manifest = Checkpoint.open(folder).manifest
     for records in manifest.tensors.values():
         for name, record in records.items():
@@ -79,7 +94,7 @@ def test_every_element_is_written_once(saved: Saved, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["shard4+fp64", "shard2.tp2+fp64"])
 def test_no_rank_reads_more_than_it_keeps(saved: Saved, layout: str) -> None:
-    folder, _, _ = saved["tp4+fp64"]
+    folder, _, _ = saved("dp2.tp2+fp64")
     for read, kept in run_ranks(4, elements_read, CASE.with_layout(layout), folder):
         assert read == kept
 
@@ -96,7 +111,7 @@ def test_tied_embeddings_and_single_key_value_heads(tmp_path: Path, case: Case) 
 MUON = ("single", "shard4+zero1", "dp2.shard2", "shard2.tp2")
 
 
-@pytest.mark.parametrize("wrote", MUON)
+@pytest.mark.parametrize("wrote", first_of_each(reversed(MUON), lambda wrote: "all"))
 def test_the_momentum_of_muon_goes_from_layout_to_layout(tmp_path: Path, wrote: str) -> None:
     case = Case(f"{wrote}+fp64", optimizer="muon")
     states = run_ranks(case.parsed.world, train_and_save, case, tmp_path, 2, 2)
@@ -111,3 +126,18 @@ def test_the_momentum_of_muon_goes_from_layout_to_layout(tmp_path: Path, wrote: 
         if layout == wrote:  # as if it had not been stopped
             assert read[0][0].losses == losses
         np.testing.assert_allclose(read[0][0].losses, losses, rtol=1e-10, err_msg=layout)
+
+
+def test_what_adamw_keeps_beside_muon_is_saved_and_goes_on(tmp_path: Path) -> None:
+    """Embedding, head and norms: moments and step counts are in the checkpoint, come back, and are used."""
+    case = Case("shard2+fp64", optimizer="muon")
+    saved = run_ranks(2, train_and_save, case, tmp_path, 2, 2)
+    manifest = Checkpoint.open(tmp_path / "step-000002").manifest
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert manifest.scalars[name] == {"step": 2.0}
+        assert name in manifest.tensors["exp_avg"] and name in manifest.tensors["exp_avg_sq"]
+    again = [rank[0] for rank in run_ranks(2, load_and_train, case, [tmp_path / "step-000002"], 2)]
+    assert equal(whole(again), whole(saved))
+    assert [state.steps for state in again] == [{2.0}, {2.0}]
+    assert all(np.abs(values).max() > 0 for key, values in whole(again).items() if key.startswith("exp_avg"))
+    assert again[0].losses == saved[0].losses

@@ -49,7 +49,9 @@ def best_seconds(*command: str, repeats: int = 5) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["train", "--keys"], ["verify", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["train", "--keys"], ["train", "--schema"], ["verify", "--help"]]
+)
 def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
     assert best_seconds(sys.executable, "-m", "fivefold", *arguments) < 0.5
     code = (
@@ -178,10 +180,11 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     calls: list[Any] = []
     module = SimpleNamespace(main=lambda *given, **named: calls.append((given, named)))
     monkeypatch.setitem(sys.modules, "fivefold.generation", module)
-    module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)))
+    done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134)
+    module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)) or done)
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
-    assert run("export", "runs/demo", "out", "--step", "20") == 0
+    assert run("export", "runs/demo", "my out", "--step", "20", "--dtype", "bf16", "--force") == 0
     options = {
         "layout": "tp2",
         "device": "auto",
@@ -193,8 +196,24 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
         "quiet": False,
     }
     assert calls[0] == (("runs/demo", "def "), options)
-    assert calls[1] == (("runs/demo", Path("out")), {"step": 20})
-    assert "from_pretrained('out')" in capsys.readouterr().out
+    assert calls[1] == (("runs/demo", Path("my out")), {"step": 20, "dtype": "bf16", "force": True})
+    said = capsys.readouterr().out
+    assert said.startswith("my out is a Hugging Face folder: 1.23M parameters in bfloat16, 2.47MB\n")
+    assert "\nvllm serve 'my out'\n" in said
+    assert "\nlm_eval --model hf --model_args 'pretrained=my out' --tasks hellaswag\n" in said
+
+
+def test_generate_has_one_set_of_defaults() -> None:
+    import inspect
+
+    import fivefold
+    from fivefold.cli.generate import generate
+    from fivefold.generation import main
+    from fivefold.generation.run import GenerateRequest
+
+    for name in ("temperature", "top_k", "seed", "max_new_tokens"):
+        functions = (generate, main, fivefold.generate, GenerateRequest)
+        assert len({inspect.signature(each).parameters[name].default for each in functions}) == 1, name
 
 
 def test_arguments_are_a_file_first_and_then_keys() -> None:
@@ -215,6 +234,18 @@ def test_keys_are_listed_with_default_and_unit(capsys: pytest.CaptureFixture[str
     listed = capsys.readouterr().out
     assert re.search(r"^data\.seq_length  \[8192\]\n +tokens per row", listed, re.MULTILINE)
     assert "Undefined" not in listed
+    assert re.search(r"^scheduler\.name  \[cosine\]  cosine \| linear \| wsd \| constant$", listed, re.MULTILINE)
+    assert max(map(len, listed.splitlines())) <= 80
+    assert not [word for word in ("fp8", "selective", "offload") if word in listed]  # not built
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    import fivefold
+
+    assert run("--version") == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"fivefold \d\S* \(torch \d\S+, transformers \d\S+, Python 3\.\d+\.\d+\)\n", said)
+    assert said.split()[1] == fivefold.__version__
 
 
 def test_doctor_prints_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from transformers import BloomConfig, DeepseekV3Config, DogeConfig, MixtralConfig, Phi3Config
 
 from fivefold import cli
+from fivefold.roles import short_names
 from tests.models.tiny import SIZES
 
 
@@ -30,7 +31,31 @@ def test_a_built_in_shape(capsys: Any) -> None:
     assert found["norm.weight"]["role"] == "norm"
     code, text = doctor("llama-3.1-8b", capsys=capsys)
     assert code == 0 and "32 query heads, 8 key/value heads: tp 1, 2, 4, 8, 16, 32" in text
-    assert "layers.*.post_attention_layernorm.weight" in text  # names are never cut
+    assert "q_proj" in text and "(plan:" not in text
+
+
+def test_it_fits_80_columns_and_says_what_a_rank_keeps(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, text = doctor("llama-3.1-8b", "--tp", "8", capsys=capsys)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert code == 0 and max(map(len, lines)) <= 80 and len(lines) < 35
+    for whole in ("16032/128256 x 4096", "4096 x 1792/14336", "vocab_embedding", "q_proj", "down_proj"):
+        assert any(whole in line for line in lines), whole
+    shown = {word for line in lines for word in line.split()}
+    assert {"residual:", "key/value", "heads", "outside"} <= shown  # whole words
+    # 1/8 of 8.03e9 parameters, and 266,240 of norms that every rank has whole.
+    held = 8_030_261_248 / 8 + 266_240 * 7 / 8
+    assert f"GiB per rank: parameters {4 * held / 2**30:.2f}, gradients {4 * held / 2**30:.2f}," in text
+    assert "not counted: activations" in text
+    _, text = doctor("llama-3.1-8b", "--tp", "8", "--json", "-", capsys=capsys)
+    assert json.loads(text)["gib_per_rank"]["optimizer state"] == pytest.approx(8 * held / 2**30)
+
+
+def test_short_names_tell_parameters_apart() -> None:
+    names = ["layers.*.self_attn.q_proj.weight", "layers.*.self_attn.q_proj.bias", "layers.*.a.norm.weight"]
+    assert short_names([*names, "layers.*.b.norm.weight", "norm.weight", "layers.*.sinks"]) == [
+        "q_proj", "q_proj.bias", "a.norm", "b.norm", "norm", "sinks",
+    ]  # fmt: skip
 
 
 def test_fused_projections_come_in_pieces(tmp_path: Path, capsys: Any) -> None:

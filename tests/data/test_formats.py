@@ -170,12 +170,12 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
         "missing.txt": "missing.txt does not exist",
         "*.jsonl": "*.jsonl matches no file that can be read",
         "nothing": "matches no file that can be read",
-        "odd.xyz": "no format reads the suffix '.xyz' (known: .jsonl, .ndjson, .parquet, .txt, .text)",
+        "odd.xyz": "no format reads the suffix '.xyz' (known: .csv, .tsv, .json, .jsonl, .ndjson, .parquet, .txt, ",
     }
     for path, what in cases.items():
         assert what in refusal(tmp_path, tmp_path / path).what
-    odd = [{"path": str(tmp_path / "odd.xyz"), "format": "csv"}]
-    assert "data.train.format: there is no format 'csv'" in refusal(tmp_path, odd).what
+    odd = [{"path": str(tmp_path / "odd.xyz"), "format": "xls"}]
+    assert "data.train.format: there is no format 'xls'" in refusal(tmp_path, odd).what
 
 
 def test_texts_without_a_target_are_refused(tmp_path: Path) -> None:

@@ -96,6 +96,14 @@ def test_the_documents_are_those_of_the_split_and_are_tokenised_once(tmp_path: P
     assert len(hub.loaded) == len(hub.asked) == 1  # the commit is remembered, the tokens are there
 
 
+def test_conversations_are_named_and_the_answers_alone_are_said(tmp_path: Path, hub: Hub) -> None:
+    hub.write("other", prompt=["a question"], completion=["a long, long answer"])
+    error = refusal(tmp_path, "hub:org/name?config=a%20b+c")
+    assert "instruction records ('prompt', 'completion')" in error.what and "text_key" not in str(error)
+    (line,) = read(tmp_path, "hub:org/name?config=a%20b+c", text_key="completion").counts.answers_alone
+    assert "'completion' alone is trained on; 'prompt' is left out" in line
+
+
 def test_the_commit_the_part_and_the_column_are_what_is_cached(tmp_path: Path, hub: Hub) -> None:
     other = "hub:org/name?config=a%20b+c"
     same = [read(tmp_path, path).fingerprint for path in ("hub:org/name", "hub:org/name?split=train&revision=main")]
@@ -106,7 +114,8 @@ def test_the_commit_the_part_and_the_column_are_what_is_cached(tmp_path: Path, h
         read(tmp_path, other, text_key="body").fingerprint,
     }
     assert len(differing) == 3
-    assert hub.loaded == [("org/name", None, "a" * 40), ("org/name", None, "b" * 40), ("org/name", "a b+c", "a" * 40)]
+    parts = [("org/name", None, "a" * 40), ("org/name", None, "b" * 40)]
+    assert hub.loaded == [*parts, *[("org/name", "a b+c", "a" * 40)] * 2]  # once for the names of its columns
 
 
 def test_a_commit_that_is_named_is_not_asked_for(tmp_path: Path, hub: Hub) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from fivefold.data import PackedRows, prepare
 from fivefold.data.pack import pack
-from fivefold.data.store import BLOCK
+from fivefold.data.split import block_size, blocks_of
+from fivefold.data.store import BLOCK, _hash, open_store
 from tests.data.helpers import byte_tokens, config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 
@@ -31,7 +32,8 @@ def test_the_fraction_is_about_what_was_asked(tmp_path: Path) -> None:
 
 
 def test_a_side_does_not_depend_on_the_other_documents(tmp_path: Path) -> None:
-    texts = [f"document {number}" for number in range(211)]
+    """Where there are so many that chance alone comes near to what was asked."""
+    texts = [f"document {number}" for number in range(5003)]
     (tmp_path / "less").mkdir()
     all_of_them = prepare_texts(tmp_path, texts, validation=0.2).validation
     without_some = prepare_texts(tmp_path / "less", texts[::2], validation=0.2).validation
@@ -41,8 +43,9 @@ def test_a_side_does_not_depend_on_the_other_documents(tmp_path: Path) -> None:
 
 def test_a_long_document_is_split_by_blocks_and_no_target_crosses(tmp_path: Path) -> None:
     text = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 11 * BLOCK + 577))
-    data = prepare_texts(tmp_path, [text], validation=0.2, seq_length=4099)
+    data = prepare_texts(tmp_path, [text], validation=0.4, seq_length=4099)
     tokens = byte_tokens(text)
+    assert block_size(len(tokens), 0.4) == BLOCK
     assert data.validation is not None
     train, validation = data.counts.train, data.validation.counts
     assert train.spans > 1 and validation.spans >= 1
@@ -53,7 +56,7 @@ def test_a_long_document_is_split_by_blocks_and_no_target_crosses(tmp_path: Path
     assert not blocks["train"] & blocks["held"] and blocks["train"] | blocks["held"] == set(range(12))
 
 
-@pytest.mark.parametrize("fraction", [0.000001, 0.999999])
+@pytest.mark.parametrize("fraction", [0.2, 0.999999])
 def test_each_side_gets_a_block_when_there_are_two(tmp_path: Path, fraction: float) -> None:
     data = prepare_texts(tmp_path, ["one", "another", "one", ""], validation=fraction)
     assert data.validation is not None
@@ -141,3 +144,65 @@ def test_what_the_held_out_blocks_leave_of_one_document_is_not_called_documents(
     lines = data.counts.lines()
     assert lines[0].startswith("1 document in 1 file")
     assert f"{data.counts.train.split} pieces of text cut over rows" in lines[1] and "document" not in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "fraction"),
+    [(20_000, 0.01), (60_000, 0.01), (250_000, 0.01), (500_000, 0.01), (20_000, 0.05), (120_000, 0.3)],
+)
+def test_what_is_held_out_of_one_text_is_near_what_was_asked(tmp_path: Path, size: int, fraction: float) -> None:
+    """Where 1% was asked of them, 0%, 27.7%, 16.7% and 8.1% of the first four were held out."""
+    data = prepare_texts(tmp_path, [letters(size)], validation=fraction, seq_length=128)
+    assert data.counts.held_out == pytest.approx(fraction, rel=0.13)
+    assert f"{100 * data.counts.held_out:.3g}% of the tokens, {100 * fraction:g}% asked" in data.counts.lines()[2]
+
+
+@pytest.mark.parametrize("documents", [20, 300, 2222])
+def test_what_is_held_out_of_documents_is_near_what_was_asked(tmp_path: Path, documents: int) -> None:
+    rng = np.random.default_rng(0)
+    texts = [letters(int(length), seed) for seed, length in enumerate(rng.integers(5, 300, documents))]
+    data = prepare_texts(tmp_path, texts, validation=0.05)
+    assert data.counts.held_out == pytest.approx(0.05, rel=0.5 if documents < 300 else 0.13)
+
+
+def test_the_text_of_a_tokenizer_that_merges_is_held_out_alike(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, [letters(60_000)], validation=0.01, tokenizer="train:1024", seq_length=128)
+    assert data.counts.held_out == pytest.approx(0.01, rel=0.5)
+
+
+@pytest.mark.parametrize("size", [3, 500, 1500])
+def test_a_text_too_small_to_hold_some_out_is_said(tmp_path: Path, size: int) -> None:
+    data = prepare_texts(tmp_path, [letters(size)], validation=0.01)
+    assert data.validation is None and data.counts.held_out == 0
+    assert "validation  none; 0% of the tokens, 1% asked" in data.counts.lines()[2]
+    assert "too short to hold some of it out" in data.counts.lines()[-1]
+
+
+def test_a_small_split_is_fixed_by_the_contents_alone(tmp_path: Path) -> None:
+    """In whatever order and files the documents lie, and with copies of them on one side."""
+    texts = [letters(701, seed) for seed in range(60)]
+    (tmp_path / "other").mkdir()
+    first = prepare_texts(tmp_path, texts * 2, validation=0.05, packing=False, seq_length=1021)
+    other = prepare_texts(tmp_path / "other", [*texts[::-1], *texts], validation=0.05, packing=False, seq_length=1021)
+    assert first.validation and other.validation
+    assert _inputs(first.validation) == _inputs(other.validation) and _inputs(first.train) == _inputs(other.train)
+    assert not set(_inputs(first.train)) & set(_inputs(first.validation))
+    assert all(count % 2 == 0 for count in _inputs(first.validation).values())
+
+
+def test_finer_blocks_leave_whole_documents_their_hash(tmp_path: Path) -> None:
+    texts = ["", "short", letters(3 * BLOCK + 5), "another", letters(200)]
+    prepare_texts(tmp_path, texts)
+    (folder,) = (tmp_path / "cache" / "stores").glob("*/")
+    store = open_store(folder, tmp_path)
+    coarse, fine = (blocks_of([store], size) for size in (BLOCK, 64))
+    short = np.isin(coarse.document, [0, 1, 3])
+    assert coarse.hash[short].tolist() == fine.hash[np.isin(fine.document, [0, 1, 3])].tolist()
+    assert fine.length.max() == 64 and fine.length.sum() == coarse.length.sum()
+    for start, length, found in zip(fine.start.tolist(), fine.length.tolist(), fine.hash.tolist(), strict=True):
+        assert _hash(store.tokens[start : start + length]) == found
+
+
+def letters(size: int, seed: int = 0) -> str:
+    """Words of random letters, so that no two blocks are alike."""
+    return "".join(np.random.default_rng(seed).choice(list("abcdefgh  \n"), size))

@@ -84,14 +84,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("way", ["auto", "path", "file"])
-def test_a_hugging_face_folder_neither_adds_cuts_nor_pads(tmp_path: Path, folder: Path, way: str) -> None:
+def test_a_hugging_face_folder_neither_cuts_nor_pads(tmp_path: Path, folder: Path, way: str) -> None:
     (folder / "config.json").write_text("{}")
     named: dict[str, Any] = {
         "auto": {"tokenizer": "auto", "model": folder},
         "path": {"tokenizer": folder},
         "file": {"tokenizer": "auto", "model": folder / "config.json"},
     }[way]
-    data = prepare_texts(tmp_path, random_texts(0, 211), packing=False, **named)
+    data = prepare_texts(tmp_path, random_texts(0, 211), packing=False, bos=False, **named)
     assert data.tokenizer_dir == folder
     plain = trained(tmp_path, packing=False)
     assert [b.input_ids.tolist() for b in whole(data.train)] == [b.input_ids.tolist() for b in whole(plain.train)]

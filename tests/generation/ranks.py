@@ -73,7 +73,7 @@ def stop_at(case: Case, end: int) -> list[int]:
 class Numbers:
     """A tokenizer whose text is the numbers of its tokens."""
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
         return type("Encoding", (), {"ids": [int(word) for word in text.split()]})
 
     def decode(self, ids: list[int]) -> str:
@@ -91,7 +91,7 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
     losses, text = [], ""
     for step in range(3):
         if samples:
-            text = sample_text(model, Numbers(), "5 71 3", max_new_tokens=7, eos_token_ids=())
+            text = sample_text(model, Numbers(), "5 71 3", max_new_tokens=7, eos_token_ids=(), bos_token_ids=())
             assert model.training and torch.is_grad_enabled()
         batch = batch_of(documents(case, step), case.parsed, mesh.data_rank)
         with record(mesh) as found:
@@ -105,6 +105,8 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
 def from_folder(folder: Path, layout: str, tokens: int) -> tuple[str, str]:
     """(new text, what went to the screen on this rank)."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    request = GenerateRequest(model=str(folder), prompt="def naïve(", layout=layout, max_new_tokens=tokens)
+    request = GenerateRequest(
+        model=str(folder), prompt="def naïve(", layout=layout, max_new_tokens=tokens, temperature=0.0
+    )
     shown: list[str] = []
     return generate(request, world, write=shown.append), "".join(shown)

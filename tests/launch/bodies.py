@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,37 @@ def hang(request: Mapping[str, Any], world: World) -> None:
 
 def slumber() -> None:
     time.sleep(120)
+
+
+# ---- frozen where no collective is under way -------------------------------------------------------------------------
+
+
+def sleeps_in_a_save(request: Mapping[str, Any], world: World) -> None:
+    """A synchronous save: a thread of rank 1 never ends, rank 0 waits as long as it takes."""
+    _in_a_save(request, world, slumber)
+
+
+def is_stopped_in_a_save(request: Mapping[str, Any], world: World) -> None:
+    _in_a_save(request, world, None)
+
+
+def _in_a_save(request: Mapping[str, Any], world: World, freeze: Any) -> None:
+    logs = Path(request["out"], "logs")
+    with watching(logs, world.rank, request["timeout"], folder=world.folder), ThreadPoolExecutor(1) as thread:
+        group = dist.new_group(group_desc="checkpoint")
+        time.sleep(1.0)  # some beats
+        if world.rank == 1:
+            Path(request["out"], "froze").write_text(str(time.monotonic()))
+            save(thread, freeze or stop)
+        dist.barrier(group)
+
+
+def save(thread: ThreadPoolExecutor, freeze: Any) -> None:
+    if freeze is stop:
+        stop()
+    thread.submit(freeze).result()
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    slumber()

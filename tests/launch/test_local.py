@@ -125,7 +125,7 @@ def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path
     assert time.monotonic() - started < 60
     assert "Hung: no answer in a collective for 2 s" in caught.value.what
     more = caught.value.more or ""
-    assert re.search(r"rank 0, last: all_reduce \[\[3\]\] of group default_pg, number \d+, under way", more)
+    assert re.search(r"rank 0, waits in: all_reduce \[\[3\]\] of group default_pg, number \d+, under way", more)
     assert re.search(r"rank 1, last: all_reduce \[\[7\]\] of group default_pg, number \d+, done", more)
     stacks = json.loads((tmp_path / "logs" / "failure-1.json").read_text())["traceback"]
     assert "in slumber" in stacks

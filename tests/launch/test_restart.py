@@ -29,9 +29,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the worke
 # ---- when to try again -----------------------------------------------------------------------------------------------
 
 
-def died(cause: str, *, by_chance: bool = False) -> WorkerDied:
+def died(cause: str, *, comes_again: bool = False) -> WorkerDied:
     death = WorkerDied(f"rank 1 {cause}", fix="fix", more="log")
-    death.cause, death.by_chance = cause, by_chance
+    death.cause, death.comes_again = cause, comes_again
     return death
 
 
@@ -63,8 +63,16 @@ def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time() -> None:
     assert made == 2 and error == "rank 1 crashed, twice at step 7: it would come again"
     assert attempts([died("crashed"), died("crashed"), None], [(7, 5), (8, 5)])[:2] == (3, "")
     assert attempts([died("crashed"), died("fell"), None], [(7, 5), (7, 5)])[:2] == (3, "")
-    by_chance = died("was killed by SIGKILL", by_chance=True)
-    assert attempts([by_chance, by_chance, None], [(7, 5)] * 2)[:2] == (3, "")
+    killed = died("was killed by SIGKILL")
+    assert attempts([killed, killed, None], [(7, 5)] * 2)[:2] == (
+        2,
+        f"{killed.what}, twice at step 7: it would come again",
+    )
+
+
+def test_what_is_known_to_come_again_is_not_tried_again() -> None:
+    made, error, said = attempts([died("ran out of memory", comes_again=True), None], [(7, 5)])
+    assert (made, error, said) == (1, "rank 1 ran out of memory", "")
 
 
 def test_restarts_without_progress_are_counted() -> None:

@@ -65,6 +65,7 @@ def test_srun() -> None:
     found = find_world("cpu", SRUN)
     assert found is not None
     assert (found.rank, found.local_rank, found.size, found.local_size) == (5, 1, 7, 3)
+    assert not found.is_local
     host, port = found.rendezvous.removeprefix("tcp://").split(":")
     assert host == "gpu-007"
     assert 1024 < int(port) < 32768
@@ -145,15 +146,40 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores() >= 1
     monkeypatch.setattr(world_module, "cores", lambda: 8)
-    assert [threads_per_worker(n) for n in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    assert [threads_per_worker(n, {}) for n in (1, 2, 3, 16)] == [8, 4, 2, 1]
 
 
-def test_the_environment_of_workers_is_put_back() -> None:
+@pytest.mark.parametrize(
+    ("env", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "3,1"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 4),  # what torchrun says where nobody has
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, 2),
+        ({"OMP_NUM_THREADS": "many"}, 4),
+    ],
+)
+def test_the_user_s_number_of_threads_counts(
+    env: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world_module, "cores", lambda: 8)
+    assert threads_per_worker(2, env) == threads
+
+
+def test_a_worker_s_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(world_module, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
-    with worker_environment(2):
-        assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-        assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+    env = worker_environment(1, 2, tmp_path)
     assert dict(os.environ) == before
+    found = find_world("cpu", env)
+    assert found is not None and (found.rank, found.size, found.is_local) == (1, 2, True)
+    assert found.rendezvous == f"file://{tmp_path}/store"
+    assert (env["OMP_NUM_THREADS"], threads_per_worker(4, env)) == ("4", 2)  # ours may be shared out anew
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    env = worker_environment(1, 2, tmp_path)
+    assert (env["OMP_NUM_THREADS"], threads_per_worker(4, env)) == ("3", 3)
 
 
 SCRIPT = """

@@ -1,14 +1,16 @@
 """Reads a page as a browser would: what it holds, and that it needs nothing else."""
 
 import re
+from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
 from html.parser import HTMLParser
 
 
 class Reader(HTMLParser):
     """Tags with their attributes, and that they close in order."""
 
-    VOID = ("meta", "br", "link", "img")
+    VOID = ("meta", "br", "link", "img", "input")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -30,12 +32,19 @@ class Reader(HTMLParser):
 
 
 def asks_for_nothing(text: str) -> None:
-    """Raise unless the page `text` is whole in itself: no script, nothing fetched, references only within it."""
+    """Raise unless the page `text` is whole in itself: nothing fetched, references only within it, and no script but
+    the one that its policy names by hash."""
     assert not re.search(r"https?://|@import|//cdn", text)
     tags = Reader(text).tags
-    assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "object", "img"}
+    assert not {tag for tag, _ in tags} & {"link", "iframe", "object", "img"}
+    assert not [key for _, each in tags for key in each if key.startswith("on")]
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == sum(tag == "script" for tag, _ in tags) <= 1
+    hashes = [f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in scripts]
+    (policy,) = [str(each["content"]) for tag, each in tags if tag == "meta" and each.get("http-equiv")]
+    assert policy.startswith("default-src 'none'") and re.findall(r"script-src ([^;]*)", policy) == hashes
     named = [value for _, each in tags for key, value in each.items() if key in ("href", "src") and value]
-    assert named and all(value.startswith("#") for value in named)
+    assert all(value.startswith("#") for value in named)
     ids = [each["id"] for _, each in tags if "id" in each]
     assert len(ids) == len(set(ids)), "two plots share an id"
     used = set(re.findall(r"url\(#([^)]+)\)", text)) | {value[1:] for value in named}

@@ -53,8 +53,8 @@ def test_the_page_says_what_the_run_was(tmp_path: Path) -> None:
     asks_for_nothing(text)
     for said in (
         "mine: 3 of 40 steps, loss 1.6667", "LlamaForCausalLM, 2.02M parameters", "tp2, 2 ranks on cpu", "3,000 tokens",
-        "2.5000 at step 3", "502 tokens per second", "0.25 GiB", "step 2", "each of the 2 ranks", "1,234", "3 MiB",
-        "optimizer.learning_rate", "0.0123", "&lt;script&gt;", "loss, nats per token", "tp 1",
+        "2.5000 at step 3 (perplexity 12.2)", "502 tokens per second", "0.25 GiB", "step 2", "each of the 2 ranks",
+        "1,234", "3 MiB", "optimizer.learning_rate", "0.0123", "&lt;script&gt;", "loss, nats per token", "tp 1",
     ):  # fmt: skip
         assert said in text, said
     assert "model FLOPs utilisation" not in text, "it was never measured"
@@ -62,7 +62,7 @@ def test_the_page_says_what_the_run_was(tmp_path: Path) -> None:
 
 def test_only_what_was_set_is_listed_as_changed(tmp_path: Path) -> None:
     text = main(make_run(tmp_path / "run", [row(1)], "train.seed=99")).read_text(encoding="utf-8")
-    changed = text[text.index("What is not at its default") : text.index("All of it, resolved")]
+    changed = text[text.index("Non-default settings") : text.index("The whole run file, resolved")]
     assert "train.seed" in changed
     assert "optimizer.eps" not in changed
 
@@ -90,16 +90,16 @@ def test_ranks_that_send_otherwise_stand_apart(tmp_path: Path) -> None:
 def test_little_is_enough(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     text = main(make_run(tmp_path / "run", rows, spread=False), tmp_path / "elsewhere" / "page.html").read_text()
     asks_for_nothing(text)
-    assert "Who holds what" not in text
+    assert "Parameter sharding" not in text
     assert ("moe/aux_loss" in text) == ("moe/aux_loss" in rows[0])
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     rows = [row(step, **{"train/loss": math.sin(step)}) for step in range(1, 30_001)]
-    assert main(make_run(tmp_path / "run", rows)).stat().st_size < 600_000
+    assert main(make_run(tmp_path / "run", rows)).stat().st_size < 150_000
     (loss,) = (panel.curves["train/loss"] for panel in panels(rows) if "train/loss" in panel.curves)
     assert len(loss) == POINTS
-    assert loss[0] == (pytest.approx(25.5), pytest.approx(sum(math.sin(step) for step in range(1, 51)) / 50))
+    assert loss[0][:2] == (pytest.approx(38), pytest.approx(sum(math.sin(step) for step in range(1, 76)) / 75))
 
 
 def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_it_was_meant(tmp_path: Path) -> No
     run = make_run(tmp_path / "run", [row(1)])
     slots = [
         slot(0, 0, "F", 0, 10, 11),
-        slot(1, 1, "F", 0, 11, 12),
+        {**slot(1, 1, "F", 0, 11, 12), "waited": 0.75},
         slot(1, 1, "B", 0, 12, 14),
         slot(0, 0, "B", 0, 14, 16),
     ]
@@ -146,5 +146,36 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_it_was_meant(tmp_path: Path) -> No
     text = main(run).read_text(encoding="utf-8")
     asks_for_nothing(text)
     assert "measured at step 7" in text and "bubble 50.0 % of the time; 25.0 % by the closed form" in text
-    assert "rank 1, stage 1, micro batch 0: backward, 2 s from 2" in text
-    assert text[text.index("The pipeline, slot by slot") :].count("<rect") == 8
+    assert "rank 1, stage 1, micro batch 0: backward, 2 s from 2<" in text
+    assert "rank 1, stage 1, micro batch 0: forward, 1 s from 1, after waiting 0.75<" in text
+    assert text[text.index("Pipeline schedule") :].count("<rect") == 8
+
+
+def test_a_path_that_is_no_run_is_answered_with_the_runs_that_are_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "notes", [row(1)])
+    (tmp_path / "notes.yaml").write_text("run: {name: notes}\n")
+    (tmp_path / "other.yaml").write_text("run: {name: other}\n")
+    (tmp_path / "empty").mkdir()
+    said = {}
+    for name in (
+        "runs/none",
+        "runs",
+        "empty",
+        "notes.yaml",
+        "other.yaml",
+        "runs/notes/run.yaml",
+        "runs/notes/metrics.jsonl",
+    ):
+        with pytest.raises(UserError) as caught:
+            main(Path(name))
+        said[name] = str(caught.value)
+        assert "a run folder is what fivefold train writes" in said[name]
+        assert "demo" not in said[name] and ".yaml/run.yaml" not in said[name] and "write one" not in said[name]
+    assert "there is no such folder\nruns in runs: notes" in said["runs/none"]
+    assert "runs in runs: notes" in said["empty"] and "runs in runs: notes" in said["other.yaml"]
+    assert "it holds no run.yaml\nruns in runs: notes" in said["runs"]
+    assert "is a file, not a run folder\nits run: fivefold report runs/notes" in said["notes.yaml"]
+    assert "its run: fivefold report runs/notes" in said["runs/notes/run.yaml"]

@@ -26,6 +26,7 @@ from tests.checkpoint.test_reshard import equal, whole
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, build, reference_model, refusal
 from tests.pool import run_ranks
+from tests.tiers import every
 
 ROWS = 8
 FAMILIES = ("gpt_oss", "mixtral", "qwen3_moe", "olmoe")
@@ -51,7 +52,7 @@ PIPED = [Case("tp2.pp2+zb+etp+mb2+fp64", "gpt_oss", rows=ROWS, steps=2), Case("t
          steps=2, kv_heads=3, overrides=(("num_attention_heads", 3),))]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, *PIPED], ids=lambda case: f"{case.family}-{case.layout}")
+@pytest.mark.parametrize("case", [*every(CASES, 3), *PIPED], ids=lambda case: f"{case.family}-{case.layout}")
 def test_layout_equals_one_process(case: Case) -> None:
     found, expected, per_rank = run(case)
     assert_proved(found, expected, per_rank)

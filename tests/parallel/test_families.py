@@ -12,6 +12,7 @@ from tests.allpairs import all_pairs
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, gradient_error, hf_config, refusal
 from tests.pool import run_ranks
+from tests.tiers import first_of_each
 
 ROWS = 8
 
@@ -44,10 +45,11 @@ def case_of(choice: dict[str, Any]) -> Case:
 
 
 CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
+TIERED = first_of_each(CASES, lambda case: (case.family, case.parsed.tp > 1))  # with tensor parallelism, and without
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case.family}-{case.layout}-kv{case.kv_heads}{'-tied' * case.tied}"
+    "case", TIERED, ids=lambda case: f"{case.family}-{case.layout}-kv{case.kv_heads}{'-tied' * case.tied}"
 )
 def test_layout_equals_one_process(case: Case) -> None:
     found, expected, per_rank = run(case)

@@ -16,6 +16,8 @@ from tests.parallel.faults import on_faulty_rank
 from tests.parity import Case, Outcome, gradient_error, outcome, reference
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.campaign  # a subset of tests/verification/test_faults.py, by other measures
+
 MICRO = "+mb4+fp64"
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.allpairs import all_pairs
 from tests.parity import Case, Outcome, gradient_error, on_rank, outcome, reference
 from tests.pool import run_ranks
+from tests.tiers import every
 
 LAYOUTS = ("single", "shard2", "shard4", "dp2.shard2", "tp2", "tp4", "shard2.tp2")
 ROWS = 16
@@ -93,7 +94,7 @@ def test_clipping_bites() -> None:
     assert min(truth(Case("single")).norms) > 2 * Case("single").max_grad_norm
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every(reversed(LAYOUTS), 3))
 def test_loss_follows_for_twenty_steps_in_fp32(layout: str) -> None:
     rows = 8 // Case(layout).parsed.data_ranks
     found, expected, _ = run(Case(f"{layout}+mb{rows}+fp32", steps=20))

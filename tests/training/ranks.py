@@ -90,8 +90,9 @@ def updated(case: Case, steps: int) -> dict[str, Any]:
 
 def updated_by_torch(case: Case, steps: int) -> dict[str, np.ndarray]:
     """Weights after those steps in the optimizers of torch, untouched: its Muon iterates in bf16."""
-    parameters = dict(reference_model(case, torch.float32).named_parameters())
-    optimizers = reference_optimizers(parameters, case)
+    model = reference_model(case, torch.float32)
+    parameters = dict(model.named_parameters())
+    optimizers = reference_optimizers(model, case)
     for step in range(steps):
         for parameter in parameters.values():
             parameter.grad = made_up(tuple(parameter.shape), step)

@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fivefold.pages.log_scale import LogScale
 from fivefold.pages.names import LONGEST, ranks_text, short_names
 from fivefold.pages.slices import slice_map
+from fivefold.verification import ranks
 from fivefold.verification.page import headline, page, write_page
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.rows import WORDS, Found, Row
@@ -254,3 +256,22 @@ def test_parts_have_titles_that_tell_them_apart() -> None:
     ]
     assert titles("vision.0.w", "text.h.0.w") == ["vision.0", "text.h.0"]
     assert slice_map({"empty": {"shape": [0], "ranks": [[[[0, 0]]]]}}) is not None
+
+
+def test_the_terminal_and_the_page_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Found("tp2", rows(), losses=LOSSES, holds=holds(), seconds=4.2)
+    whole = report(found)
+    whole.show(Console(width=80))
+    shown = capsys.readouterr().out
+    assert f"tp2  PROVED  {len(found.rows)} comparisons  4.2 s" in shown
+    assert f"{len(found.rows)}" in page(whole)
+    assert "comparisons" not in ranks._line(found)  # printed before the last of them is made
+
+
+def test_lines_of_progress_wrap_at_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "  model        LlamaForCausalLM whole; 3 rows of 61 tokens a step, documents of unequal length; adamw"
+    monkeypatch.setenv("COLUMNS", "80")
+    ranks.print_line(text)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and [line.split() for line in lines] == [text.split()[:12], text.split()[12:]]
+    assert lines[1].startswith(" " * 15)

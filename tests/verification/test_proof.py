@@ -1,6 +1,7 @@
 """What a proof looks at, and what it leaves out."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,3 +73,21 @@ def test_what_hands_on_the_embedding_is_looked_at_in_the_first_stage_only(tmp_pa
     outcome = prove("step", Model("gpt2"), "pp2", tmp_path, steps=1)
     assert not outcome.is_killed, outcome.row or outcome.found.refused
     assert any(row.where == "transformer.drop" for row in outcome.found.rows)
+
+
+DBRX = (
+    ("model_type", "dbrx"), ("d_model", 32), ("n_heads", 4), ("n_layers", 2), ("max_seq_len", 64),
+    ("attn_config", {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 0.5}),
+    ("ffn_config", {"ffn_hidden_size": 17, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}}),
+)  # fmt: skip
+ERNIE = (
+    ("model_type", "ernie4_5_moe"), ("moe_num_experts", 4), ("moe_k", 2), ("moe_intermediate_size", 17),
+    ("moe_num_shared_experts", 1), ("moe_layer_start_index", 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [DBRX, ERNIE], ids=["experts of two dimensions", "a parameter without a gradient"])
+def test_experts_of_two_dimensions_and_parameters_without_a_gradient(changes: Any, tmp_path: Path) -> None:
+    """DBRX keeps all experts of a layer in one matrix, which decays; ERNIE's correction bias is a parameter."""
+    outcome = prove("step", Model("none", changes=changes), "shard2", tmp_path, steps=2)
+    assert not outcome.is_killed, outcome.row or outcome.found.refused

@@ -58,3 +58,44 @@ def test_a_model_that_is_too_large_is_cut_and_then_refused(tmp_path: Path) -> No
     assert cut.cuts == ("layers 2 of 4",)
     with pytest.raises(UserError, match=r"needs .* GiB to be proved"):
         make_folder(config, tmp_path / "c", thin=False, memory=1000, vocabulary=19, seed=1)
+
+
+PER_LAYER = {
+    "cohere2_moe": ["mlp_layer_types"], "exaone_moe": ["mlp_layer_types"], "glm4_moe_lite": ["mlp_layer_types"],
+    "granite_swa": ["layer_rope_theta"], "hy_v3": ["mlp_layer_types"], "mellum": ["mlp_layer_types"],
+    "laguna": ["mlp_layer_types", "num_attention_heads_per_layer"], "mimo_v2_flash": ["mlp_layer_types"],
+    "minimax_m3_vl_text": ["mlp_layer_types"], "llama4_text": ["no_rope_layers"], "gemma4_text": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PER_LAYER)
+def test_every_list_with_an_entry_per_layer_is_cut_with_the_layers(kind: str, tmp_path: Path) -> None:
+    """And the config can be read again: transformers refuses lists of another length."""
+    config = AutoConfig.for_model(kind)
+    small = narrow(fewer_layers(config), 35)
+    assert small is not None
+    layers = small.num_hidden_layers
+    assert 2 <= layers <= 4 < config.num_hidden_layers
+    for key in ("layer_types", *PER_LAYER[kind]) if hasattr(config, "layer_types") else PER_LAYER[kind]:
+        assert len(getattr(small, key)) == layers
+        assert set(getattr(small, key)) == set(getattr(config, key)), key
+    small.save_pretrained(tmp_path)
+    again = build_meta(load_model_config(tmp_path))
+    assert len(again.model.layers) == layers
+    assert sum(p.numel() for p in again.parameters()) < 4e7
+
+
+def test_lists_of_layer_numbers_count_anew() -> None:
+    config = AutoConfig.for_model("qwen2_moe", num_hidden_layers=6, mlp_only_layers=[1, 4])
+    assert fewer_layers(config).mlp_only_layers == [1]
+    assert fewer_layers(config, 5).mlp_only_layers == [1, 4]
+    config = AutoConfig.for_model("qwen2_moe", num_hidden_layers=6, mlp_only_layers=[0, 1, 5])
+    small = fewer_layers(config)
+    assert (small.num_hidden_layers, small.mlp_only_layers) == (2, [0])
+
+
+def test_values_of_single_layers_are_kept_with_them() -> None:
+    config = AutoConfig.for_model("gemma4_text")
+    small = fewer_layers(config)
+    assert small.layer_types == ["sliding_attention", "full_attention"]
+    assert [small.per_layer_config[layer].head_dim for layer in range(2)] == [256, 512]

@@ -1,6 +1,6 @@
 """State on disk that knows no layout: save under one, go on under any other, export to a Hugging Face folder."""
 
-from fivefold.checkpoint.agreement import agreement, check_agreement
+from fivefold.checkpoint.agreement import WARMUP, agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.load import Candidate, Checkpoint, candidates, newest, restore
@@ -10,6 +10,7 @@ from fivefold.checkpoint.save import About, Saver, on_first_rank, save
 from fivefold.step_folders import step_folder, steps
 
 __all__ = [
+    "WARMUP",
     "About",
     "Candidate",
     "Checkpoint",

@@ -12,21 +12,26 @@ from fivefold.config import RunConfig
 from fivefold.errors import UserError
 
 FINGERPRINT = "data.fingerprint"
+WARMUP = "scheduler.warmup_steps"
 _SECTIONS = ("model", "tokenizer", "data", "optimizer", "scheduler")
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_name_or_path")
 _TRAIN_KEYS = ("global_batch_size", "seed")
 _MORE = "a run goes on under any layout, but only with the same model, tokenizer, data, seed, batch and optimizer"
 
 
-def agreement(config: RunConfig, fingerprint: str, model_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def agreement(
+    config: RunConfig, fingerprint: str, model_config: Mapping[str, Any] | None = None, *, bos: bool = False
+) -> dict[str, Any]:
     """The keys that must agree, as the run file names them, with their resolved values: plain JSON.
 
     `fingerprint` names the rows by their contents (`PreparedData.fingerprint`); `model_config` is the resolved
-    config.json, for a name says little: the folder it means may have changed.
+    config.json, for a name says little: the folder it means may have changed. `bos`: whether documents begin with BOS,
+    which `data.bos: auto` leaves to the tokenizer.
     """
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
     keys = {key: value for key, value in keys.items() if value is not None}  # None: of another optimizer
+    keys["data.bos"] = bos
     default = type(config.balance)().model_dump()
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}
@@ -39,13 +44,17 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
     Both are results of `agreement`. Data with the same fingerprint are the same, wherever their files lie.
     """
     same_rows = saved.get(FINGERPRINT) == current.get(FINGERPRINT)
+    saved = {"data.bos": False, **saved}  # there was none before there was such a key
     for key in [*current, *(key for key in saved if key not in current)]:
         before, now = (values.get(key, "(not set)") for values in (saved, current))
         if before == now or (same_rows and key in ("data.train", "data.validation")):
             continue
+        if key == WARMUP and not isinstance(now, int):  # auto, or a part of the run: it stays what it was
+            continue
         if key == FINGERPRINT:
             what = f"data.train: the text is not the one that {where} was trained on"
-            raise UserError(what, fix="put the files back, or start afresh with another run.name", more=_MORE)
+            fix = "put the files back, or start afresh with another run.name (earlier versions held out other parts)"
+            raise UserError(what, fix=fix, more=_MORE)
         raise UserError(
             f"{key} is {_short(now)}, but {where} was trained with {_short(before)}",
             fix=f"set {key} back, or start afresh with another run.name",

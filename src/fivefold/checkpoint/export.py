@@ -12,12 +12,15 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fivefold.checkpoint import model_folder
+from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
@@ -29,30 +32,35 @@ FILE_BYTES = 2 * 10**9
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export: the folder, the step it holds, and how large its weights are."""
+    """A finished export: the folder, the step it holds, and how large its weights are and of which type."""
 
     path: Path
     step: int
     parameters: int
     bytes: int
+    dtype: torch.dtype
 
 
 def export(
-    run: str | Path, out: Path, *, step: int | None = None, dtype: str | None = None, file_bytes: int = FILE_BYTES
+    run: str | Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    file_bytes: int = FILE_BYTES,
 ) -> Exported:
     """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its
-    copy, as the Hugging Face folder `out`.
+    copy, as the Hugging Face folder `out`, with a model card.
 
-    `dtype`: fp32, bf16, fp16 or fp64; None keeps the type trained in. Files grow to `file_bytes` (a larger tensor
-    still stays in one). Raises `UserError` for a run or a step that is not there, and when `out` is not empty.
+    `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces a
+    model folder that is there. Raises `UserError` for a run or a step that is not there, and when `out` is in the way.
     """
     checkpoint = find_checkpoint(run, step)
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is not known", fix=f"choose one of {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty; an export never overwrites", fix="name a new folder")
     source = checkpoint.source()
-    target = DTYPES[dtype] if dtype else source.dtype(source.ordered[0])
+    came_in = model_folder.came_in(checkpoint.model_folder)
+    target = export_dtype(dtype, came_in=came_in, trained=source.dtype(source.ordered[0]))
+    _check_free(out, force)
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -60,22 +68,73 @@ def export(
         _write_model_files(checkpoint.model_folder, temporary, target)
         known = _known(checkpoint.model_folder)
         size = _write_weights(source, temporary, target, file_bytes, known)
-        if out.exists():
-            out.rmdir()
-        os.rename(temporary, out)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / CARD).write_text(model_card(checkpoint, run, dtype=_name(target)), encoding="utf-8")
+        _publish(temporary, out)
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+        if isinstance(error, OSError) and is_users(error):
+            raise cannot_write(out, error, instead="name another folder") from error
         raise RunFailed(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
-    return Exported(out, checkpoint.manifest.step, parameters, size)
+    return Exported(out, checkpoint.manifest.step, parameters, size, target)
+
+
+def export_dtype(
+    asked: str | None, *, came_in: str | torch.dtype | None = None, trained: torch.dtype = torch.float32
+) -> torch.dtype:
+    """The type of exported weights: `asked` (bf16, fp16, fp32, fp64); else the type that came in, which the config of
+    the starting model names; else the type trained in, fp32 but for tests. Raises `UserError` for an unknown one."""
+    if asked is not None and asked not in DTYPES:
+        raise UserError(f"dtype {asked!r} is not known", fix=f"choose one of {', '.join(DTYPES)}")
+    if asked is not None:
+        return DTYPES[asked]
+    found = getattr(torch, came_in, None) if isinstance(came_in, str) else came_in
+    return found if isinstance(found, torch.dtype) and found in DTYPES.values() else trained
+
+
+def cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` in `dtype`, integers as they are. Raises `UserError` where a weight is too large for it (fp16)."""
+    if not values.is_floating_point():
+        return values
+    stored = values.to(dtype)
+    if dtype is torch.float16 and bool((stored.isinf() & values.isfinite()).any()):
+        raise UserError(f"{name} has values beyond fp16, which ends at 65,504", fix="choose bf16 or fp32")
+    return stored
+
+
+def _check_free(out: Path, force: bool) -> None:
+    """An export replaces nothing unasked, and never what is no model folder."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    is_model = (out / model_folder.CONFIG).is_file()
+    if not is_model:
+        raise UserError(f"{out} exists and is not a model folder", fix="name a new folder")
+    if not force:
+        raise UserError(f"{out} exists and is not empty", fix="name a new folder, or add --force to replace this one")
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    """Put the finished folder in the place of the old one, if there is one."""
+    old = out.with_name(f".old-{out.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.rename(out, old)
+    os.rename(temporary, out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
     """Copy config, generation config and tokenizer; the config names the type of the weights beside it."""
     for path in sorted(origin.iterdir()):
-        shutil.copyfile(path, folder / path.name)
-    config = model_folder.read_json(origin / model_folder.CONFIG) | {"dtype": str(dtype).removeprefix("torch.")}
+        if path.name != model_folder.ORIGIN:
+            shutil.copyfile(path, folder / path.name)
+    config = model_folder.read_json(origin / model_folder.CONFIG) | {"dtype": _name(dtype)}
     (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(config))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -104,9 +163,9 @@ def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, f
     total = 0
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        tensors = {name: source.whole(name).to(dtype) for name in names}
+        tensors = {name: cast(name, source.whole(name), dtype) for name in names}
         if number == 1:
-            tensors |= {n: t.to(dtype) if t.is_floating_point() else t for n, t in computed.items()}
+            tensors |= {name: cast(name, values, dtype) for name, values in computed.items()}
         for name in [each for each in tensors if each in known.pieces]:
             tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}

@@ -19,6 +19,7 @@ from fivefold.checkpoint.model_folder import FOLDER
 from fivefold.checkpoint.remote import Remote
 from fivefold.errors import UserError
 from fivefold.models.sources import TensorSource
+from fivefold.parallel import plain
 from fivefold.parallel.spread import fill, spread_of
 from fivefold.parallel.tensor import local
 from fivefold.step_folders import step_folder, steps
@@ -117,7 +118,7 @@ class Checkpoint:
         rank, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         everyone = [next(self.damages(rank, size, kinds), None)] * size
         if together:
-            dist.all_gather_object(everyone, everyone[rank])
+            everyone = plain.everywhere(everyone[rank])
         if damage := next((each for each in everyone if each), None):
             raise Damaged(damage, fix=f"remove {self.path}, or put back the copy that was saved")
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fivefold import strict_json
 from fivefold.errors import UserError
 
 FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"
+ORIGIN = "origin.json"  # of a checkpoint alone: the dtype that the starting model's config names
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
@@ -20,18 +22,24 @@ _TOKENIZER_FILES = (
 
 
 def model_files(
-    config: Any, *, model_class: str, dtype: str, tokenizer: Path | None, origin: Path | None = None
+    config: Any,
+    *,
+    model_class: str,
+    dtype: str,
+    tokenizer: Path | None,
+    origin: Path | None = None,
+    came_in: str | None = None,
 ) -> dict[str, bytes]:
     """The files of the folder by name, for a model of class `model_class` whose `transformers` config is `config`.
 
     `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder. `origin`, the folder of a pretrained
-    model, lends its generation settings.
+    model, lends its generation settings; `came_in` is the dtype that the starting model's config names.
     """
     values = json.loads(config.to_json_string())
     values |= {"architectures": [model_class], "dtype": dtype, "use_cache": True}
     lent = read_json(origin / GENERATION) if origin and (origin / GENERATION).is_file() else {}
     own = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    files = {CONFIG: json_text(values), GENERATION: json_text(own | lent)}
+    files = {CONFIG: json_text(values), GENERATION: json_text(own | lent), ORIGIN: json_text({"dtype": came_in})}
     for name in _TOKENIZER_FILES:
         if tokenizer is not None and (tokenizer / name).is_file():
             files[name] = (tokenizer / name).read_bytes()
@@ -47,10 +55,16 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
+def came_in(folder: Path) -> str | None:
+    """The dtype of the model that the run of a checkpoint started from, as torch names it; None where none is named."""
+    found = read_json(folder / ORIGIN).get("dtype") if (folder / ORIGIN).is_file() else None
+    return found if isinstance(found, str) else None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `UserError` when it is none."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(strict_json.read_config(path))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 

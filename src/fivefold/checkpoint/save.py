@@ -9,7 +9,7 @@ away.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -23,8 +23,11 @@ from fivefold.checkpoint import disk, model_folder, shard
 from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.remote import Remote
+from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
+from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
@@ -72,6 +75,16 @@ class _Part:
     files: dict[str, FileRecord] = field(default_factory=dict)
     error: str | None = None
 
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "_Part":
+        """What `asdict` made plain."""
+        slices = [
+            (kind, name, dtype, Slice(**one | {"offset": tuple(one["offset"]), "shape": tuple(one["shape"])}))
+            for kind, name, dtype, one in told["slices"]
+        ]
+        files = {name: FileRecord(**one) for name, one in told["files"].items()}
+        return cls(slices, told["scalars"], files, told["error"])
+
 
 @dataclass(frozen=True)
 class _Snapshot:
@@ -98,7 +111,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
-        self._staged: dict[str, Tensor] = {}
+        self._staging = Staging()
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> None:
         """Save weights and optimizer state as they are now; asynchronous: return when they are copied.
@@ -110,6 +123,7 @@ class Saver:
         self._pending = self._thread.submit(self._write_and_publish, self._snapshot(model, optimizer, about))
         if not self._asynchronous:
             futures.wait([self._pending])
+            self._staging.free()
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -136,9 +150,7 @@ class Saver:
 
     def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> _Snapshot:
         spread = spread_of(model)
-        slices = [replace(one, values=self._stage(one)) for one in collect(model, optimizer)]
-        if any(parameter.is_cuda for parameter in model.parameters()):
-            torch.cuda.synchronize()
+        slices = self._staged(list(collect(model, optimizer)))
         return _Snapshot(
             about=about,
             layout=str(spread.layout),
@@ -148,15 +160,15 @@ class Saver:
             texts=_texts(model, about) if dist.get_rank() == 0 else {},
         )
 
-    def _stage(self, one: OwnedSlice) -> Tensor:
-        """The values on the CPU; asynchronous: a copy that training does not touch."""
-        if not self._asynchronous and not one.values.is_cuda:
-            return one.values
-        kept = self._staged.get(one.key)
-        if kept is None or kept.dtype != one.values.dtype:
-            kept = torch.empty(one.values.shape, dtype=one.values.dtype, pin_memory=one.values.is_cuda)
-            self._staged[one.key] = kept
-        return kept.copy_(one.values, non_blocking=True)
+    def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
+        """The slices on the CPU; asynchronous: copies that training does not touch."""
+        on_gpu = any(one.values.is_cuda for one in slices)
+        if not (self._asynchronous or on_gpu):
+            return slices
+        copies = self._staging.copies([one.values for one in slices])
+        if on_gpu:
+            torch.cuda.synchronize()
+        return [replace(one, values=copy) for one, copy in zip(slices, copies, strict=True)]
 
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""
@@ -164,8 +176,7 @@ class Saver:
         beside = self._directory / f"{_BESIDE}{published.name}"
         on_first_rank(lambda: _start(beside, published), self.group)
         part = _write(beside, snapshot, dist.get_rank())
-        parts: list[_Part] = [part] * dist.get_world_size()
-        dist.gather_object(part, parts if dist.get_rank() == 0 else None, group=self.group)
+        parts = [_Part.from_json(told) for told in plain.on_first(asdict(part), self.group) or ()]
         on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self.group)
         if self._remote:
             self._copy(published, self._remote, part, snapshot.texts)
@@ -175,8 +186,8 @@ class Saver:
         """Every rank copies the files that it wrote, the first one the manifest when all have."""
         step = published.name
         on_first_rank(lambda: remote.withdraw(step), self.group)
-        errors: list[Any] = [_copy_error(remote, published, (*part.files, *texts))] * dist.get_world_size()
-        dist.all_gather_object(errors, errors[0], group=self.group)
+        mine = _copy_error(remote, published, (*part.files, *texts))
+        errors = [told and UserError.from_json(told) for told in plain.everywhere(mine and mine.to_json(), self.group)]
 
         def publish() -> None:
             error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
@@ -271,7 +282,7 @@ def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
     return part
 
 
-def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int) -> Path:
+def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int) -> None:
     try:
         if errors := [part.error for part in parts if part.error]:
             raise OSError(errors[0])
@@ -281,12 +292,12 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
         read_manifest(beside)
     except (OSError, ValueError, TypeError) as error:
         disk.remove(beside)
-        raise RunFailed(f"checkpoint {published} could not be written: {error}", fix="is that disk full?") from error
+        fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
+        raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
     if published.exists():  # not valid, or `_start` would have refused
         disk.rename(published, published.with_name(f"{_BESIDE}damaged-{published.name}"))
     disk.rename(beside, published)
     _retain(published, keep)
-    return published
 
 
 def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
@@ -303,11 +314,17 @@ def _texts(model: nn.Module, about: About) -> dict[str, bytes]:
     model_files = model_folder.model_files(
         model.config,
         model_class=spread_of(model).anatomy.model_class,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
         origin=Path(about.config.model.name_or_path) if about.config else None,
+        came_in=dtype_name(getattr(model.config, "dtype", None)),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    """As config.json names it: `bfloat16`."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
@@ -361,16 +378,18 @@ def _retain(published: Path, keep: int) -> None:
 
 
 def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `action` on rank 0; its result, or its error, on every rank."""
-    outcome: list[Any] = [None, None]
+    """Run `action` on rank 0; its result, which is plain data (`parallel/plain.py`), or its error, on every rank."""
+    result: Any = None
+    error: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = action()
-        except UserError as error:
-            outcome[1] = error
-        except OSError as error:
-            outcome[1] = RunFailed(f"the run folder could not be read or written: {error}")
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]  # type: ignore[no-any-return]
+            result = action()
+        except UserError as raised:
+            error = raised
+        except OSError as raised:
+            fix = cannot_write("", raised).fix if is_users(raised) else None
+            error = RunFailed(f"the run folder could not be read or written: {raised}", fix=fix)
+    told = plain.of_first({"result": result, "error": error and error.to_json()}, group)
+    if told["error"] is not None:
+        raise error or UserError.from_json(told["error"])
+    return told["result"]  # type: ignore[no-any-return]

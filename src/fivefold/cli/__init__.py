@@ -7,11 +7,16 @@ appears under `--debug` only. Exit codes: 0 fine, 1 the thing asked about failed
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated
 
 import typer
 
 from fivefold.cli import doctor, export, generate, report, train, verify
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import cannot_write, is_users
+from fivefold.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
+from fivefold.terminal import say
 
 INTERRUPTED = 130
 
@@ -30,8 +35,22 @@ for _name, _verb in VERBS.items():
     app.command(_name)(_verb)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from fivefold.version import versions
+
+        print(versions())
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
-def verbs(context: typer.Context) -> None:
+def verbs(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say what is installed, for bug reports."),
+    ] = False,
+) -> None:
     """Train any Hugging Face language model, unchanged, in five dimensions of parallelism."""
     if context.invoked_subcommand is None:
         print((verbs.__doc__ or "").strip() + "\n")
@@ -42,22 +61,36 @@ def verbs(context: typer.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    make_usable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(given, prog_name="fivefold", standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except SystemExit as stopped:
+        # Typer ends with 1, as quietly, where whoever asked has read enough.
+        code = CLOSED_PIPE if is_closed_pipe(stopped.__context__) else stopped.code
     except UserError as error:
         code = _say(error, debug="--debug" in given)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # anything but a usage error of typer's
+        if is_closed_pipe(error):
+            code = CLOSED_PIPE  # whoever asked has read enough
+        elif is_unwritable(error):
+            code = _say(RunFailed(f"standard output cannot be written: {error}"), debug="--debug" in given)
+        elif not hasattr(error, "format_message"):  # anything but a usage error of typer's
             code = _say(_unexpected(error), debug="--debug" in given)
         else:
             verb = next((word for word in given if word in VERBS), None)
             help_line = f"fivefold {verb} --help" if verb else "fivefold --help"
             code = _say(UserError(error.format_message(), fix=help_line), debug=False)
     if code == INTERRUPTED:
-        print("stopped", file=sys.stderr)
+        with suppress(OSError):
+            print("stopped", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        let_go()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -65,12 +98,15 @@ def _say(error: UserError, *, debug: bool) -> int:
     """Print the three lines, and under `--debug` where they come from."""
     if debug:
         inner = getattr(error, "traceback", "") or "".join(traceback.format_exception(error.__cause__ or error))
-        print(inner, file=sys.stderr)
-    print(error, file=sys.stderr)
+        say(inner, stream=sys.stderr)
+    with suppress(OSError):
+        say(error, stream=sys.stderr)
     return error.exit_code
 
 
 def _unexpected(error: Exception) -> UserError:
+    if isinstance(error, OSError) and error.filename is not None and is_users(error):
+        return cannot_write(error.filename, error, instead="choose another place")
     first_line = (str(error).strip().splitlines() or [""])[0]
     failure = RunFailed(f"{type(error).__name__}: {first_line}", fix="this is a bug of fivefold; --debug shows where")
     failure.__cause__ = error

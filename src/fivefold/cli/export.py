@@ -1,11 +1,21 @@
 """`fivefold export`."""
 
+from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
 
 from fivefold.cli.options import Debug
+from fivefold.terminal import say
+from fivefold.units import human
+
+
+class DType(StrEnum):
+    """What the weights are stored in."""
+
+    BF16, FP16, FP32 = "bf16", "fp16", "fp32"
 
 
 def export(
@@ -16,6 +26,11 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, help="Which checkpoint. Default: the newest.", show_default=False)
     ] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(help="Type of the weights. Default: that of the model the run started from.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the model folder OUT.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a run's model as a plain Hugging Face folder.
@@ -24,5 +39,21 @@ def export(
     """
     from fivefold.checkpoint.export import export as export_run
 
-    export_run(run, out, step=step)
-    print(f"{out} is a Hugging Face folder: transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it")
+    done = export_run(run, out, step=step, dtype=dtype.value if dtype else None, force=force)
+    kind = str(done.dtype).removeprefix("torch.")
+    say(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
+    for line in uses(str(out)):
+        say(line)
+
+
+def uses(folder: str) -> list[str]:
+    """What to do with an exported folder, to be pasted into a shell or into Python."""
+    return [
+        "",
+        f"vllm serve {quote(folder)}",
+        f"lm_eval --model hf --model_args {quote(f'pretrained={folder}')} --tasks hellaswag",
+        "",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"model, tokenizer = (each.from_pretrained({folder!r}) for each in (AutoModelForCausalLM, AutoTokenizer))",
+        "print(tokenizer.decode(model.generate(**tokenizer('The', return_tensors='pt'), max_new_tokens=20)[0]))",
+    ]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
+from fivefold.generation import SEED, TEMPERATURE, TOP_K
 
 
 class Device(StrEnum):
@@ -26,9 +27,9 @@ def generate(
     device: Annotated[Device, typer.Option(help="auto takes CUDA where there is one.")] = Device.AUTO,
     step: Annotated[int | None, typer.Option(help="Which checkpoint of a run.", show_default="the newest")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among the K likeliest tokens; 0 = among all.")] = 50,
-    seed: Annotated[int, typer.Option(help="Fixes the choices.")] = 1234,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = TEMPERATURE,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among the K likeliest tokens; 0 = among all.")] = TOP_K,
+    seed: Annotated[int, typer.Option(help="Fixes the choices.")] = SEED,
     debug: Debug = False,
 ) -> None:
     """Continue a text with a trained model.

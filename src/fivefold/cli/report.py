@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
+from fivefold.terminal import say
 
 
 def report(
@@ -23,4 +24,4 @@ def report(
     from fivefold.pages.run import main
 
     path = main(run, out)
-    print(f"{path}: {path.stat().st_size / 1000:.0f} kB, one file that opens anywhere and fetches nothing")
+    say(f"{path}: {path.stat().st_size / 1000:.0f} kB, one file that opens anywhere and fetches nothing")

@@ -1,12 +1,17 @@
 """`fivefold train`."""
 
+import json
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated
 
 import typer
 
 from fivefold.cli.options import Debug
 from fivefold.errors import UserError
+from fivefold.streams import unseen_if_need_be
+
+_COLUMNS = 80  # of the list of keys
 
 
 def train(
@@ -26,19 +31,23 @@ def train(
         bool, typer.Option("--verify", help="First prove the layout on a thin model; see fivefold verify.")
     ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List every key of the run file, and stop.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the run file, for editors, and stop.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train a model: the run file's, or the built-in demo.
 
     Examples: fivefold train    fivefold train run.yaml train.max_steps=100 layout=shard2.tp2
     """
-    if keys:
-        print_keys()
+    if keys or schema:
+        print_keys() if keys else print_schema()
         return
     path, overrides = split_arguments(arguments or [])
     from fivefold.launch.local import run
 
-    run(path, overrides, nproc=nproc, verify=verify)
+    with unseen_if_need_be():
+        run(path, overrides, nproc=nproc, verify=verify)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -57,12 +66,21 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def print_keys() -> None:
-    """Every key with its default and what it means."""
+    """Every key with its default, what may be chosen, and what it means."""
     from fivefold.config import keys
 
     for key in keys():
         default = "" if key.default is None else f"  [{_plain(key.default)}]"
-        print(f"{key.name}{default}\n    {key.help}")
+        choices = "  " + " | ".join(map(_plain, key.choices)) if key.choices else ""
+        print(f"{key.name}{default}{choices}")
+        print(fill(key.help, width=_COLUMNS, initial_indent="    ", subsequent_indent="    "))
+
+
+def print_schema() -> None:
+    """The JSON schema of a run file."""
+    from fivefold.schema import schema
+
+    print(json.dumps(schema(), indent=2, ensure_ascii=False))
 
 
 def _plain(value: object) -> str:

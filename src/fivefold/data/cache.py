@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,19 @@ from hashlib import blake2b
 from pathlib import Path
 
 from fivefold.errors import UserError
+from fivefold.files import cannot_write, replace, writing
 
 # (stage in words, done, total): the unit is bytes of text; `done` never passes `total`.
 Progress = Callable[[str, int, int], None]
 
 _REMEMBER_DIGEST_FROM = 16 * 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
+INSTEAD = "point FIVEFOLD_CACHE to a folder you can write to"
 _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its time stamp
+
+
+def say_aloud(text: str) -> None:
+    """To the screen, beside whatever standard output is for."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -64,16 +72,15 @@ def file_digest(path: Path, root: Path) -> str:
         return note.read_text()
     except FileNotFoundError:
         digest = _hash_file(path)
-    note.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(note, digest)
     return digest
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file so that no reader ever sees half of it."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text)
-    beside.replace(path)
+    """Write a small text file so that no reader ever sees half of it. Raises UserError if it cannot be written."""
+    with writing(path, instead=INSTEAD):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, text.encode())
 
 
 def _hash_file(path: Path) -> str:
@@ -90,10 +97,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f"{folder.name}.lock").open("w")
     except OSError as error:
-        raise UserError(
-            f"cannot write to the cache folder {folder.parent}: {error.strerror}",
-            fix="point FIVEFOLD_CACHE to a folder you can write to",
-        ) from error
+        raise cannot_write(f"to the cache folder {folder.parent}", error, instead=INSTEAD) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -103,7 +107,8 @@ def _build_beside(folder: Path, build: Callable[[Path], None]) -> None:
     prefix = f".{folder.name}."
     for left_behind in folder.parent.glob(f"{prefix}*"):  # the lock is ours: a builder that died left these
         shutil.rmtree(left_behind, ignore_errors=True)
-    beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    with writing(folder.parent, instead=INSTEAD):
+        beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         build(beside)
         beside.chmod(0o755)

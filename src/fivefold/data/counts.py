@@ -47,7 +47,11 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class DataCounts:
-    """Everything that was read, what was left out, and the rows of both sides."""
+    """Everything that was read, what was left out, and the rows of both sides.
+
+    `fraction` is the part that was asked to be held out, 0 for none or a list. `bos` says what stands in front of the
+    documents. `answers_alone`: see `StoreMeta`.
+    """
 
     files: int
     files_left_out: int  # lying in a source's folder, of a kind no format reads
@@ -59,18 +63,34 @@ class DataCounts:
     validation: RowCounts | None
     validation_asked: bool
     repeated: int  # validation blocks (16,384 tokens) that stand in the training text too
+    fraction: float = 0.0
+    bos: str = ""
+    answers_alone: tuple[str, ...] = ()
+
+    @property
+    def held_out(self) -> float:
+        """The part of the tokens that was held out, 0 to 1."""
+        train, held = (_all_tokens(side) if side else 0 for side in (self.train, self.validation))
+        return held / max(1, train + held)
 
     def lines(self) -> list[str]:
         """Three or four short lines, and one for each source where there are several."""
+        bos = f", {self.bos}" if self.bos else ""
         lines = [
-            f"{_many(self.documents, 'document')} in {_many(self.files, 'file')}, {_many(self.tokens, 'token')}",
+            f"{_many(self.documents, 'document')} in {_many(self.files, 'file')}, {_many(self.tokens, 'token')}{bos}",
             f"train       {_rows(self.train, self.seq_length)}",
-            f"validation  {_rows(self.validation, self.seq_length) if self.validation else 'none'}",
+            f"validation  {self._validation()}",
             *self._by_source(),
         ]
         if remarks := self._remarks():
             lines.append("note        " + "; ".join(remarks))
         return lines
+
+    def _validation(self) -> str:
+        rows = _rows(self.validation, self.seq_length) if self.validation else "none"
+        if not self.fraction:
+            return rows
+        return f"{rows}; {_percent(self.held_out)} of the tokens, {_percent(self.fraction)} asked"
 
     def _by_source(self) -> list[str]:
         if len(self.sources) == 1 and not self.sources[0].path.startswith(HUB):
@@ -83,7 +103,9 @@ class DataCounts:
         alone = self.train.without_target + (self.validation.without_target if self.validation else 0)
         remarks = []
         if self.validation_asked and not (self.validation and self.validation.rows):
-            remarks.append("the text is too short to hold some of it out (blocks of 16,384 tokens)")
+            remarks.append(
+                "the text is too short to hold some of it out, or all alike: ask for more of it, or name another text"
+            )
         if self.files_left_out:
             remarks.append(f"{_many(self.files_left_out, 'file')} of an unknown kind left out")
         if alone:
@@ -96,6 +118,15 @@ class DataCounts:
 def _rows(counts: RowCounts, seq_length: int) -> str:
     split = f", {_many(counts.split, 'piece')} of text cut over rows" if counts.split else ""
     return f"{_many(counts.rows, 'row')} of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"
+
+
+def _all_tokens(side: RowCounts) -> int:
+    """Those left out for want of a target too."""
+    return side.tokens + side.without_target
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3g}%"
 
 
 def _many(number: int, noun: str) -> str:

@@ -43,12 +43,12 @@ class RowOrder:
             _Pool(first, count, count * Fraction(weight) / heaviest, seed, stream)
             for stream, (first, count, weight) in enumerate(zip(firsts, rows, weights, strict=False))
         ]
-        self._per_epoch = sum(pool.per_epoch for pool in self._pools)
+        self.per_epoch = Fraction(sum(pool.per_epoch for pool in self._pools))
         self._epoch = lru_cache(maxsize=2)(self._mixed)  # the current one and the next: 8 bytes a row each
 
     def __getitem__(self, place: int) -> int:
         """The row at `place` (0, 1, ...) of the endless order."""
-        epoch = int(place / self._per_epoch)  # or some earlier one, where pools were rounded up
+        epoch = int(place / self.per_epoch)  # or some earlier one, where pools were rounded up
         while self._begin(epoch) > place:
             epoch -= 1
         return int(self._epoch(epoch)[place - self._begin(epoch)])

@@ -3,7 +3,6 @@
 Called before the process group exists, and again by every worker: what was done is found in the cache.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -15,25 +14,28 @@ from typing import Any
 import numpy as np
 
 from fivefold.config import DataSource, RunConfig
-from fivefold.data.cache import Progress, cache_root, entry, key_of
+from fivefold.data.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
+from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.rows import PackedRows, Pool, RowIndex, build_index
 from fivefold.data.source import FileList, Source, resolve
-from fivefold.data.split import Blocks, Int64s, bases_of, blocks_of, held_out, spans_of, store_at
-from fivefold.data.store import TokenStore, store_for
+from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
+from fivefold.data.store import BLOCK, Say, TokenStore, store_for
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
 from fivefold.errors import UserError
 
 _ROWS_VERSION = 1  # raise when the rows of the same tokens change
+_SPLIT_VERSION = 2  # raise when the rows change of those of which a fraction is held out
 
 Stores = tuple[TokenStore, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """What a run reads. `tokenizer_dir` is a Hugging Face folder; `fingerprint` names the rows by origin: contents,
-    weights, tokenizer, split, seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
+    """What a run reads. `tokenizer_dir` is a Hugging Face folder; `bos_token_ids` stand in front of each document;
+    `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length and packing. Runs with
+    the same fingerprint and seed read the same batches."""
 
     tokenizer_dir: Path
     vocab_size: int
@@ -42,21 +44,28 @@ class PreparedData:
     validation: PackedRows | None
     counts: DataCounts
     fingerprint: str
+    bos_token_ids: tuple[int, ...] = ()
 
 
-def prepare(config: RunConfig, *, progress: Progress | None = None, cache: Path | None = None) -> PreparedData:
+def prepare(
+    config: RunConfig, *, progress: Progress | None = None, cache: Path | None = None, say: Say = say_aloud
+) -> PreparedData:
     """Tokenise and pack the data of `config` into the cache (`cache`, else `cache_root()`), or find it there.
 
-    Safe against concurrent callers. Raises UserError for bad input, naming file and row.
+    Safe against concurrent callers. `say` is told what in the cache was damaged and is made again. Raises UserError for
+    bad input, naming file and row.
     """
     root = cache_root(cache)
     train, validation = _files(config, root)
     tokenizer = find_tokenizer(
-        config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress
-    )
-    stores = tuple(store_for(one, tokenizer, root, progress) for one in train)
-    held = tuple(store_for(one, tokenizer, root, progress) for one in validation)
-    return _open(_Plan.of(config, stores, held), tokenizer, config.train.seed, root, train, validation)
+        config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress,
+        bos=config.data.bos,
+    )  # fmt: skip
+    stores = tuple(store_for(one, tokenizer, root, progress, say) for one in train)
+    held = tuple(store_for(one, tokenizer, root, progress, say) for one in validation)
+    plan = _Plan.of(config, stores, held)
+    folder = _rows_folder(plan, root, say)
+    return _open(plan, folder, tokenizer, config.train.seed, train, validation)
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
@@ -105,7 +114,19 @@ class _Plan:
         contents = [[[store.meta.content, store.meta.tokenizer] for store in side] for side in (self.stores, self.held)]
         ratios = [str(Fraction(weight) / Fraction(max(self.weights))) for weight in self.weights]
         weighted = [ratios] if len(self.pool_weights) > 1 else []
-        return key_of(_ROWS_VERSION, contents, self.fraction, self.seq_length, self.packing, *weighted)
+        bos = [{"bos": self.bos}] if self.bos else []
+        version = _SPLIT_VERSION if self.fraction else _ROWS_VERSION
+        return key_of(version, contents, self.fraction, self.seq_length, self.packing, *weighted, *bos)
+
+    @property
+    def bos(self) -> tuple[int, ...]:
+        """What stands in front of each document; the same in all the stores of a run."""
+        return self.stores[0].meta.bos
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block, which goes to one side of the split."""
+        return block_size(sum(store.meta.tokens for store in self.stores), self.fraction) if self.fraction else BLOCK
 
     @property
     def pool_weights(self) -> list[float]:
@@ -114,7 +135,7 @@ class _Plan:
 
     def build(self, folder: Path) -> None:
         """Write the row indices of both sides and their counts."""
-        blocks = blocks_of(self.stores)
+        blocks = blocks_of(self.stores, self.block)
         out = held_out(blocks, self.fraction)
         counts: dict[str, Any] = {
             **self._training(folder / "train", spans_of(blocks, ~out)),
@@ -133,7 +154,8 @@ class _Plan:
             index.save(folder / "validation")
             counts["validation"] = asdict(held)
             counts["repeated"] = _repeated(other, blocks) if self.held else 0
-        (folder / "counts.json").write_text(json.dumps(counts))
+        arrays = {str(path.relative_to(folder)): file_checksum(path) for path in sorted(folder.glob("*/*.npy"))}
+        (folder / "counts.json").write_text(signed({**counts, "arrays": arrays}), encoding="utf-8")
 
     def _training(self, folder: Path, spans: tuple[Int64s, Int64s]) -> dict[str, Any]:
         """Write the rows, pool after pool; what is in them, in each pool and of each source."""
@@ -169,11 +191,42 @@ def _repeated(validation: Blocks, train: Blocks) -> int:
     return int(np.isin(validation.hash, train.hash).sum())
 
 
+def _rows_folder(plan: _Plan, root: Path, say: Say) -> Path:
+    """Where the rows of the plan lie, built now if they are not there or are damaged."""
+    damages: list[str] = []
+
+    def is_valid(folder: Path) -> bool:
+        damages[:] = [damage] if (damage := _damage(folder, root)) and folder.exists() else []
+        return damage is None
+
+    def build(beside: Path) -> None:
+        if damages:
+            say(f"DAMAGED: the cached rows: {damages[0]}; they are packed again")
+        plan.build(beside)
+
+    return entry(root / "rows" / plan.key, is_valid=is_valid, build=build)
+
+
+def _damage(folder: Path, root: Path) -> str | None:
+    """What is wrong with rows in the cache, all of which are read."""
+    try:
+        counts = read_signed(folder / "counts.json")
+        for name, checksum in counts["arrays"].items():
+            check_file(folder / name, checksum, root)
+    except DamagedError as damage:
+        return str(damage)
+    return None
+
+
 def _open(
-    plan: _Plan, tokenizer: TokenizerInfo, seed: int, root: Path, files: Sequence[FileList], held: Sequence[FileList]
+    plan: _Plan,
+    folder: Path,
+    tokenizer: TokenizerInfo,
+    seed: int,
+    files: Sequence[FileList],
+    held: Sequence[FileList],
 ) -> PreparedData:
-    folder = entry(root / "rows" / plan.key, is_valid=_is_valid, build=plan.build)
-    counts = json.loads((folder / "counts.json").read_text())
+    counts = read_signed(folder / "counts.json")
 
     def rows(side: str, stores: Stores, pools: Sequence[Pool]) -> PackedRows:
         index, number = RowIndex.load(folder / side), RowCounts(**counts[side])
@@ -201,18 +254,17 @@ def _open(
             validation=None if validation is None else validation.counts,
             validation_asked=bool(plan.held) or plan.fraction > 0,
             repeated=counts["repeated"],
+            fraction=plan.fraction,
+            bos=_bos_line(tokenizer),
+            answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,
+        bos_token_ids=tokenizer.bos_token_ids,
     )
 
 
-def _is_valid(folder: Path) -> bool:
-    try:
-        counts = json.loads((folder / "counts.json").read_text())
-        return {"pools", "sources"} <= counts.keys() and all(
-            len(RowIndex.load(folder / side)) == counts[side]["rows"]
-            for side in ("train", "validation")
-            if counts[side]
-        )
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
-        return False
+def _bos_line(tokenizer: TokenizerInfo) -> str:
+    """What to say of BOS; nothing where neither the run nor the tokenizer has any."""
+    if tokenizer.bos_token_ids:
+        return f"BOS {tokenizer.bos} in front of each document"
+    return f"no BOS (data.bos: false), though the tokenizer puts {tokenizer.bos}" if tokenizer.template_ids else ""

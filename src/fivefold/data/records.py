@@ -1,11 +1,71 @@
-"""The text of a record: a JSON object, or a row of a table."""
+"""The text of a record: a JSON object, or a row of a table; and which records are prompts and answers instead."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from fivefold.data.source import Source
+from fivefold.data.source import FileList, Source
 from fivefold.errors import UserError
 
 _KEYS_SHOWN = 8
+_KEY_SHOWN = 40  # characters
+
+# Chat: a list of turns under one of these. ShareGPT has `conversations` with from/value, OpenAI's form is `messages`.
+_TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns")
+# What is asked, and what is answered: Alpaca, Dolly, prompt/completion, question/answer, FLAN.
+_ASKED = (
+    "prompt", "instruction", "instructions", "question", "query", "problem", "input", "inputs", "user", "human",
+)  # fmt: skip
+_ANSWERED = (
+    "completion", "output", "outputs", "response", "answer", "answers", "solution", "target", "targets", "reply",
+    "generation", "demonstration", "assistant",
+)  # fmt: skip
+_PREFERRED = ("chosen", "rejected")
+_ALSO_ASKED = (*_ASKED, "system", "context", "history")
+
+_RENDER = "render each record to one text with tokenizer.apply_chat_template(messages, tokenize=False), under the key"
+_PLAIN = "fivefold trains plain text; docs/data.md, 'Conversations and instructions', shows how"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What records of prompts and answers are called, and which of their keys say so."""
+
+    name: str
+    keys: tuple[str, ...]
+
+
+def conversation_of(names: Collection[str]) -> Conversation | None:
+    """Whether records of these keys are chat, preference or instruction data rather than texts."""
+    turns, asked, answered, preferred = (
+        tuple(name for name in names if name.lower() in keys) for keys in (_TURNS, _ALSO_ASKED, _ANSWERED, _PREFERRED)
+    )
+    if turns:
+        return Conversation("chat records", turns)
+    if len(preferred) == len(_PREFERRED):
+        return Conversation("preference records", (*asked, *preferred))
+    if answered and _asks(asked):
+        return Conversation("instruction records", (*asked, *answered))
+    return None
+
+
+def _asks(names: Iterable[str]) -> bool:
+    return any(name.lower() in _ASKED for name in names)
+
+
+def answers_alone(files: FileList) -> tuple[str, ...]:
+    """What to say where `text_key` picks one side of a conversation: a line for each kind of record in the files."""
+    key = files.source.text_key
+    found = {}
+    for path, form in files.files if key != Source.text_key else ():
+        conversation = conversation_of(form.columns(path, files.source))
+        if conversation and key in conversation.keys:
+            others = tuple(name for name in conversation.keys if name != key)
+            found[conversation.name, others] = (
+                f"{files.name} holds {conversation.name}, and {key!r} alone is trained on; "
+                f"{_listed(others)} {'is' if len(others) == 1 else 'are'} left out"
+            )
+    return tuple(found.values())
 
 
 def text_of(record: Mapping[str, object], source: Source, where: str, noun: str = "key") -> str:
@@ -14,21 +74,39 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str 
         raise no_text(record, source, where, likely=_longest(record), noun=noun)
     text = record[source.text_key]
     if not isinstance(text, str):
-        raise no_string(type(text).__name__, source, where, likely=_longest(record), noun=noun)
+        raise no_string(type(text).__name__, source, where, names=record, likely=_longest(record), noun=noun)
     return text
 
 
 def no_text(names: Iterable[str], source: Source, where: str, *, likely: str | None, noun: str = "key") -> UserError:
     """That there is no `text_key` among `names`; `likely` is the one that is probably meant."""
+    names = list(names)
+    if conversation := conversation_of(names):
+        return _no_plain_text(conversation, source, where)
     return UserError(
-        f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(list(names))}",
-        fix=_fix(source, likely, noun),
+        f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
+        fix=_fix(source, None if _asks(names) else likely, noun),
+        more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
     )
 
 
-def no_string(kind: str, source: Source, where: str, *, likely: str | None, noun: str = "key") -> UserError:
+def no_string(
+    kind: str, source: Source, where: str, *, names: Iterable[str] = (), likely: str | None, noun: str = "key"
+) -> UserError:
     """That what `text_key` names holds a `kind`."""
+    if conversation := conversation_of(list(names)):
+        return _no_plain_text(conversation, source, where)
     return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
+
+
+def _no_plain_text(conversation: Conversation, source: Source, where: str) -> UserError:
+    """No key is advised: any of them would train on the answers, or the prompts, alone."""
+    key = Source.text_key if source.text_key in conversation.keys else source.text_key
+    return UserError(
+        f"{where}: these are {conversation.name} ({_listed(conversation.keys)}), without a plain text under {key!r}",
+        fix=f"{_RENDER} {key!r}",
+        more=_PLAIN,
+    )
 
 
 def _fix(source: Source, likely: str | None, noun: str) -> str:
@@ -38,10 +116,9 @@ def _fix(source: Source, likely: str | None, noun: str) -> str:
     return f"add {source.option('text_key', likely)}"
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join([repr(name) for name in names[:_KEYS_SHOWN]] + ["..."] * (len(names) > _KEYS_SHOWN)) or (
-        "none at all"
-    )
+def _listed(names: Collection[str]) -> str:
+    shown = [repr(name if len(name) <= _KEY_SHOWN else f"{name[:_KEY_SHOWN]}...") for name in names][:_KEYS_SHOWN]
+    return ", ".join(shown + ["..."] * (len(names) > _KEYS_SHOWN)) or "none at all"
 
 
 def _longest(record: Mapping[str, object]) -> str | None:

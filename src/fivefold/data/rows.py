@@ -110,6 +110,15 @@ class PackedRows:
         return len(self.index)
 
     @property
+    def epoch_rows(self) -> Fraction:
+        """Rows of an epoch, in the long run: one pass over the pool with the largest weight, and its part of others."""
+        return self._order.per_epoch
+
+    def epochs(self, rows: int) -> float:
+        """How many epochs so many rows are."""
+        return float(rows / self.epoch_rows)
+
+    @property
     def tokens_per_row(self) -> float:
         """Real input tokens of a row, on average over what `batch` gives in the long run."""
         rows = sum(Fraction(pool.weight) * pool.rows for pool in self.pools)

@@ -11,12 +11,21 @@ from pathlib import Path
 
 import yaml
 
+from fivefold import plain_yaml
 from fivefold.data.cache import file_digest
+from fivefold.data.compression import ending, is_compressed, opened
 from fivefold.errors import UserError
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins
 _INDEX = re.compile(r"\[(\d+)\]")
-MORE = "formats: txt, jsonl, parquet, python-stdlib, a token store, folders or globs of them, and hub:org/name"
+MORE = (
+    "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
+    "folders or globs of them, and hub:org/name"
+)
+# What lies beside texts and is none: the card and the notes of a dataset.
+_BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_SHRINKS = 4  # times: text that is compressed, roughly
+_HEAD = 8192  # bytes by which a file of an unknown kind is judged
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ class Source:
 
 def _reads_back(text: str) -> bool:
     try:
-        return bool(yaml.safe_load(text) == text)
-    except yaml.YAMLError:
+        return bool(plain_yaml.read(text) == text)
+    except (yaml.YAMLError, plain_yaml.NotPlain):
         return False
 
 
@@ -54,11 +63,15 @@ class Format:
 
     def matches(self, path: Path) -> bool:
         """Whether `format: auto` reads `path` with this format."""
-        return path.suffix.lower() in self.suffixes
+        return ending(path) in self.suffixes
 
     def documents(self, path: Path, source: Source) -> Iterator[str]:
         """The documents of one file, in file order. Raises UserError naming the file and the row (from 1)."""
         raise NotImplementedError
+
+    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
+        """The keys of the first record of a file, where its documents are records."""
+        return ()
 
     def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
         """The files behind a `path` that is more than a file (a virtual corpus, a folder with a meaning), else None.
@@ -72,8 +85,8 @@ class Format:
         return file_digest(path, root)
 
     def size(self, path: Path) -> int:
-        """Bytes of one file, roughly: for progress, and for its part of a sample."""
-        return path.stat().st_size
+        """Bytes of one file's text, roughly: for progress, and for its part of a sample."""
+        return path.stat().st_size * (_SHRINKS if is_compressed(path) else 1)
 
     def options(self, source: Source) -> dict[str, str]:
         """The options that change what `documents` gives: part of the cache key."""
@@ -152,6 +165,8 @@ def _pick(
     left_out: list[Path] = []
     for path in paths:
         form = _format_of(path, formats, forced, strict=strict)
+        if not strict and path.name.lower() in _BESIDE:
+            form = None
         if form and not os.access(path, os.R_OK):
             raise UserError(f"{source.label}: {path} cannot be read: permission denied", fix=f"chmod u+r {path}")
         if form:
@@ -179,8 +194,15 @@ def _format_of(path: Path, formats: Sequence[Format], forced: Format | None, *, 
 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
     known = ", ".join(suffix for form in formats for suffix in form.suffixes)
-    return UserError(
-        f"{source.label}: {path}: no format reads the suffix {path.suffix!r} (known: {known})",
-        fix=f"say what it holds: {source.option('format', 'txt')} (or jsonl)",
-        more=MORE,
-    )
+    suffix = "".join(path.suffixes[-2:]) if is_compressed(path) else path.suffix
+    what = f"{source.label}: {path}: no format reads the suffix {suffix!r} (known: {known})"
+    with opened(path, f"{source.label}: {path}") as file:
+        head = file.read(_HEAD)
+    if is_binary(head):
+        return UserError(f"{what}, and it is not text", fix="write its texts to a .jsonl or .txt file", more=MORE)
+    return UserError(what, fix=f"say what it holds: {source.option('format', 'txt')} (or jsonl)", more=MORE)
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether the beginning of a file is not text: no UTF-8, nor one of the encodings that know no NUL."""
+    return b"\0" in head

@@ -1,6 +1,7 @@
 """From documents to the pieces that rows are made of: the validation split, and the cut at `seq_length`.
 
-    block   16,384 tokens of a document (the last one shorter); goes to one side by the hash of its tokens
+    block   at most 16,384 tokens of a document, fewer where the text is short (the last block of a document is what is
+            left); goes to one side by the hash of its tokens
     span    the longest run of blocks of one document that are on one side: what training sees as a document
     piece   at most seq_length tokens of a span: never cut again, whole in one row
 
@@ -14,9 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.store import BLOCK, TokenStore
+from fivefold.data.store import BLOCK, TokenStore, block_hashes
 
 Int64s = NDArray[np.int64]
+
+_SMALLEST_BLOCK = 64  # tokens: less is no context to judge a model by
+_BLOCKS_HELD_OUT = 4  # at least, where the text allows: what is held out is then within an eighth of what was asked
+_NEAR = 0.1  # how far the plain threshold may be from what was asked before it is moved
+_MOST_TIMES = 4  # what is held out of a short text is at most so many times what was asked
 
 
 @dataclass(frozen=True)
@@ -49,17 +55,40 @@ class Pieces:
         return Pieces(self.start[keep], self.length[keep], self.has_next[keep])
 
 
-def blocks_of(stores: Sequence[TokenStore]) -> Blocks:
-    """The blocks of the stores, as one sequence."""
+def block_size(tokens: int, fraction: float) -> int:
+    """Tokens of a block: a power of two, a quarter to an eighth of what is to be held out of `tokens` tokens."""
+    wanted = max(_SMALLEST_BLOCK, int(tokens * fraction) // _BLOCKS_HELD_OUT)
+    return int(min(BLOCK, 2 ** (wanted.bit_length() - 1)))
+
+
+def blocks_of(stores: Sequence[TokenStore], size: int = BLOCK) -> Blocks:
+    """The blocks of `size` tokens of the stores, as one sequence. A document of at most `size` tokens is one block, and
+    its hash is that of the document whatever the size."""
     offsets = [np.zeros(1, np.int64)]
     for store in stores:
         offsets.append(np.asarray(store.offsets[1:]) + offsets[-1][-1])
     bounds = np.concatenate(offsets)
     lengths = np.diff(bounds)
-    which, within = _repeat_and_count(-(-lengths // BLOCK))
-    start = bounds[which] + within * BLOCK
-    length = np.minimum(BLOCK, bounds[which + 1] - start)
-    return Blocks(start, length, which, np.concatenate([store.block_hashes for store in stores]))
+    which, within = _repeat_and_count(-(-lengths // size))
+    start = bounds[which] + within * size
+    length = np.minimum(size, bounds[which + 1] - start)
+    return Blocks(start, length, which, np.concatenate([_hashes(store, size) for store in stores]))
+
+
+def _hashes(store: TokenStore, size: int) -> NDArray[np.uint64]:
+    """Of the blocks of a store. Those of whole documents are there; a document that is cut finer is hashed anew."""
+    lengths = np.diff(store.offsets)
+    if size == BLOCK or not (lengths > size).any():
+        return store.block_hashes
+    first = np.cumsum(-(-lengths // BLOCK)) - (-(-lengths // BLOCK))
+    starts = store.offsets[:-1]
+    hashes: list[int] = []
+    for start, length, block in zip(starts.tolist(), lengths.tolist(), first.tolist(), strict=True):
+        if length > size:
+            hashes += block_hashes(store.tokens[start : start + length], size)
+        elif length:
+            hashes.append(int(store.block_hashes[block]))
+    return np.array(hashes, np.uint64)
 
 
 def bases_of(stores: Sequence[TokenStore]) -> Int64s:
@@ -76,21 +105,31 @@ def store_at(bases: Int64s, start: int | Int64s) -> Int64s:
 def held_out(blocks: Blocks, fraction: float) -> NDArray[np.bool_]:
     """Which blocks are validation, bool [blocks]: those whose hash is below `fraction` of its range.
 
-    Equal blocks have equal hashes and so stay on one side. If there are two different blocks of two or more tokens,
-    each side gets one: the smallest hash is validation, the largest is training.
+    Where that holds out more than a tenth more or less than was asked, which chance does to a short text, the threshold
+    moves to the hash that brings it nearest. Equal blocks have equal hashes and so stay on one side. If there are two
+    different blocks of two or more tokens each side gets one, unless one is more than four times what was asked.
     """
-    if fraction <= 0:
-        return np.zeros(len(blocks.hash), np.bool_)
-    mask: NDArray[np.bool_] = blocks.hash < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
-    candidates = blocks.hash[blocks.length > 1]
-    if len(candidates) == 0 or candidates.min() == candidates.max():
-        return np.zeros(len(blocks.hash), np.bool_)
-    chosen = mask[blocks.length > 1]
-    if not chosen.any():
-        mask |= blocks.hash == candidates.min()
-    elif chosen.all():
-        mask &= blocks.hash != candidates.max()
-    return mask
+    nothing = np.zeros(len(blocks.hash), np.bool_)
+    candidates = np.unique(blocks.hash[blocks.length > 1])
+    if fraction <= 0 or len(candidates) < 2:
+        return nothing
+    wanted = fraction * int(blocks.length.sum())
+    threshold = np.uint64(min(int(fraction * 2**64), 2**64 - 1))
+    plain: NDArray[np.bool_] = blocks.hash < threshold
+    is_near = abs(int(blocks.length[plain].sum()) - wanted) <= _NEAR * wanted
+    if is_near and candidates[0] < threshold <= candidates[-1]:
+        return plain
+    mask: NDArray[np.bool_] = blocks.hash <= _nearest(blocks, candidates, wanted)
+    return mask if int(blocks.length[mask].sum()) <= _MOST_TIMES * wanted else nothing
+
+
+def _nearest(blocks: Blocks, candidates: NDArray[np.uint64], wanted: float) -> np.uint64:
+    """The hash up to which the blocks hold about `wanted` tokens. `candidates`: those that may be the last, sorted; the
+    last of them is always training text."""
+    order = np.argsort(blocks.hash, kind="stable")
+    held = np.cumsum(blocks.length[order])
+    upto = held[np.searchsorted(blocks.hash[order], candidates[:-1], side="right") - 1]
+    return np.uint64(candidates[int(np.abs(upto - wanted).argmin())])
 
 
 def spans_of(blocks: Blocks, side: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:

@@ -1,38 +1,60 @@
 """The token store: documents as one memory-mapped run of token ids, made once.
 
-tokens.bin    little-endian uint16 (vocabulary <= 65,536) or uint32, document after document, each with its EOS
-offsets.npy   int64 [documents + 1], where each document starts; the last is the number of tokens
-blocks.npy    uint64 [blocks], a hash of each block of 16,384 tokens of each document, by which validation is split off
-meta.json     the sizes, against which the files are checked, and whose tokens they are
+tokens.bin      little-endian uint16 (vocabulary <= 65,536) or uint32, document after document: BOS where the run asks
+                for it (`data.bos`), the text, EOS
+offsets.npy     int64 [documents + 1], where each document starts; the last is the number of tokens
+blocks.npy      uint64 [blocks], a hash of each block of 16,384 tokens of each document: by it validation is split off
+checksums.npy   uint64 [chunks], of each MiB of tokens.bin
+meta.json       sizes and checksums, whose tokens they are, and what the records of the texts are
 """
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.cache import Progress, entry, key_of
+from fivefold.data.cache import Progress, entry, key_of, say_aloud
+from fivefold.data.integrity import (
+    DamagedError,
+    check_chunks,
+    check_file,
+    chunk_checksums,
+    file_checksum,
+    is_trusted,
+    read_signed,
+    signed,
+    trust,
+)
+from fivefold.data.records import answers_alone
 from fivefold.data.source import FileList
-from fivefold.data.tokenizer import TokenizerInfo
+from fivefold.data.tokenizer import TokenizerInfo, put_bos
 from fivefold.errors import UserError
 
 BLOCK = 16_384  # tokens
-_VERSION = 1
+_VERSION = 2  # 1 had no checksums and no BOS
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
 _TELLINGS = 200  # how often progress is told at most: a display may be slower than a short document
+_ARRAYS = ("offsets.npy", "blocks.npy", "checksums.npy")
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What meta.json says. `content` names the texts and options, `tokenizer` the tokenizer's digest."""
+    """What meta.json says. `content` names the texts and options, `tokenizer` the tokenizer's digest.
+
+    `bos`: the tokens in front of each document. `answers_alone`: what to say where the texts are the answers of chat or
+    instruction records, without their prompts. `files`: the checksum of each array.
+    """
 
     kind: str
     version: int
@@ -40,10 +62,13 @@ class StoreMeta:
     tokenizer: str
     vocab_size: int
     eos_token_id: int
+    bos: tuple[int, ...]
     dtype: str
     documents: int
     tokens: int
     blocks: int
+    answers_alone: tuple[str, ...]
+    files: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -78,56 +103,141 @@ def is_store(path: Path) -> bool:
     return (path / "tokens.bin").is_file() and (path / "meta.json").is_file()
 
 
-def open_store(folder: Path) -> TokenStore | None:
-    """The store in `folder`; None if it is not there, of another version, or its files have not the sizes it states."""
-    try:
-        meta = StoreMeta(**json.loads((folder / "meta.json").read_text()))
-        store = TokenStore(folder, meta)
-        sound = (
-            (meta.kind, meta.version) == (_KIND, _VERSION)
-            and (folder / "tokens.bin").stat().st_size == meta.tokens * np.dtype(meta.dtype).itemsize
-            and store.offsets.shape == (meta.documents + 1,)
-            and (int(store.offsets[0]), int(store.offsets[-1])) == (0, meta.tokens)
-            and store.block_hashes.shape == (meta.blocks,)
-        )
-    except (OSError, EOFError, ValueError, TypeError):
-        return None
-    return store if sound else None
+def open_store(folder: Path, root: Path) -> TokenStore:
+    """The store in `folder`, all of it read and compared with its checksums; `root` is the cache's folder.
 
-
-def store_for(files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None) -> TokenStore:
-    """The token store of one source: its own folder if it is one, else the cache's, tokenised now if it is not there.
-
-    Raises UserError for bad input (file and row named), or a token store that another tokenizer made.
+    Raises DamagedError, naming the file and the place in it.
     """
-    if files.store:
-        return _given_store(files, files.store, tokenizer)
-    content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
-    folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest)
-    entry(
-        folder,
-        is_valid=lambda folder: open_store(folder) is not None,
-        build=lambda beside: _Writer(beside, tokenizer, content).write(files, progress),
-    )
-    store = open_store(folder)
-    assert store is not None
+    try:
+        store = TokenStore(folder, _read_meta(folder / "meta.json"))
+        for name in _ARRAYS:
+            check_file(folder / name, store.meta.files[name], root)
+        _check_offsets(store)
+        _check_tokens(store, root)
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise error if isinstance(error, DamagedError) else DamagedError(str(error)) from error
     return store
 
 
-def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo) -> TokenStore:
-    store = open_store(folder)
-    if store is None:
-        raise UserError(
-            f"{files.source.label}: the token store {folder} is damaged or of another version",
-            fix="copy it again, or name the texts it was made from",
+def _read_meta(path: Path) -> StoreMeta:
+    tree = read_signed(path)
+    if (tree.get("kind"), tree.get("version")) != (_KIND, _VERSION):
+        raise DamagedError(f"{path.name} is of version {tree.get('version')!r}; this fivefold reads {_VERSION}")
+    try:
+        given = {field.name: tree[field.name] for field in fields(StoreMeta)}
+        given |= {name: tuple(given[name]) for name in ("bos", "answers_alone")}
+        meta = StoreMeta(**given)
+    except (KeyError, TypeError) as error:
+        raise DamagedError(f"{path.name} lacks {error}") from error
+    if meta.dtype != (dtype := _dtype(meta.vocab_size).str):
+        raise DamagedError(
+            f"{path.name} says dtype {meta.dtype!r}; {meta.vocab_size:,} tokens are stored as {dtype!r}, little-endian"
         )
+    return meta
+
+
+def _dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def _check_offsets(store: TokenStore) -> None:
+    """Documents lie one after the other, from the first token to the last."""
+    meta, offsets = store.meta, store.offsets
+    if offsets.dtype != np.int64 or offsets.shape != (meta.documents + 1,):
+        raise DamagedError(f"offsets.npy is {offsets.dtype} {list(offsets.shape)}, not int64 [{meta.documents + 1}]")
+    lengths = np.diff(offsets)
+    if (int(offsets[0]), int(offsets[-1])) != (0, meta.tokens) or (lengths < 0).any():
+        raise DamagedError(f"offsets.npy does not cut {meta.tokens:,} tokens into documents")
+    if store.block_hashes.shape != (meta.blocks,) or int((-(-lengths // BLOCK)).sum()) != meta.blocks:
+        raise DamagedError(f"blocks.npy holds {len(store.block_hashes):,} blocks, not those of the documents")
+
+
+def _check_tokens(store: TokenStore, root: Path) -> None:
+    path, meta = store.folder / "tokens.bin", store.meta
+    width = np.dtype(meta.dtype).itemsize
+    if (size := path.stat().st_size) != meta.tokens * width:
+        raise DamagedError(f"tokens.bin has {size:,} bytes, not the {meta.tokens * width:,} of {meta.tokens:,} tokens")
+    if is_trusted(path, root):
+        return
+    for start, chunk in check_chunks(path, np.load(store.folder / "checksums.npy")):
+        ids = np.frombuffer(chunk, meta.dtype)
+        if int(ids.max()) >= meta.vocab_size:
+            at = int((ids >= meta.vocab_size).argmax())
+            raise DamagedError(
+                f"tokens.bin holds {ids[at]} as token {start // width + at:,}, beyond the {meta.vocab_size:,} of its "
+                "tokenizer"
+            )
+    trust(path, root)
+
+
+def store_for(
+    files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None, say: Say = say_aloud
+) -> TokenStore:
+    """The token store of one source: its own folder if it is one, else the cache's, tokenised now if it is not there.
+
+    A store of the cache that is damaged is made again, and `say` is told. Raises UserError for bad input (file and row
+    named), or for a token store that is damaged, or that another tokenizer made.
+    """
+    if files.store:
+        return _given_store(files, files.store, tokenizer, root)
+    content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
+    folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest, tokenizer.bos_token_ids)
+    found: list[TokenStore] = []
+    damages: list[str] = []
+
+    def is_valid(folder: Path) -> bool:
+        try:
+            found[:] = [open_store(folder, root)] if folder.exists() else []
+        except DamagedError as damage:
+            damages[:] = [str(damage)]
+        return bool(found)
+
+    def build(beside: Path) -> None:
+        if damages:
+            say(f"DAMAGED: the cached tokens of {files.name}: {damages[0]}; they are made again from the text")
+        with _after(damages, files):
+            _Writer(beside, tokenizer, content).write(files, progress)
+
+    entry(folder, is_valid=is_valid, build=build)
+    return found[0] if found else open_store(folder, root)
+
+
+def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: Path) -> TokenStore:
+    where = f"{files.source.label}: the token store {folder}"
+    try:
+        store = open_store(folder, root)
+    except DamagedError as damage:
+        raise UserError(
+            f"{where} is damaged: {damage}", fix="copy it again, or name the texts it was made from"
+        ) from damage
     if store.meta.tokenizer != tokenizer.digest:
         raise UserError(
-            f"{files.source.label}: the token store {folder} was made with another tokenizer "
+            f"{where} was made with another tokenizer "
             f"({store.meta.vocab_size} entries; the run's has {tokenizer.vocab_size})",
             fix="set tokenizer.name_or_path to the folder of that tokenizer",
         )
+    if store.meta.bos != tokenizer.bos_token_ids:
+        has, wants = (f"BOS {list(ids)}" if ids else "no BOS" for ids in (store.meta.bos, tokenizer.bos_token_ids))
+        raise UserError(
+            f"{where} has {has} in front of its documents, and this run {wants}",
+            fix=f"set data.bos: {'true' if store.meta.bos else 'false'}",
+        )
     return store
+
+
+@contextmanager
+def _after(damages: list[str], files: FileList) -> Iterator[None]:
+    """Where damaged tokens cannot be made again, both are said."""
+    try:
+        yield
+    except UserError as error:
+        if not damages:
+            raise
+        raise UserError(
+            f"the cached tokens of {files.name} are damaged ({damages[0]}) and cannot be made again: {error.what}",
+            fix=error.fix,
+            more=error.more,
+        ) from error
 
 
 class _Writer:
@@ -135,7 +245,7 @@ class _Writer:
 
     def __init__(self, folder: Path, tokenizer: TokenizerInfo, content: str) -> None:
         self.folder, self.tokenizer, self.content = folder, tokenizer, content
-        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
 
@@ -146,17 +256,20 @@ class _Writer:
                 for encoded in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                     out.write(self._document(encoded.ids).tobytes())
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
-        np.save(self.folder / "offsets.npy", offsets)
-        np.save(self.folder / "blocks.npy", np.array(self.hashes, np.uint64))
-        (self.folder / "meta.json").write_text(json.dumps(asdict(self._meta(int(offsets[-1]))), indent=2))
+        checksums = chunk_checksums(self.folder / "tokens.bin")
+        for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
+            np.save(self.folder / name, array)
+        meta = self._meta(int(offsets[-1]), answers_alone(files))
+        (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _document(self, ids: list[int]) -> NDArray[np.unsignedinteger]:
-        tokens = np.array([*ids, self.tokenizer.eos_token_id], dtype=self.dtype)
+        with_bos = put_bos(ids, self.tokenizer.bos_token_ids)
+        tokens = np.array([*with_bos, self.tokenizer.eos_token_id], dtype=self.dtype)
         self.lengths.append(len(tokens))
-        self.hashes += [_hash(tokens[start : start + BLOCK]) for start in range(0, len(tokens), BLOCK)]
+        self.hashes += block_hashes(tokens, BLOCK)
         return tokens
 
-    def _meta(self, tokens: int) -> StoreMeta:
+    def _meta(self, tokens: int, answers: tuple[str, ...]) -> StoreMeta:
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,
@@ -164,11 +277,19 @@ class _Writer:
             tokenizer=self.tokenizer.digest,
             vocab_size=self.tokenizer.vocab_size,
             eos_token_id=self.tokenizer.eos_token_id,
+            bos=self.tokenizer.bos_token_ids,
             dtype=self.dtype.str,
             documents=len(self.lengths),
             tokens=tokens,
             blocks=len(self.hashes),
+            answers_alone=answers,
+            files={name: file_checksum(self.folder / name) for name in _ARRAYS},
         )
+
+
+def block_hashes(tokens: NDArray[np.unsignedinteger], size: int) -> list[int]:
+    """A hash of each `size` tokens of a document, the last block shorter."""
+    return [_hash(tokens[start : start + size]) for start in range(0, len(tokens), size)]
 
 
 def _hash(tokens: NDArray[np.unsignedinteger]) -> int:

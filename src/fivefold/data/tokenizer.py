@@ -4,36 +4,56 @@
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fivefold.data.cache import Progress, entry, file_digest, key_of, write_atomically
+from fivefold import strict_json
+from fivefold.data import tokenizer_probe
+from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
+from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
 from fivefold.errors import UserError
-from fivefold.hub import is_hub_id
+from fivefold.hub import MODEL, is_hub_id, snapshot
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Bos = Literal["auto"] | bool  # `data.bos`
 EOS = "<|endoftext|>"
 _BYTES = 256
 _TRAIN_VERSION = 1  # raise when what `train:N` gives changes
+_FACTS_VERSION = 2  # raise when what is remembered of a folder changes
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
+_CHECKSUMS = "checksums.json"  # of the files of a folder in the cache
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+_MOST_BYTES = 2**29  # of a tokenizer.json; the largest known has 35 MB
+_PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
+_PROBE_SECONDS = 120
 _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """A tokenizer folder and what can be said without loading it. `digest` is its identity: contents and EOS."""
+    """A tokenizer folder and what can be said without loading it. `digest` is its identity: contents and EOS.
+
+    `template_ids` are what the tokenizer itself puts in front of a text, `bos_token_id` is the BOS that its files name,
+    `bos_token_ids` is what this run puts in front of each document: see `data.bos`. `bos` is how that is written.
+    """
 
     folder: Path
     digest: str
     vocab_size: int
     eos_token_id: int
+    template_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    bos_token_ids: tuple[int, ...] = ()
+    bos: str = ""
 
     def load(self) -> "Tokenizer":
         """The tokenizer, which then neither cuts nor pads."""
@@ -41,12 +61,56 @@ class TokenizerInfo:
 
 
 def find_tokenizer(
-    name: str, *, model: str, corpus: Sequence[FileList], root: Path, progress: Progress | None = None
+    name: str,
+    *,
+    model: str,
+    corpus: Sequence[FileList],
+    root: Path,
+    progress: Progress | None = None,
+    bos: Bos = "auto",
 ) -> TokenizerInfo:
     """The tokenizer that `tokenizer.name_or_path: name` means; built in the cache at `root` if need be.
 
-    `corpus` is what `train:N` learns from. Raises UserError if there is no such tokenizer, or it has no EOS.
+    `corpus` is what `train:N` learns from, `bos` is `data.bos`. Raises UserError if there is no such tokenizer, it has
+    no EOS, or it has no BOS and one is asked for.
     """
+    return _with_bos(_find(name, model=model, corpus=corpus, root=root, progress=progress), bos)
+
+
+def template_ids(tokenizer: "Tokenizer") -> tuple[int, ...]:
+    """What the tokenizer's post-processor puts in front of a text: BOS for Llama, Mistral and Gemma, nothing for GPT-2.
+
+    `AutoTokenizer` puts the same: of a folder with a tokenizer.json it follows that file, not `add_bos_token`.
+    """
+    encoded = tokenizer.encode("a")
+    ids: list[int] = encoded.ids
+    text = next((i for i, special in enumerate(encoded.special_tokens_mask) if not special), 0)
+    return tuple(ids[:text])
+
+
+def put_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> list[int]:
+    """The tokens of a text with BOS in front, once: a text that begins with it (a rendered chat) gets no second one.
+
+    A text without tokens stays empty: BOS and EOS alone would teach that a text ends at once.
+    """
+    return ids if not ids or tuple(ids[: len(bos_token_ids)]) == bos_token_ids else [*bos_token_ids, *ids]
+
+
+def _with_bos(found: TokenizerInfo, bos: Bos) -> TokenizerInfo:
+    if bos is False:
+        return found
+    if found.template_ids or bos == "auto":
+        return replace(found, bos_token_ids=found.template_ids)
+    if found.bos_token_id is None:
+        raise UserError(
+            f"data.bos: true, but the tokenizer in {found.folder} has no BOS token",
+            fix="data.bos=auto, or name a bos_token in its tokenizer_config.json",
+            more=_MORE,
+        )
+    return replace(found, bos_token_ids=(found.bos_token_id,))
+
+
+def _find(name: str, *, model: str, corpus: Sequence[FileList], root: Path, progress: Progress | None) -> TokenizerInfo:
     if name == "byte":
         return _inspect(_cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder)), root)
     if name.startswith("train:"):
@@ -61,8 +125,26 @@ def find_tokenizer(
 
 
 def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path:
+    damages: list[str] = []
+
+    def is_valid(folder: Path) -> bool:
+        try:
+            for name, checksum in read_signed(folder / _CHECKSUMS).items():
+                check_file(folder / name, str(checksum), root)
+        except DamagedError as damage:
+            damages[:] = [str(damage)] if (folder / _CHECKSUMS).exists() else []  # earlier versions wrote none
+            return False
+        return True
+
+    def write(beside: Path) -> None:
+        if damages:
+            say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damages[0]}; it is made again")
+        build(beside)
+        checksums = {path.name: file_checksum(path) for path in sorted(beside.iterdir())}
+        (beside / _CHECKSUMS).write_text(signed(checksums), encoding="utf-8")
+
     folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
-    return entry(folder, is_valid=lambda folder: (folder / "tokenizer_config.json").is_file(), build=build)
+    return entry(folder, is_valid=is_valid, build=write)
 
 
 def _refuse_stores(corpus: Sequence[FileList]) -> None:
@@ -109,19 +191,15 @@ def _from_hub(name: str, auto: bool) -> Path:
     """The tokenizer files of a hub id: those already on this machine, else downloaded (the user named the id)."""
     from huggingface_hub import snapshot_download
 
-    for offline in (True, False):
-        try:
-            folder = Path(
-                snapshot_download(name, allow_patterns=["tokenizer*.json", *_CONFIG_FILES], local_files_only=offline)
-            )
-        except Exception as error:
-            if not offline:
-                raise _no_tokenizer(
-                    f"cannot fetch {name!r} from the hub: {str(error).splitlines()[0]}", auto
-                ) from error
-            continue
-        if (folder / "tokenizer.json").is_file():
-            return folder
+    files = ["tokenizer*.json", *_CONFIG_FILES]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+    except Exception:  # no copy here
+        folder = None
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        folder = snapshot(name, files, key=MODEL if auto else "tokenizer.name_or_path")
+    if (folder / "tokenizer.json").is_file():
+        return folder
     raise _no_tokenizer(f"{name!r} on the hub has no tokenizer.json", auto)
 
 
@@ -130,21 +208,68 @@ def _inspect(folder: Path, root: Path) -> TokenizerInfo:
     digests = [
         file_digest(folder / name, root) for name in ("tokenizer.json", *_CONFIG_FILES) if (folder / name).is_file()
     ]
-    note = root / "tokenizers" / f"info-{key_of(digests)}.json"
+    note = root / "tokenizers" / f"info-{key_of(_FACTS_VERSION, digests)}.json"
     try:
         facts = json.loads(note.read_text())
     except (OSError, ValueError):
         facts = _facts(folder, digests[0])
-        note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(note, json.dumps(facts))
-    return TokenizerInfo(folder=folder, **facts)
+    return TokenizerInfo(folder=folder, **{**facts, "template_ids": tuple(facts["template_ids"])})
+
+
+def _check(file: Path) -> None:
+    """Raise `UserError` for a tokenizer.json that cannot be loaded, or that needs far more memory than its size tells.
+
+    Tried in another process first, whose memory is bounded: a file of a few hundred bytes can ask for all there is.
+    """
+    _regular(file)
+    size = file.stat().st_size
+    if size > _MOST_BYTES:
+        raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
+    most = _PROBE_BYTES + _PROBE_BYTES_A_BYTE * size
+    command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(file), str(most)]
+    one_thread = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(
+            command, env=one_thread, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, timeout=_PROBE_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _not_a_tokenizer(file, f"a short text is not encoded within {_PROBE_SECONDS} s") from None
+    if done.returncode:
+        raise _not_a_tokenizer(file, f"loading it and encoding a short text takes more than {most >> 20} MiB")
+    if found := done.stdout.strip():
+        raise _not_a_tokenizer(file, found)
+
+
+def _regular(file: Path) -> None:
+    if not file.is_file():  # a pipe would never end
+        raise _not_a_tokenizer(file, "not a regular file")
+
+
+def _not_a_tokenizer(file: Path, why: object) -> UserError:
+    return UserError(f"{file}: not a tokenizer: {why}", fix="copy the file from its origin again", more=_MORE)
 
 
 def _facts(folder: Path, digest: str) -> dict[str, Any]:
-    vocabulary: dict[str, int] = _read(folder / "tokenizer.json").get_vocab(with_added_tokens=True)
-    eos = _eos_id(folder, vocabulary)
-    info = TokenizerInfo(folder, key_of(digest, eos), max(eos, *vocabulary.values()) + 1, eos)
-    return {name: value for name, value in asdict(info).items() if name != "folder"}
+    _check(folder / "tokenizer.json")
+    tokenizer = _read(folder / "tokenizer.json")
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    eos = _named_id(folder, vocabulary, "eos")
+    if eos is None:
+        raise UserError(
+            f"the tokenizer in {folder} has no EOS token, and every document must end with one",
+            fix='add "eos_token" to its tokenizer_config.json',
+            more=_MORE,
+        )
+    template, bos = template_ids(tokenizer), _named_id(folder, vocabulary, "bos")
+    bos = bos if bos in vocabulary.values() else None
+    written = "".join(str(tokenizer.id_to_token(number)) for number in template or (() if bos is None else (bos,)))
+    info = TokenizerInfo(
+        folder, key_of(digest, eos), max(eos, *vocabulary.values()) + 1, eos,
+        template_ids=template, bos_token_id=bos, bos=written if written.isprintable() else repr(written),
+    )  # fmt: skip
+    return {name: value for name, value in asdict(info).items() if name not in ("folder", "bos_token_ids")}
 
 
 def _read(path: Path) -> "Tokenizer":
@@ -153,39 +278,33 @@ def _read(path: Path) -> "Tokenizer":
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(
-            f"{path}: not a tokenizer: {error}", fix="copy the file from its origin again", more=_MORE
-        ) from error
+        raise _not_a_tokenizer(path, error) from error
     tokenizer.no_truncation()  # a tokenizer.json may carry both from whoever saved it
     tokenizer.no_padding()
     return tokenizer
 
 
-def _eos_id(folder: Path, vocabulary: dict[str, int]) -> int:
-    """EOS as the tokenizer's own files name it, else as the model's config.json does."""
+def _named_id(folder: Path, vocabulary: dict[str, int], which: Literal["bos", "eos"]) -> int | None:
+    """BOS or EOS as the tokenizer's own files name it, else as the model's config.json does."""
     for name in _CONFIG_FILES:
         facts = _read_json(folder / name)
-        token = facts.get("eos_token")
+        token = facts.get(f"{which}_token")
         content = token.get("content") if isinstance(token, dict) else token
-        if content is not None and content in vocabulary:
+        if isinstance(content, str) and content in vocabulary:
             return vocabulary[content]
-        number = facts.get("eos_token_id") if name == "config.json" else None
+        number = facts.get(f"{which}_token_id") if name == "config.json" else None
         first = number[0] if isinstance(number, list) and number else number
         if isinstance(first, int):
             return first
-    raise UserError(
-        f"the tokenizer in {folder} has no EOS token, and every document must end with one",
-        fix='add "eos_token" to its tokenizer_config.json',
-        more=_MORE,
-    )
+    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = strict_json.read_config(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
     return facts if isinstance(facts, dict) else {}
 

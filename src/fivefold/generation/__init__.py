@@ -1,5 +1,8 @@
 """Text from a trained model, under any layout. No torch until it is asked for."""
 
+# The defaults of the command and of the Python API. Small models repeat themselves when they always take the likeliest.
+TEMPERATURE, TOP_K, SEED = 0.8, 50, 1234
+
 
 def main(
     model: str,
@@ -9,9 +12,9 @@ def main(
     device: str = "auto",
     step: int | None = None,
     max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 1234,
+    temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+    seed: int = SEED,
     quiet: bool = False,
 ) -> str:
     """Continue `prompt`, on the screen unless `quiet`, over as many workers as `layout` says; returns the new text.

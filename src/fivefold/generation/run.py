@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import PreTrainedModel
 
 from fivefold.checkpoint.find import find_checkpoint, is_remote
+from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
 from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.data.cache import cache_root
-from fivefold.data.tokenizer import find_tokenizer
+from fivefold.data.tokenizer import Bos, find_tokenizer
 from fivefold.errors import UserError
+from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.text import TextStream, encode_prompt
 from fivefold.hub import is_hub_id
@@ -23,6 +26,7 @@ from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.nearby import runs
 from fivefold.parallel.apply import parallelize
+from fivefold.terminal import shown
 
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
 
@@ -42,9 +46,9 @@ class GenerateRequest:
     layout: str = "single"
     step: int | None = None
     max_new_tokens: int = 100
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 1234
+    temperature: float = TEMPERATURE
+    top_k: int = TOP_K
+    seed: int = SEED
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
@@ -63,9 +67,9 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     step or the layout does not fit.
     """
     folder, open_source = _locate(request)
-    found = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root())
+    found = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(folder))
     tokenizer, ends = found.load(), eos_token_ids(folder) or (found.eos_token_id,)
-    ids = encode_prompt(tokenizer, request.prompt, ends)
+    ids = encode_prompt(tokenizer, request.prompt, ends, found.bos_token_ids)
     config = load_model_config(folder)
     layout = _layout(request, config.dtype).resolve(world.size)
     model = build_meta(config)
@@ -92,7 +96,11 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 
 def to_screen(text: str) -> None:
-    """Write at once; a character that the screen's encoding does not have becomes `?`."""
+    """Write at once; a character that the screen's encoding does not have becomes `?`.
+
+    On a terminal no character is a command; in a file or a pipe the text is exactly what the model wrote.
+    """
+    text = shown(text) if sys.stdout.isatty() else text
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
@@ -137,6 +145,15 @@ def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel],
         )
     folder = weights_folder(request.model)
     return folder, lambda model: SafetensorsFolder(folder, model)
+
+
+def _bos_of(folder: Path) -> Bos:
+    """`data.bos` of the run whose checkpoint `folder` is of; auto where it is the folder of a model."""
+    run = folder.parent / "run.yaml"
+    if folder.name != MODEL_FOLDER or not run.is_file():
+        return "auto"
+    bos = (yaml.safe_load(run.read_text(encoding="utf-8")).get("data") or {}).get("bos", "auto")
+    return bos if isinstance(bos, bool) else "auto"
 
 
 def _layout(request: GenerateRequest, stored: torch.dtype | None) -> Layout:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.data.tokenizer import put_bos, template_ids
 from fivefold.errors import UserError
 from fivefold.generation.decode import decode, ready
 
@@ -46,15 +47,19 @@ class TextStream:
         return str(self._tokenizer.decode(self._before + self._pending)[len(before) :])
 
 
-def encode_prompt(tokenizer: Any, prompt: str, eos_token_ids: Collection[int]) -> Tensor:
-    """The prompt as int64 [1, T], with the special tokens that its tokenizer puts in front.
+def encode_prompt(
+    tokenizer: Any, prompt: str, eos_token_ids: Collection[int], bos_token_ids: tuple[int, ...] | None = None
+) -> Tensor:
+    """The prompt as int64 [1, T], with `bos_token_ids` in front as in training; None: what its tokenizer puts there.
 
-    An empty prompt is the end of the document before. Raises `UserError` when that is not known either.
+    An empty prompt is the beginning of a document: BOS, else the end of the document before. Raises `UserError` when
+    that is not known either.
     """
-    ids = tokenizer.encode(prompt).ids
-    while ids and ids[-1] in eos_token_ids:  # some tokenizers close every text
+    bos = template_ids(tokenizer) if bos_token_ids is None else bos_token_ids
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    while ids and ids[-1] in eos_token_ids:  # a prompt may say it
         ids = ids[:-1]
-    ids = ids or list(eos_token_ids)[:1]
+    ids = put_bos(ids, bos) or list(bos) or list(eos_token_ids)[:1]
     if not ids:
         raise UserError("the prompt is empty", fix="write a few words to continue")
     return torch.tensor([ids], dtype=torch.int64)
@@ -70,16 +75,18 @@ def sample_text(
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
+    bos_token_ids: tuple[int, ...] | None = None,
 ) -> str:
     """The text with which `model` continues `prompt`, in the middle of a training run; every rank calls it.
 
-    `tokenizer`: a `tokenizers.Tokenizer`. The model is left ready for the next training step.
+    `tokenizer`: a `tokenizers.Tokenizer`; `bos_token_ids`: see `encode_prompt`. The model is left ready for the next
+    training step.
     """
     stream = TextStream(tokenizer)
     with ready(model):
         tokens = decode(
             model,
-            encode_prompt(tokenizer, prompt, eos_token_ids),
+            encode_prompt(tokenizer, prompt, eos_token_ids, bos_token_ids),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,

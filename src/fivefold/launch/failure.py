@@ -1,12 +1,19 @@
 """What a worker that fails leaves beside the logs, and how it is read again: JSON, never a pickle. No torch."""
 
 import json
+import os
+import re
+import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import RunFailed, UserError
+from fivefold.terminal import say
+
+# Types of errors that several ranks leave for one cause; the cause comes first.
+HANGS = ("StoodStill", "Frozen", "Hung")
 
 
 def failure_file(logs: Path, rank: int) -> Path:
@@ -19,28 +26,66 @@ def hang_flag(logs: Path) -> Path:
     return logs / "hung"
 
 
-def leave_failure(logs: Path, rank: int, error: Exception, stack: str | None = None) -> None:
-    """Write `error`, with its traceback or, if given, `stack`."""
+def leave_failure(
+    logs: Path, rank: int, error: Exception, stack: str | None = None, *, waits: bool = False, last: str = ""
+) -> None:
+    """Write `error`, with its traceback or, if given, `stack`. `waits`: this rank waits for others, in a collective;
+    `last`: its last one."""
     said = error if isinstance(error, UserError) else UserError(_one_line(error))
     failure = {
         "is_users": isinstance(error, UserError),
+        "type": type(error).__name__,
         "rank": rank,
-        "time": time.time(),
+        "time": time.monotonic(),  # of this machine, whatever becomes of its clock
         "exit_code": error.exit_code if isinstance(error, UserError) else RunFailed.exit_code,
         "what": said.what,
         "fix": said.fix,
         "more": said.more,
+        "waits": waits,
+        "last": last,
         "traceback": stack or "".join(traceback.format_exception(error)),
     }
     unfinished = logs / f".failure-{rank}.json"
-    unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
-    unfinished.replace(failure_file(logs, rank))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
+        unfinished.replace(failure_file(logs, rank))
+    except OSError as full:  # a full disk, too, ends in words
+        say(f"{said}\n{logs} cannot be written: {full.strerror or full}", stream=sys.stderr)
 
 
 def failures(logs: Path) -> list[dict[str, Any]]:
-    """All that were left, those of the user first, then the earliest."""
+    """All that were left: the user's, then the earliest; of a hang, first the rank that the others wait for."""
     left = [json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("failure-*.json")]
-    return sorted(left, key=lambda failure: (not failure["is_users"], failure["time"]))
+    left.sort(key=lambda failure: (not failure["is_users"], failure["time"]))
+    if left and left[0]["type"] in HANGS:
+        left.sort(key=_is_consequence)
+    return left
+
+
+def _is_consequence(failure: dict[str, Any]) -> tuple[bool, int]:
+    hangs = failure["type"] in HANGS
+    return not hangs or failure["waits"], HANGS.index(failure["type"]) if hangs else 0
+
+
+def is_out_of_memory(failure: dict[str, Any]) -> bool:
+    """Whether memory could not be had: CUDA's, or of this machine, from torch or from Python."""
+    says_so = any(said in failure["what"] for said in ("can't allocate memory", "std::bad_alloc"))
+    return says_so or failure["type"] in ("OutOfMemoryError", "MemoryError")
+
+
+def place(stack: str) -> str:
+    """Of what `faulthandler` wrote, where the main thread stands: `step (training/step.py:40)`."""
+    main = re.split(r"\n\s*\n", stack.strip())[-1]
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (.*)', main)
+    if not frames:
+        return "an unknown place"
+    own = (each for each in frames if "/fivefold/" in each[0] or not any(part in each[0] for part in _OTHERS))
+    file, line, function = next(own, frames[0])
+    return f"{function} ({'/'.join(Path(file).parts[-2:])}:{line})"
+
+
+_OTHERS = (os.path.dirname(os.__file__), "site-packages", "<frozen")
 
 
 def _one_line(error: Exception) -> str:

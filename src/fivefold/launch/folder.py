@@ -9,9 +9,11 @@ from pathlib import Path
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
+from fivefold.files import cannot_write, replace, writing
 from fivefold.step_folders import steps
 
 LOCK = ".lock"
+INSTEAD = "set run.dir to a folder you can write to"
 
 
 def claim_fresh(config: RunConfig) -> RunConfig:
@@ -19,10 +21,13 @@ def claim_fresh(config: RunConfig) -> RunConfig:
     base = config.run.name
     for number in count(1):
         name = base if number == 1 else f"{base}-{number}"
+        folder = Path(config.run.dir) / name
         try:
-            (Path(config.run.dir) / name).mkdir(parents=True)
+            folder.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise cannot_write(folder, error, instead=INSTEAD) from error
         return named(config, name)
     raise AssertionError("count() never ends")
 
@@ -39,10 +44,11 @@ def open_folder(config: RunConfig) -> Path:
     compared with this one, which is for the training body to do.
     """
     logs = config.run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    FolderLock(config.run_dir).release()  # refuses a folder in use before anything in it is touched
-    if not (config.run_dir / "run.yaml").exists():
-        (config.run_dir / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    with writing(config.run_dir, instead=INSTEAD):
+        logs.mkdir(parents=True, exist_ok=True)
+        FolderLock(config.run_dir).release()  # refuses a folder in use before anything in it is touched
+        if not (config.run_dir / "run.yaml").exists():
+            replace(config.run_dir / "run.yaml", config.to_yaml().encode())
     return logs
 
 
@@ -84,6 +90,13 @@ class FolderLock:
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file that is locked is still the one at `path`."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Let others write."""

@@ -1,40 +1,34 @@
-"""`fivefold train` on this machine: find the world that is there, or start the workers through torchelastic.
+"""`fivefold train` on this machine: find the world that is there, or start the workers.
 
 The data is prepared here, before any process group exists, so that nobody waits in a collective for a tokenizer.
 """
 
 import json
-import logging
-import shutil
 import signal
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
+from fivefold import history
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
-from fivefold.launch.failure import failure_file, failures, hang_flag
+from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
+from fivefold.launch.memory import GIB, Needs, Pressure, room
 from fivefold.launch.model import check_model
+from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.restart import WorkerDied, with_restarts
 from fivefold.launch.voice import one_voice, said_once
-from fivefold.launch.world import (
-    LOOPBACK,
-    World,
-    device_kind,
-    find_world,
-    join,
-    worker_environment,
-)
+from fivefold.launch.watch import Watch
+from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.layout import MESH_AXES, Layout
+from fivefold.terminal import say
 from fivefold.verification import before_training
-from fivefold.worker import INTERRUPTED, TERMINATED, execute
+from fivefold.worker import CLOSED, INTERRUPTED, TERMINATED, execute
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
 
@@ -86,12 +80,12 @@ def worker_count(
     return workers
 
 
-def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: Path) -> None:
+def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0) -> None:
     """Start `workers` processes that do `verb` with `request`, and wait for them.
 
     Rank 0 keeps this terminal; the others write to `logs/rank-N.log`. `request` is plain data for JSON and says the
-    kind of device under `device`. Raises the first failing worker's `UserError`, `WorkerCrashed` when it was no
-    user's error, `KeyboardInterrupt` on Ctrl-C.
+    kind of device under `device`. `patience`: seconds that a rank may be silent (0: for ever). Raises the first failing
+    worker's `UserError`, `WorkerCrashed` when it was no user's error, `KeyboardInterrupt` on Ctrl-C.
     """
     logs.mkdir(parents=True, exist_ok=True)
     for old in (*logs.glob("failure-*.json"), *logs.glob("rank-*.log")):
@@ -99,7 +93,8 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     hang_flag(logs).unlink(missing_ok=True)
     request_file = logs / "request.json"
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
-    _elastic(["-m", "fivefold.worker", verb, str(request_file)], workers=workers, logs=logs)
+    command = [sys.executable, "-m", "fivefold.worker", verb, str(request_file)]
+    _run_workers(command, workers=workers, logs=logs, patience=patience)
 
 
 def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:
@@ -117,12 +112,19 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: b
     request = {"config": config.to_yaml(), "device": kind}
     logs = open_folder(config)
     with_restarts(
-        lambda: start_workers("train", request, workers=workers, logs=logs),
+        lambda: start_workers("train", request, workers=workers, logs=logs, patience=config.train.collective_timeout),
         most=config.train.max_restarts,
         steps=lambda: (last_logged_step(config), last_saved_step(config)),
-        say=lambda text: print(text, flush=True),
+        say=partial(_tell_restart, config),
     )
     return config.run_dir
+
+
+def _tell_restart(config: RunConfig, text: str) -> None:
+    """On the screen, and in the run's history."""
+    say(text)
+    with history.opened(config.run_dir, say) as log:
+        log.write("died", last_logged_step(config), what=text)
 
 
 def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:
@@ -149,11 +151,9 @@ def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int |
 
 def _agreed_name(config: RunConfig, world: World) -> RunConfig:
     """Rank 0 claims a fresh run folder and tells the others its name."""
-    import torch.distributed as dist
+    from fivefold.parallel import plain
 
-    name = [claim_fresh(config).run.name if world.is_first else ""]
-    dist.broadcast_object_list(name, src=0)
-    return named(config, name[0])
+    return named(config, plain.of_first(claim_fresh(config).run.name if world.is_first else ""))
 
 
 @contextmanager
@@ -188,98 +188,78 @@ def _product(layout: Layout) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size != 1)
 
 
-def _elastic(command: list[str], *, workers: int, logs: Path) -> None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    scratch = tempfile.mkdtemp(prefix="fivefold-agent-")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=scratch),
-    )
-    try:
-        with worker_environment(workers), _own_signals(), _quiet_elastic():
-            elastic_launch(config, sys.executable)(*command)
-    except SignalException as stopped:
-        if stopped.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + int(stopped.sigval)) from None
-    except ChildFailedError as failed:
-        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        raise _first_failure(logs, codes) from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")  # a killed display leaves no cursor behind
+def _run_workers(command: Sequence[str], *, workers: int, logs: Path, patience: float) -> None:
+    with private_folder() as folder, Workers(command, count=workers, folder=folder) as started:
+        watch, pressure = Watch(folder, started, patience), Pressure()
+        try:
+            for _ in started.turns():
+                pressure.look(started.ids)
+                if watch.found_frozen():
+                    break
+            codes = started.codes
+            frozen = watch.tell(logs)
+        finally:
+            _show_cursor()  # a killed display leaves none behind
+        if started.signals and not any(failure["is_users"] for failure in failures(logs)):
+            raise KeyboardInterrupt if started.signals[0] == signal.SIGINT else SystemExit(128 + started.signals[0])
+        if frozen or any(codes.values()):
+            raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
 
 
-def _first_failure(logs: Path, codes: Mapping[int, int]) -> BaseException:
+def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> BaseException:
     """What the first worker to fail left behind; failing that, what its exit code says."""
     if INTERRUPTED in codes.values():
         return KeyboardInterrupt()
-    if TERMINATED in codes.values():
-        return SystemExit(TERMINATED)
-    # SIGTERM is how the agent ends those that are left when one has failed.
-    killed = {rank: code for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM}
-    killed = {rank: code for rank, code in killed.items() if not failure_file(logs, rank).exists()}
+    if TERMINATED in codes.values() or CLOSED in codes.values():
+        return SystemExit(TERMINATED if TERMINATED in codes.values() else CLOSED)
+    killed = {rank: code for rank, code in codes.items() if code < 0 and not failure_file(logs, rank).exists()}
     left = failures(logs)
     if killed or not left:
-        return _killed(logs, killed or codes)
+        return _killed(logs, killed or codes, pressure, needs)
     first = left[0]
     if first["is_users"]:
         kind = UserError if first["exit_code"] == UserError.exit_code else RunFailed
         return kind(first["what"], fix=first["fix"], more=first["more"])
     more = f"log: {logs / 'rank-{}.log'.format(first['rank'])}"
-    if hang_flag(logs).exists():
-        each = "; ".join(f"rank {failure['rank']}, {failure['what'].rpartition('; ')[2]}" for failure in left)
+    if hang_flag(logs).exists() or first["type"] in HANGS:
+        each = "; ".join(f"rank {failure['rank']}, {failure['last'] or failure['what']}" for failure in left)
         more = f"{each}; where they stand: {logs}/failure-*.json"
-    crashed = WorkerCrashed(f"rank {first['rank']} stopped: {first['what']}", fix="--debug shows where", more=more)
+    what = f"rank {first['rank']} stopped: {first['what']}"
+    if first["type"] == "Hung" and not first["waits"]:
+        what += f", which it does not come to: it stands in {place(first['traceback'])}"
+    crashed = WorkerCrashed(what, fix="--debug shows where", more=more)
     crashed.traceback, crashed.cause = first["traceback"], first["what"]
+    if is_out_of_memory(first):
+        crashed.fix, crashed.comes_again = _memory_advice(pressure, needs), True
     return crashed
 
 
-def _killed(logs: Path, codes: Mapping[int, int]) -> WorkerDied:
+def _killed(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> WorkerDied:
     rank, code = min(codes.items())
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     fix = None
-    if code == -signal.SIGKILL:
-        fix = "most often the machine ran out of memory: a smaller train.micro_batch_size or data.seq_length helps"
+    comes_again = code == -signal.SIGKILL and pressure.killed
+    if comes_again:
+        cause += ": the system ran out of memory"
+        fix = _memory_advice(pressure, needs)
+    elif code == -signal.SIGKILL:
+        fix = "somebody or something outside ended it: the system still had memory"
     more = f"log: {logs / f'rank-{rank}.log'}"
     died = WorkerDied(f"rank {rank} {cause}{' and without a word' if code >= 0 else ''}", fix=fix, more=more)
-    died.cause, died.by_chance = cause, code == -signal.SIGKILL
+    died.cause, died.comes_again = cause, comes_again
     return died
 
 
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """The elastic agent installs signal handlers; put back those that were there."""
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {each: signal.getsignal(each) for each in handled}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for each, handler in before.items():
-                signal.signal(each, handler)
+def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
+    """What the workers took, what there is, and what can be had for less."""
+    there = room()
+    held = f"the workers held {pressure.held / GIB:.2f} GiB at most" if pressure.held else ""
+    total = f"this machine has {there.total / GIB:.2f}" if there else ""
+    helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
+    advice = needs.advice(there.total if there else 2**62) if needs else helps
+    return "; ".join(part for part in (", ".join(filter(None, (held, total))), advice) if part)
 
 
-@contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """The agent logs every failure at length; what matters of it is said once, by this module."""
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if "torch.distributed" in name]
-    before = {logger: logger.level for logger in loggers}
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in before.items():
-            logger.setLevel(level)
+def _show_cursor() -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")

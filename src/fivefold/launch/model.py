@@ -3,15 +3,15 @@
 The training body checks all of it again on the model itself; here a wrong request costs no tokenising and no worker.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
 from fivefold.heads import check_heads, context_method
-from fivefold.hub import is_hub_id
+from fivefold.hub import config_file, is_hub_id
 from fivefold.layout import Layout
+from fivefold.models.folder_config import read_folder_config
 from fivefold.models.shapes import shape_folder, shape_names
 from fivefold.nearby import runs
 from fivefold.parallel.schedule import check as check_pipeline
@@ -20,43 +20,26 @@ READ_MORE = "fivefold train --keys"
 
 
 def check_model(config: RunConfig, *, weights: bool = True) -> None:
-    """Raise `UserError` where the model cannot run as asked. A hub id is left to the workers, which may fetch it.
+    """Raise `UserError` where the model cannot run as asked. Of a hub id, config.json is fetched.
 
     `weights`: those that it starts from are looked for as well.
     """
     name = config.model.name_or_path
     path = shape_folder(name) or Path(name).expanduser()
     if not path.exists():
-        if is_hub_id(name):
-            return
-        raise UserError(
-            f"model.name_or_path {name} is neither a folder nor a hub id",
-            fix=f"name a model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
-            more=runs(Path(name).parent) or READ_MORE,
-        )
-    values = _config_of(path) | config.model.overrides
+        if not is_hub_id(name):
+            raise UserError(
+                f"model.name_or_path {name} is neither a folder nor a hub id",
+                fix=f"name a model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
+                more=runs(Path(name).parent) or READ_MORE,
+            )
+        path, weights = config_file(name), False
+    values = read_folder_config(path) | config.model.overrides
     _check_heads(values, config.layout)
     _check_layers(values, config.layout)
     _check_positions(values, config.data.seq_length)
     if weights and config.model.init == "pretrained":
         _check_weights(name, path)
-
-
-def _config_of(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} holds no config.json",
-            fix="name a Hugging Face model folder; of a run, fivefold export writes one",
-            more=READ_MORE,
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{file} cannot be read: {error}", fix="copy it from its origin again", more=READ_MORE
-        ) from None
-    return values if isinstance(values, dict) else {}
 
 
 def _check_heads(values: dict[str, Any], layout: Layout) -> None:

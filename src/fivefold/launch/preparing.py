@@ -6,6 +6,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from fivefold.terminal import shown
+
 
 class Preparing:
     """A `fivefold.data.Progress`: a bar per stage on a terminal, a line per stage elsewhere; nothing when cached."""
@@ -13,7 +15,7 @@ class Preparing:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stdout)
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeRemainingColumn(compact=True),
@@ -30,6 +32,7 @@ class Preparing:
             self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        stage = shown(stage)
         is_new = stage not in self._tasks
         if self._console.is_terminal:
             if not self._tasks:
@@ -40,4 +43,4 @@ class Preparing:
             self._bars.update(task, completed=done, total=total)
         elif is_new:
             self._tasks[stage] = TaskID(0)
-            self._console.print(f"{stage} ...", highlight=False, soft_wrap=True)
+            self._console.print(f"{stage} ...", highlight=False, markup=False, soft_wrap=True)

@@ -6,11 +6,11 @@ from fivefold.errors import RunFailed
 
 
 class WorkerDied(RunFailed):
-    """A worker ended without being the user's fault. `cause` says of what, whichever rank it was; `by_chance`: of
-    something from outside, as SIGKILL is, which need not come again."""
+    """A worker ended without being the user's fault. `cause` says of what, whichever rank it was; `comes_again`: there
+    is no doubt that it would, as where memory does not suffice."""
 
     cause = ""
-    by_chance = False
+    comes_again = False
 
 
 def with_restarts(
@@ -19,7 +19,7 @@ def with_restarts(
     """Call `start`, and again when it raises `WorkerDied`, up to `most` times without a new checkpoint in between.
 
     `steps`: (the last step that was logged, the last that was saved). Raises the last `WorkerDied` when `most` are used
-    up, and at once when the same cause came at the same step twice: it would come again.
+    up, and at once when it comes again: that is known, or the same cause came at the same step twice.
     """
     restarts, last, saved = 0, None, -1
     while True:
@@ -27,9 +27,9 @@ def with_restarts(
             return start()
         except WorkerDied as death:
             step, newest = steps()
-            same = last == (death.cause, step) and not death.by_chance
+            same = last == (death.cause, step)
             restarts = restarts if newest <= saved else 0
-            if same or restarts == most:
+            if same or death.comes_again or restarts == most:
                 raise _final(death, step, same=same, restarts=restarts) from None
             last, saved, restarts = (death.cause, step), newest, restarts + 1
             origin = f"from step {newest}" if newest else "from the start"

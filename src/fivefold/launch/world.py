@@ -7,24 +7,33 @@ A world comes from `torchrun` (and everything that speaks its variables: Kubeflo
 import ctypes
 import os
 import re
+import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 from fivefold.errors import UserError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, FILE = "127.0.0.1", "file://"
 TIMEOUT = timedelta(hours=1)  # of one collective, behind the watchdog of the run (train.collective_timeout)
+
+LAUNCHER = "FIVEFOLD_LAUNCHER"  # in the environment of our own workers: the process that started them
+_FOLDER = "FIVEFOLD_WORKERS"  # in the environment of our own workers: `World.folder`
+_SHARED_OUT = "FIVEFOLD_SHARED_OUT"  # beside an OMP_NUM_THREADS that is ours, not the user's
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
     """This process among all: `rank` of `size`, `local_rank` of `local_size` on this machine.
 
-    `device` is `cpu` or `cuda:N`; `rendezvous` is where the ranks meet: `env://`, `tcp://host:port`, or empty for
-    a process on its own, which needs no network.
+    `device` is `cpu` or `cuda:N`; `rendezvous` is where the ranks meet: `env://`, `tcp://host:port`, `file://path`,
+    or empty for a process on its own, which needs no network. `is_local`: all ranks are known to be on this machine.
+    `folder`: what workers and the launcher of this machine share with nobody else; empty where something else started
+    them.
     """
 
     rank: int = 0
@@ -34,6 +43,8 @@ class World:
     device: str = "cpu"
     backend: str = "gloo"
     rendezvous: str = ""
+    is_local: bool = False
+    folder: str = ""
 
     @property
     def is_first(self) -> bool:
@@ -46,6 +57,8 @@ def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> Wor
 
     `device` is `auto`, `cpu` or `cuda`. Raises `UserError` when the variables are there but incomplete.
     """
+    if _FOLDER in env:
+        return _from_launcher(device, env)
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(device, env)
     in_batch_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
@@ -97,8 +110,15 @@ def cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def threads_per_worker(local_size: int) -> int:
-    """CPU threads of each of `local_size` workers that share this machine."""
+def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> int:
+    """CPU threads of each of `local_size` workers that share this machine: OMP_NUM_THREADS, or else an equal part.
+
+    The 1 that torchrun puts there where nothing is said counts as nothing said.
+    """
+    said = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    is_users = said.isdecimal() and int(said) > 0 and _SHARED_OUT not in env
+    if is_users and not (said == "1" and "TORCHELASTIC_RUN_ID" in env):
+        return int(said)
     return max(1, cores() // local_size)
 
 
@@ -109,6 +129,7 @@ def join(world: World) -> Iterator[World]:
     import torch.distributed as dist
 
     torch.set_num_threads(threads_per_worker(world.local_size))
+    _set_for_cuda()
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
     else:
@@ -116,7 +137,8 @@ def join(world: World) -> Iterator[World]:
     if dist.is_initialized():
         yield world
         return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that PyTorch's flight recorder remembers
+    # Collectives that the flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     _open_group(world)
     try:
         yield world
@@ -134,6 +156,15 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
+    """Set, before CUDA is started, what fits training there, where the user has not said otherwise."""
+    # Segments that grow: blocks of unlike sizes otherwise leave a tenth to a third of what is reserved unused.
+    if "PYTORCH_ALLOC_CONF" not in env:
+        env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # The sends and receives of a pipeline stand in one order on all ranks: nothing to warn of.
+    env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
 def _keep_freed_memory() -> None:
@@ -155,48 +186,79 @@ def open_world() -> None:
 
     if dist.is_initialized():
         return
+    _set_for_cuda()
     world = find_world() or alone()
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
     _open_group(world)
 
 
-@contextmanager
-def worker_environment(local_size: int) -> Iterator[None]:
-    """Inside, the environment is what local workers should inherit; afterwards it is what it was."""
-    wanted = {
-        "OMP_NUM_THREADS": str(threads_per_worker(local_size)),
-        # The agent's store is not shared with the workers: sharing it has hung at exit.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+def worker_environment(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """The environment of worker `rank` of `size` on this machine, which meet in `folder`."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        _FOLDER: folder,
+        LAUNCHER: os.getpid(),
     }
-    if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    before = dict(os.environ)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    threads = {"OMP_NUM_THREADS": threads_per_worker(size)}
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads[_SHARED_OUT] = 1
+    return {**os.environ, **{name: str(value) for name, value in (place | threads).items()}}
 
 
 def _open_group(world: World) -> None:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
 
+    if (world.is_local or world.size == 1) and sys.platform == "linux":
+        # Nobody outside can reach the loopback interface, and no name is looked up to find it.
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     device = torch.device(world.device) if world.device != "cpu" else None
-    if world.rendezvous:
-        where: dict[str, object] = {"init_method": world.rendezvous}
-    else:
-        where = {"store": HashStore()}
+    store = _store(world)
     dist.init_process_group(
         world.backend,
+        init_method=world.rendezvous if store is None else None,
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=TIMEOUT,
         device_id=device,
-        **where,  # type: ignore[arg-type]
+    )
+
+
+def _store(world: World) -> Any:
+    """Where the ranks of this machine meet: a file, or a port of the loopback interface. None: as `rendezvous` says."""
+    from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
+
+    if not world.rendezvous:
+        return HashStore()
+    if world.rendezvous.startswith(FILE):
+        return FileStore(world.rendezvous.removeprefix(FILE), world.size)
+    if not world.is_local or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    port = int(os.environ["MASTER_PORT"] if world.rendezvous == "env://" else world.rendezvous.rpartition(":")[2])
+    options: dict[str, Any] = {"is_master": world.is_first, "timeout": TIMEOUT}
+    if world.is_first:  # torch's own socket would listen to every interface
+        options["master_listen_fd"] = socket.create_server((LOOPBACK, port)).detach()
+    return TCPStore(LOOPBACK, port, world.size, **options)
+
+
+def _from_launcher(device: str, env: Mapping[str, str]) -> World:
+    """A worker that `fivefold.launch.processes` started."""
+    size, folder = int(env["WORLD_SIZE"]), env[_FOLDER]
+    return _world(
+        device,
+        env,
+        rank=int(env["RANK"]),
+        local_rank=int(env["LOCAL_RANK"]),
+        size=size,
+        local_size=size,
+        rendezvous=f"{FILE}{folder}/store" if size > 1 else "",
+        is_local=True,
+        folder=folder,
     )
 
 
@@ -216,6 +278,7 @@ def _from_torchrun(device: str, env: Mapping[str, str]) -> World:
         size=size,
         local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
         rendezvous="env://",
+        is_local=env.get("LOCAL_WORLD_SIZE") == str(size),
     )
 
 
@@ -236,6 +299,7 @@ def _from_srun(device: str, env: Mapping[str, str]) -> World:
         size=size,
         local_size=local_size,
         rendezvous=f"tcp://{host}:{port}",
+        is_local=layout == [size] or nodes == LOOPBACK,
     )
 
 
@@ -248,6 +312,8 @@ def _world(
     size: int = 1,
     local_size: int = 1,
     rendezvous: str = "",
+    is_local: bool = False,
+    folder: str = "",
 ) -> World:
     kind = device_kind(device)
     if kind == "cuda":
@@ -271,6 +337,8 @@ def _world(
         device=kind,
         backend="gloo" if kind == "cpu" else "nccl",
         rendezvous=rendezvous,
+        is_local=is_local,
+        folder=folder,
     )
 
 

@@ -2,20 +2,27 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.errors import UserError
-from fivefold.hub import is_hub_id
+from fivefold.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import surfaces
+from fivefold.models.folder_config import check_counts, read_folder_config
 from fivefold.models.shapes import shape_folder, shape_names
+
+MOST_PARAMETERS = 10**14
+MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500
 
 # Keys of older config.json files, which `transformers` folds into `rope_parameters`.
 _OLD_ROPE = ("rope_theta", "rope_scaling")
@@ -39,9 +46,10 @@ def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | N
             fix="use a model whose class is part of transformers, or remove auto_map if its model_type is one",
         )
     model_type = values.get("model_type", "")
-    cls = surfaces.config_class(model_type)
+    cls = surfaces.config_class(model_type) if isinstance(model_type, str) else None
     if cls is None:
         raise UserError(f"{name_or_path}: transformers has no model type {model_type!r}")
+    check_counts(overrides or {}, "model.overrides")
     _check_keys(overrides or {}, surfaces.config_keys(cls) | set(values) | _ALWAYS)
     try:
         config = surfaces.make_config(model_type, _merge(values, overrides or {}))
@@ -59,26 +67,71 @@ def build_meta(
 ) -> PreTrainedModel:
     """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
 
-    `model_class`: where it is not the one that `transformers` knows for the config. Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
+    `model.config.dtype` stays that of `hf_config`, the type of the weights that came in: an export goes back to it.
+    `model_class`: where it is not the one that `transformers` knows for the config.
+    Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
     own_attention.register()
     own_experts.register()
     try:
-        model = surfaces.causal_lm_on_meta(hf_config, attention, model_class)
-    except ValueError as error:
-        name = surfaces.causal_class_name(hf_config) or f"model type {hf_config.model_type!r}"
-        raise UserError(f"no causal language model for {name}: {error}") from error
-    except KeyError as error:
-        raise UserError(
-            f"{surfaces.causal_class_name(hf_config)} attends by code of its own, not by the attention functions of "
-            "transformers",
-            fix="use a model that calls the attention functions of transformers",
-        ) from error
+        with _bounded():
+            model = surfaces.causal_lm_on_meta(hf_config, attention, model_class)
+    except UserError:
+        raise
+    except Exception as error:  # the model's own constructor raises several kinds
+        raise _cannot_build(hf_config, attention, error) from error
+    _check_sizes(model)
     model.config.use_cache = False
+    model.config.dtype = hf_config.dtype
     surfaces.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
+
+
+def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
+    kind = surfaces.causal_class_name(hf_config) or hf_config.model_type
+    if isinstance(error, KeyError) and error.args == (attention,):
+        return UserError(
+            f"{kind} attends by code of its own, not by the attention functions of transformers",
+            fix="use a model that calls the attention functions of transformers",
+        )
+    if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
+        return UserError(f"no causal language model for model type {kind!r}: {_first_line(error)}")
+    return UserError(
+        f"no {kind} can be built from its config: {type(error).__name__}: {_first_line(error)}",
+        fix="look at the sizes in its config.json, and at model.overrides",
+    )
+
+
+def _check_sizes(model: PreTrainedModel) -> None:
+    """Raise `UserError` for a model with an empty parameter, or with more than any machine holds."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    empty = next((name for name, size in sizes.items() if size == 0), None)
+    if empty or not sizes or sum(sizes.values()) > MOST_PARAMETERS:
+        what = f"{empty} is empty" if empty else f"it has {sum(sizes.values()):,} parameters"
+        raise UserError(
+            f"no {type(model).__name__} can be built from its config: {what}",
+            fix="look at the sizes in its config.json, and at model.overrides",
+        )
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Raises `UserError` where more than `MOST_MODULES` modules are made: a config of a few bytes can ask for 10^7."""
+    made = count(1)
+
+    def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if next(made) > MOST_MODULES:
+            raise UserError(
+                f"the config asks for more than {MOST_MODULES} modules", fix="look at the numbers in its config.json"
+            )
+
+    handle = register_module_module_registration_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def use_our_attention(model: PreTrainedModel) -> None:
@@ -188,25 +241,24 @@ def weights_folder(name_or_path: str | Path) -> Path:
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
     _check_hub_id(str(name_or_path))
-    try:
-        return surfaces.download_weights(str(name_or_path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"the weights of {name_or_path} cannot be fetched: {_first_line(error)}") from error
+    return snapshot(str(name_or_path), ["*.safetensors", "*.json"], key=MODEL)
 
 
 def _read(name_or_path: str | Path) -> dict[str, Any]:
     source = shape_folder(str(name_or_path)) or name_or_path
     path = Path(source)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"{path} holds no config.json", fix="name a Hugging Face model folder")
-    if not path.exists():
+    if path.exists():
+        read_folder_config(path)
+    else:
         _check_hub_id(str(name_or_path))
+        source = config_file(str(name_or_path))
     try:
-        return surfaces.read_config_dict(source)
-    except (OSError, ValueError) as error:
+        values = surfaces.read_config_dict(source)
+        check_counts(values, str(name_or_path))
+        return values
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"model {str(name_or_path)!r} is neither a local folder, a config.json, a built-in shape, nor a hub id "
-            f"that can be read: {_first_line(error)}"
+            f"the config.json of model {str(name_or_path)!r} cannot be read: {_first_line(error)}"
         ) from error
 
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import transformers
 import transformers.initialization as hf_initialization
-from huggingface_hub import snapshot_download
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -54,7 +53,7 @@ INITIALISERS = (
 
 
 def read_config_dict(source: str | Path) -> dict[str, Any]:
-    """The raw `config.json` of a local folder, a file, or a hub id, as written."""
+    """The raw `config.json` of a local folder or a file, as written."""
     values, _ = PreTrainedConfig.get_config_dict(str(source))
     return dict(values)
 
@@ -72,11 +71,6 @@ def config_keys(cls: type[PreTrainedConfig]) -> set[str]:
 def make_config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """A config of `model_type` from the values of a `config.json`."""
     return AutoConfig.for_model(model_type, **{k: v for k, v in values.items() if k != "model_type"})
-
-
-def download_weights(hub_id: str) -> Path:
-    """The hub's cache folder of `hub_id` with its safetensors and JSON files, fetched where they are not there yet."""
-    return Path(snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"]))
 
 
 # Models --------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from math import isqrt
 from typing import Any, Literal, cast
 
 import torch
@@ -277,10 +279,14 @@ def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def _tokens(model: PreTrainedModel) -> int:
-    """A small prime that counts nothing else in the model, so that a dimension of this size counts tokens."""
+    """The smallest prime from 5 that counts nothing else in the model: a dimension of this size counts tokens."""
     taken = {value for value in model.config.get_text_config().to_dict().values() if isinstance(value, int)}
     taken |= {size for parameter in model.parameters() for size in parameter.shape}
-    return next(prime for prime in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61) if prime not in taken)
+    return next(number for number in count(5) if number not in taken and _is_prime(number))
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, isqrt(number) + 1))
 
 
 def hand_on_bounds(model: nn.Module, forgetful: Sequence[tuple[str, str]]) -> None:

@@ -1,28 +1,53 @@
-"""The curves of a run, as one plot: a panel for each thing measured."""
+"""The curves of a run: a small SVG for each thing measured, over steps.
 
+They are whole without a script; `curves.js` redraws them over tokens or hours and reads their values under the pointer,
+from the numbers that each carries as JSON.
+"""
+
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from fivefold.pages.drawing import canvas, curve, gaps, legend, styled, to_svg
+from fivefold.units import human
 
-POINTS = 600  # of a curve; of more, neighbours are averaged
+POINTS = 400  # of a curve; of more, neighbours are averaged
+DOTTED = 60  # curves of fewer points show each
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420.0, 190.0, 44.0, 10.0, 8.0, 22.0  # pixels, of a panel and around it
+RIGHT_AXIS = 44.0  # pixels where the right side has labels too
+LABELS = {
+    "train/loss": "training", "eval/loss": "validation",
+    "memory/peak_gib": "allocated", "memory/peak_reserved_gib": "reserved",
+}  # fmt: skip
+LOSS = "loss, nats per token"
 _PANELS = (
-    ("loss, nats per token", ("train/loss", "eval/loss")),
-    ("norm of the gradient, before clipping", ("train/grad_norm",)),
+    (LOSS, ("train/loss", "eval/loss")),
+    ("gradient norm, before clipping", ("train/grad_norm",)),
     ("tokens per second", ("perf/tokens_per_second",)),
-    ("seconds per step", ("perf/step_seconds",)),
+    ("step time, s", ("perf/step_seconds",)),
     ("learning rate", ("train/learning_rate",)),
-    ("peak memory of a rank, GiB", ("memory/peak_gib",)),
+    ("peak memory of a rank, GiB", ("memory/peak_gib", "memory/peak_reserved_gib")),
     ("TFLOP/s per device", ("perf/tflops_per_device",)),
     ("model FLOPs utilisation, %", ("perf/mfu_pct",)),
-    ("waited for data, % of a step", ("perf/data_wait_pct",)),
+    ("data wait, % of the step time", ("perf/data_wait_pct",)),
 )
-_LEFT_OUT = ("step", "train/tokens_seen", "train/skipped_steps", "perf/tokens_per_second_per_device")
+_LEFT_OUT = (
+    "step", "train/tokens_seen", "train/skipped_steps", "perf/tokens_per_second_per_device", "perf/elapsed_seconds",
+)  # fmt: skip
 
-Curve = list[tuple[float, float]]  # (step, value)
+
+class Point(NamedTuple):
+    """A value, and where it lies on each of the x axes; None: not recorded."""
+
+    step: float
+    value: float
+    tokens: float | None = None
+    hours: float | None = None
+
+
+Curve = list[Point]
 
 
 @dataclass(frozen=True)
@@ -31,6 +56,54 @@ class Panel:
 
     title: str
     curves: Mapping[str, Curve]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened after a step: `kind` is how it is drawn."""
+
+    step: float
+    kind: str
+    what: str
+
+
+class Line(NamedTuple):
+    """A curve as a path, and its points where they are few."""
+
+    path: str
+    dots: str
+
+
+class Tick(NamedTuple):
+    """Where a label stands, in pixels, and what stands across from it."""
+
+    at: float
+    label: str
+    right: str = ""
+
+
+@dataclass(frozen=True)
+class PanelDrawing:
+    """A panel in pixels. `data`: its numbers, for the script."""
+
+    title: str
+    legend: Sequence[str]
+    right: str  # what the labels on the right side are
+    ticks: Sequence[Tick]
+    lines: Sequence[Line]
+    data: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """All panels, over one axis. `data`: the numbers that they share."""
+
+    panels: Sequence[PanelDrawing]
+    ticks: Sequence[Tick]
+    marks: Sequence[tuple[float, Mark]]
+    end: float  # pixels to the right end of the axis
+    averaged: bool
+    data: str
 
 
 def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
@@ -47,29 +120,120 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> Curve:
     """Its numbers; at most `POINTS`, each the mean of neighbours."""
-    values = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+    measured = [row for row in rows if _is_number(row, name)]
+    values = [Point(row["step"], row[name], row.get("train/tokens_seen"), _hours(row)) for row in measured]
     size = -(-len(values) // POINTS) or 1
     groups = [values[at : at + size] for at in range(0, len(values), size)]
-    return [(fmean(step for step, _ in group), fmean(value for _, value in group)) for group in groups]
+    return [Point(*map(_mean, zip(*group, strict=True))) for group in groups]  # type: ignore[arg-type]
 
 
-@styled
-def draw(found: Sequence[Panel]) -> str:
-    """Two panels in a row, above one axis of steps."""
-    rows = math.ceil(len(found) / 2)
-    figure = canvas(0.5 + 1.75 * rows)
-    grid = figure.subplots(rows, 2, squeeze=False).flatten()
-    for axes, panel in zip(grid, found, strict=False):
-        for number, (name, points) in enumerate(panel.curves.items()):
-            xs, ys = [x for x, _ in points], gaps([y for _, y in points])
-            curve(axes, xs, ys, number, name if len(panel.curves) > 1 else "_", marker=2.5 if len(points) < 60 else 0.0)
-        axes.set_title(panel.title, loc="left", fontsize=9)
-        axes.grid(axis="y")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_xmargin(0.02)
-    for axes in grid[len(found) :]:
-        axes.set_visible(False)
-    for axes in grid[max(0, len(found) - 2) : len(found)]:
-        axes.set_xlabel("step")
-    legend(figure, grid)
-    return to_svg(figure, "curves")
+def _hours(row: Mapping[str, Any]) -> float | None:
+    return row["perf/elapsed_seconds"] / 3600 if _is_number(row, "perf/elapsed_seconds") else None
+
+
+def _is_number(row: Mapping[str, Any], name: str) -> bool:
+    return isinstance(row.get(name), int | float) and math.isfinite(row[name])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def draw(found: Sequence[Panel], marks: Sequence[Mark], *, averaged: bool) -> Drawing:
+    """The panels in pixels, over steps, with what happened on the way."""
+    points = {_grid(curve): curve for each in found for curve in each.curves.values()}
+    grids = list(points)
+    first, last = min(grid[0] for grid in grids), max(grid[-1] for grid in grids)
+    xs = {
+        "steps": [[_short(step) for step in grid] for grid in grids],
+        "tokens": [[_short(point.tokens) for point in points[grid]] for grid in grids],
+        "hours": [[_short(point.hours) for point in points[grid]] for grid in grids],
+    }
+    shown = [mark for mark in marks if first <= mark.step <= last]
+    data: dict[str, Any] = {
+        "box": [WIDTH, HEIGHT, LEFT, TOP, BOTTOM],
+        "xs": {name: lists for name, lists in xs.items() if all(None not in each for each in lists)},
+        "marks": [mark.step for mark in shown],
+    }
+    right = RIGHT_AXIS if any(each.title == LOSS for each in found) else RIGHT
+    data["right"] = right
+    span = (first, last if last > first else first + 1)
+    return Drawing(
+        [_panel(each, grids, span, right) for each in found],
+        [Tick(_x(tick, span, right), human(tick)) for tick in nice(*span, 5, whole=True)],
+        [(_x(mark.step, span, right), mark) for mark in shown],
+        WIDTH - right,
+        averaged,
+        _json(data),
+    )
+
+
+def _panel(panel: Panel, grids: Sequence[tuple[float, ...]], span: tuple[float, float], right: float) -> PanelDrawing:
+    values = [point.value for curve in panel.curves.values() for point in curve]
+    ticks = nice(min(values), max(values), 5)
+    low, high = min(ticks[0], *values), max(ticks[-1], *values)
+    if high <= low:  # a constant lies in the middle
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+
+    def y(value: float) -> float:
+        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    lines, data = [], []
+    for name, curve in panel.curves.items():
+        places = [f"{_x(point.step, span, right):.1f} {y(point.value):.1f}" for point in curve]
+        dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
+        lines.append(Line("M" + "L".join(places), dots))
+        data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], LABELS.get(name, name)])
+    is_loss = panel.title == LOSS
+    labels = [Tick(y(tick), _label(tick, ticks), _perplexity(tick) if is_loss else "") for tick in ticks]
+    legend = [LABELS.get(name, name) for name in panel.curves] if len(panel.curves) > 1 else []
+    return PanelDrawing(
+        panel.title, legend, "perplexity" if is_loss else "", labels, lines,
+        _json({"y": [low, high], "lines": data, "loss": is_loss}),
+    )  # fmt: skip
+
+
+def _grid(curve: Curve) -> tuple[float, ...]:
+    """Where a curve has points; most of a run's have the same."""
+    return tuple(point.step for point in curve)
+
+
+def _x(value: float, span: tuple[float, float], right: float) -> float:
+    return LEFT + (value - span[0]) / (span[1] - span[0]) * (WIDTH - LEFT - right)
+
+
+def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """About `count` round numbers from `low` to `high`; at least one."""
+    span = (high - low) or abs(low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= count)
+    step = max(step, 1.0) if whole else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)] or [low]
+
+
+def _label(tick: float, ticks: Iterable[float]) -> str:
+    """Short, and all of an axis alike."""
+    largest = max(abs(each) for each in ticks)
+    if largest >= 1000:
+        return human(tick) if tick else "0"
+    if 0 < largest < 0.001:
+        return f"{tick:.0e}".replace("e-0", "e-") if tick else "0"
+    return f"{tick:.6g}"
+
+
+def _perplexity(loss: float) -> str:
+    return human(math.exp(loss)) if abs(loss) < 50 else ""
+
+
+def _short(value: float | None) -> float | int | None:
+    """Five digits are enough for a curve."""
+    if value is None:
+        return None
+    rounded = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+    return int(rounded) if float(rounded).is_integer() else rounded
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

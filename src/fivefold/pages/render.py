@@ -1,23 +1,29 @@
 """Templates to text: every page is one HTML file that needs nothing else."""
 
 import platform
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
+from fivefold.files import replace, writing
 from fivefold.pages.slices import SliceMap
 
 PACKAGES = ("fivefold", "torch", "transformers")
 
 
 def render(
-    template: str, package: str, maps: Iterable[SliceMap], filters: Mapping[str, Callable[..., str]], **values: Any
-) -> str:
-    """The page that `template` of `package` makes of `values`. `maps`: the slice maps on it."""
+    template: str, package: str, maps: Iterable[SliceMap], filters: Mapping[str, Callable[..., str]], *,
+    script: Path | None = None, **values: Any,
+) -> str:  # fmt: skip
+    """The page that `template` of `package` makes of `values`. `maps`: the slice maps on it; `script`: the one script
+    that its policy lets a browser run, by its hash."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.pages", ".")]),
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
@@ -26,13 +32,26 @@ def render(
     stripes = sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")})
     versions = [(name, _version(name)) for name in PACKAGES] + [("Python", platform.python_version())]
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return environment.get_template(template).render(stripes=stripes, versions=versions, when=when, **values)
+    text = script.read_text(encoding="utf-8") if script else ""
+    return environment.get_template(template).render(
+        stripes=stripes, versions=versions, when=when, script=Markup(text), policy=_policy(text), **values
+    )
 
 
-def write(html: str, path: Path) -> None:
-    """Write a page to `path`, whose folder is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html, encoding="utf-8")
+def _policy(script: str) -> str:
+    """Nothing is fetched, and no script runs but this one, if any."""
+    allowed = f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'; " if script else ""
+    return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:"
+
+
+def write(html: str, path: Path, *, instead: str) -> None:
+    """Write a page to `path`, whose folder is made where it is missing. `instead`: how to name another place.
+
+    Raises `UserError` where it cannot be written.
+    """
+    with writing(path, instead=instead):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, html.encode())
 
 
 def _version(name: str) -> str:

@@ -1,28 +1,43 @@
 """`fivefold report`: the page of a run, from what lies in its folder. `run.html.j2` lays it out."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
 import yaml
-from markupsafe import Markup
 
+from fivefold import history
 from fivefold.config import RunConfig, load_config
 from fivefold.errors import UserError
-from fivefold.pages import curves
+from fivefold.json_lines import read
+from fivefold.nearby import is_run, runs
+from fivefold.pages import curves, story
 from fivefold.pages.load import heat
 from fivefold.pages.names import ranks_text
 from fivefold.pages.render import render, write
 from fivefold.pages.slices import places, slice_map
 from fivefold.pages.timeline import Drawing, drawing
 from fivefold.step_folders import steps
-from fivefold.units import human
+from fivefold.terminal import shown
+from fivefold.units import human, human_bytes
 
+SCRIPT = Path(__file__).with_name("curves.js")
 SAMPLES = 12  # the last ones are shown
 Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text, without its prompt."""
+
+    step: int
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -38,27 +53,69 @@ def main(run: Path, out: Path | None = None) -> Path:
 
     Raises `UserError` when that is no run folder, or the run has not come to its first step.
     """
+    check_run(run)
     config = load_config(run)
-    rows = _objects(run / "metrics.jsonl")
+    rows = read(run / "metrics.jsonl").rows
     if not rows:
-        raise UserError(f"{run} has no metrics yet: nothing was trained", fix=f"fivefold train {run / 'run.yaml'}")
+        raise UserError(
+            f"{run} has no metrics yet: nothing was trained", fix=f"train it first: fivefold train {quote(str(run))}"
+        )
     path = out or run / "report.html"
-    write(page(config, run, rows), path)
+    write(page(config, run, rows), path, instead="name another file: --out FILE")
     return path
+
+
+def check_run(run: Path) -> None:
+    """Raise `UserError` unless `run` is a run folder, naming those that are near."""
+    if run.is_dir() and is_run(run):
+        return
+    if not run.exists():
+        what = f"{run}: there is no such folder"
+    elif run.is_dir():
+        what = f"{run} is not a run folder: it holds no run.yaml"
+    else:
+        what = f"{run} is a file, not a run folder"
+    raise UserError(
+        what,
+        fix=_run_of(run) or runs(run) or runs(run.parent) or runs(Path("runs")) or "fivefold train makes one",
+        more="a run folder is what fivefold train writes: runs/NAME, with run.yaml and metrics.jsonl",
+    )
+
+
+def _run_of(file: Path) -> str:
+    """The run that a run file is trained in, if there is one."""
+    if not file.is_file():
+        return ""
+    try:
+        folder = file.parent if file.name == "run.yaml" else load_config(file).run_dir
+    except UserError:  # no run file either
+        return ""
+    return f"its run: fivefold report {quote(str(folder))}" if is_run(folder) else ""
 
 
 def page(config: RunConfig, run: Path, rows: Rows) -> str:
     """The HTML of a run. `rows`: its metrics."""
     spread = json.loads(text) if (text := _text(run / "spread.json")) else {}
     slices = slice_map(spread.get("holds", {}))
+    past, samples = history.load(run), read(run / "samples.jsonl")
+    newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
+    seen, marks = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows)
+    damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged]
     return render(
-        "run.html.j2", "fivefold.pages", [slices] if slices else [], {}, run=config.run.name,
-        headline=_headline(config, rows), facts=_facts(config, run, rows, spread), slices=slices,
+        "run.html.j2", "fivefold.pages", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
+        headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past), slices=slices,
         places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
-        curves=Markup(curves.draw(curves.panels(rows))), timelines=_timelines(spread.get("timeline", {})),
-        heat=heat(rows), sent=_sent(spread.get("collectives", [])),
-        changed=_changed(config), config=config.to_yaml(), samples=_objects(run / "samples.jsonl")[-SAMPLES:],
+        curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
+        spans=story.spans(past, rows),
+        data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,
+        timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
+        changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],
     )  # fmt: skip
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    prompt, text = shown(str(row.get("prompt", ""))), shown(str(row.get("text", "")))
+    return Sample(row["step"], prompt, text.removeprefix(prompt))
 
 
 def _headline(config: RunConfig, rows: Rows) -> str:
@@ -68,30 +125,58 @@ def _headline(config: RunConfig, rows: Rows) -> str:
     return done + (f", loss {loss:.4f}" if loss is not None else ", and the last loss is not a number")
 
 
-def _facts(config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any]) -> dict[str, str]:
+def _facts(
+    config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any], past: history.History
+) -> dict[str, str]:
     """What a run is and came to, in words; what is not known is left out."""
-    usual = rows[1:] or rows  # the first step also sets up
-    last = rows[-1]
+    last, newest = rows[-1], past.starts[-1].about if past.starts else {}
     validation = [(row["eval/loss"], row["step"]) for row in rows if row.get("eval/loss") is not None]
-    peak = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
     saved = ", ".join(str(step) for step in steps(run / "checkpoints"))
     weights = f"{spread['model']}, {human(spread['parameters'])} parameters, " if spread else ""
-    ranks = f", {spread['world']} rank{'s' * (spread['world'] > 1)} on {spread['device']}" if spread else ""
+    device = newest.get("device") or spread.get("device")
+    ranks = f", {spread['world']} rank{'s' * (spread['world'] > 1)} on {device}" if spread else ""
+    layouts = list(dict.fromkeys(span.layout for span in story.spans(past, rows)))
+    earlier = f" (before: {', '.join(layouts[:-1])})" if len(layouts) > 1 else ""
+    versions = ", ".join(f"{name} {number}" for name, number in (newest.get("versions") or {}).items())
+    machine = newest.get("machine") or {}
     facts = {
         "model": f"{weights}{config.model.name_or_path} ({config.model.init} weights)",
-        "layout": f"{spread.get('layout') or config.layout}{ranks}",
+        "layout": f"{spread.get('layout') or config.layout}{ranks}{earlier}",
         "batch": f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens",
-        "trained on": f"{last['train/tokens_seen']:,} tokens",
-        "validation": f"{validation[-1][0]:.4f} at step {validation[-1][1]}, best {min(validation)[0]:.4f}"
-        if validation else "",
-        "speed": f"{median(row['perf/tokens_per_second'] for row in usual):,.0f} tokens per second, "
-        f"{median(row['perf/step_seconds'] for row in usual):.3g} s a step (medians)",
-        "peak memory": f"{max(peak):.2f} GiB on the fullest rank" if peak else "",
+        "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
+        "validation": f"loss {validation[-1][0]:.4f} at step {validation[-1][1]} (perplexity "
+        f"{_perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
+        **_speed(rows, past),
         "skipped": f"{skipped} steps without a finite loss or gradient"
         if (skipped := last.get("train/skipped_steps")) else "",
         "checkpoints": f"step {saved}" if saved else "",
+        "began": story.moment(past.starts[0].time) if past.starts else "not recorded",
+        "took": story.took(past),
+        "machine": ", ".join(filter(None, (machine.get("host"), machine.get("system")))),
+        "versions": versions or "not recorded",
     }  # fmt: skip
     return {name: text for name, text in facts.items() if text}
+
+
+def _perplexity(loss: float) -> str:
+    return human(math.exp(loss)) if loss < 100 else "∞"
+
+
+def _speed(rows: Rows, past: history.History) -> dict[str, str]:
+    """Of the whole run, or of its last start where there were several: layouts are not averaged."""
+    own = list(past.spans())
+    several = len(story.spans(past, rows)) > 1
+    rows = [row for row in rows if row["step"] > own[-1][1]] or rows if several else rows
+    usual = rows[1:] or rows  # the first step also sets up
+    peaks = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
+    of = "since the last start; the table of starts has them all" if several else "medians"
+    speeds = [row["perf/tokens_per_second"] for row in usual if "perf/tokens_per_second" in row]
+    seconds = [row["perf/step_seconds"] for row in usual if "perf/step_seconds" in row]
+    known = f"{median(speeds):,.0f} tokens per second, {median(seconds):.3g} s a step" if speeds and seconds else ""
+    return {
+        "speed": known and f"{known} ({of})",
+        "peak memory": f"{max(peaks):.2f} GiB on the fullest rank" if peaks else "",
+    }
 
 
 def _timelines(found: Mapping[str, Any]) -> list[Drawing]:
@@ -108,7 +193,7 @@ def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sent]:
     """Ranks that send alike together."""
     alike: dict[tuple[tuple[str, str, int, str], ...], list[int]] = {}
     for rank, listed in enumerate(by_rank):
-        rows = tuple((each["axis"], each["kind"], each["count"], _size(each["bytes"])) for each in listed)
+        rows = tuple((each["axis"], each["kind"], each["count"], human_bytes(each["bytes"])) for each in listed)
         alike.setdefault(rows, []).append(rank)
     return [Sent(_ranks(ranks, len(by_rank)), rows) for rows, ranks in alike.items() if rows]
 
@@ -117,15 +202,6 @@ def _ranks(ranks: Sequence[int], world: int) -> str:
     if len(ranks) == world:
         return f"each of the {world} ranks"
     return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"
-
-
-def _size(count: float) -> str:
-    """`27.8 MiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"
 
 
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -142,12 +218,6 @@ def _written(value: Any) -> str:
     """As a run file has it, on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON-lines file; a half-written last one is left out."""
-    lines = _text(path).splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
 
 
 def _text(path: Path) -> str:

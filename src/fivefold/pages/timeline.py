@@ -36,7 +36,8 @@ class Drawing:
 
 
 def drawing(title: str, timeline: Mapping[str, Any], *, unit: str, ideal: float | None = None) -> Drawing:
-    """`timeline`: `ranks`, `bubble` and `slots`, each with rank, stage, kind, micro_batch, start and end in `unit`.
+    """`timeline`: `ranks`, `bubble` and `slots`, each with rank, stage, kind, micro_batch, start and end in `unit`,
+    and, where it was measured, how long it `waited` before its start for what another rank sends.
     `ideal`: the closed form of the bubble, where there is one."""
     slots = timeline["slots"]
     first = min(each["start"] for each in slots)
@@ -47,7 +48,8 @@ def drawing(title: str, timeline: Mapping[str, Any], *, unit: str, ideal: float 
         rank, number, seconds = each["rank"], str(each["micro_batch"]), each["end"] - each["start"]
         label = number if seconds * scale > CHARACTER * len(number) + 2 else ""
         what = f"rank {rank}, stage {each['stage']}, micro batch {number}: {WORDS[each['kind']]}"
-        when = f"{seconds:.4g} {unit} from {each['start'] - first:.4g}"
+        waited = f", after waiting {each['waited']:.4g}" if each.get("waited") else ""
+        when = f"{seconds:.4g} {unit} from {each['start'] - first:.4g}{waited}"
         is_later = each["stage"] != lowest[rank]
         at = (each["start"] - first) * scale, rank * LANE, seconds * scale
         bars.append(Bar(*at, FILLS[each["kind"]], is_later, label, f"{what}, {when}"))

@@ -5,6 +5,7 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
@@ -31,7 +32,9 @@ from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, deferred, expert, forward, pipeline, router, tensor, trial
+from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
 from fivefold.parallel.stages import Staged, Stages, assign, install
@@ -94,9 +97,12 @@ def parallelize(
     hand_on_bounds(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
-    if staged and not compile_blocks:  # nothing is put off in compiled blocks
+    if staged and compile_blocks and layout.pp_schedule in SPLITTING:
+        warnings.warn(nothing_put_off(layout.pp_schedule), stacklevel=2)
+    elif staged:
         deferred.put_off_weights(model, own_layers, staged)
-    _wrap_blocks(model, own_layers, recompute=layout.recompute, compile_blocks=compile_blocks)
+    compiled = Compiled() if compile_blocks else None
+    _wrap_blocks(model, own_layers, recompute=layout.recompute, compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
@@ -105,7 +111,7 @@ def parallelize(
     piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied, balance) if staged else None
     spread = Spread(
         layout, mesh, anatomy, partition, specs, model_units, fold, rows, experts, piped, vocabulary, reduce_dtype,
-        holders, router_state, balance,
+        holders, router_state, balance, compiled,
     )  # fmt: skip
     model.fivefold = spread
     _materialise(model, spread, device)
@@ -177,11 +183,11 @@ def _staged(
     )  # fmt: skip
 
 
-def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compile_blocks: bool) -> None:
+def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in layers:
         block = model.get_submodule(name)
-        forward = torch.compile(block.forward) if compile_blocks else block.forward
+        forward = compiled.block(name, block.forward) if compiled else block.forward
         if recompute == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward

@@ -149,7 +149,9 @@ class Balance:
     def watch(self, model: nn.Module, experts: Experts) -> None:
         """Hook a router that gives logits, weights and indices."""
         router = model.get_submodule(experts.router)
-        router.register_forward_hook(self._after(experts.router, has_bias=hasattr(router, BIAS)))
+        hook = self._after(experts.router, has_bias=hasattr(router, BIAS))
+        # Not compiled: it knows its router by name, and would be compiled for every layer anew.
+        router.register_forward_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
     def _after(self, name: str, *, has_bias: bool) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, output: Any) -> Any:
@@ -263,8 +265,8 @@ def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions
     """Set what a run asks for. `buffers`: of the model's routers. Raises `UserError` for what its model cannot do."""
     if options != BalanceOptions() and balance is None:
         raise UserError(
-            f"the experts of {type(model).__name__} cannot be balanced: it has no routers that are known",
-            fix="leave balance.aux_loss, z_loss, bias_rate and capacity_factor at their defaults",
+            f"the experts of {type(model).__name__} cannot be balanced: it has no routers that give logits",
+            fix="set balance.aux_loss: 0, and leave z_loss, bias_rate and capacity_factor at their defaults",
         )
     if balance is None:
         return

@@ -12,7 +12,7 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -101,14 +101,33 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def add_late(module: FSDPModule) -> None:
+    """Take gradients of a unit's parameters that came after FSDP's hooks into its sums, which are in the reduce dtype.
+
+    Left in `.grad`, those of several micro batches would be summed in the compute dtype, and a unit whose other
+    gradients came in time would have gradients of two dtypes, which FSDP does not reduce.
+    """
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
+            else:
+                parameter.accumulate_unsharded_grad_if_needed()
+
+
 def reduce_now(module: FSDPModule) -> None:
     """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
-    state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+    for group in _groups(module):
         before = group._training_state
         group.post_backward()
         group.finalize_backward()
         group._training_state = before
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of a unit (torch 2.11 has one)."""
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
 
 
 Traffic = Mapping[str, tuple[int, int]]  # unit -> how often it is gathered and reduced in a step

@@ -1,9 +1,19 @@
-"""The device mesh of a layout and the process groups its folds use. Private `DeviceMesh` surfaces stay in this file."""
+"""The process groups of a layout, and the meshes of them that FSDP takes. Private surfaces of torch stay in this file.
 
-from dataclasses import dataclass, field
+The world is a grid of ranks with the axes of `MESH_AXES`, the last one innermost. An axis has a group on every rank; a
+group that spans the world is the world's own. NCCL makes all groups of an axis in one split of the world's
+communicator, where that is bound to a device; other backends make one after the other.
+"""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.layout import MESH_AXES, Layout
 from fivefold.parallel.sharding import Cut, Over, Place
@@ -11,68 +21,80 @@ from fivefold.parallel.sharding import Cut, Over, Place
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh of a layout seen from this rank: the axes of `MESH_AXES` of more than one rank, outermost first, and
-    `dp_shard` always. (An axis of one rank would cost a process group per rank of the world.)
+    """The groups of a layout on this rank, by axis: those of `MESH_AXES` of more than one rank, and `dp_shard` always,
+    which is dp_shard x cp here, what FSDP shards over.
 
-    `fsdp` is the mesh that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); shard = dp_shard x cp.
-    `experts` is the mesh that it takes for experts, over what `ep` leaves of dp_shard, cp and tp (of dp_shard and cp
-    where tp splits each expert): `fsdp` itself where that is all the same; `ep_group` the ranks that the experts are
-    dealt to (None for one). `kv_replicas` is the group of tp ranks that hold the same key/value heads (None when every
-    rank has its own), `ends` that of the two pipeline ranks that hold a tied embedding (None when one does, and on the
-    ranks between them).
+    Others, where there are any: `ep`, the ranks that experts are dealt to; `ep_shard`, those that FSDP shards experts
+    over, which is what `ep` leaves of dp_shard, cp and tp (of dp_shard and cp where tp splits each expert); `tp_kv`,
+    the tp ranks with the same key/value heads; `pp_ends`, the two pipeline ranks that hold a tied embedding; `cp_ring`
+    and `cp_ulysses` within cp. `fsdp` and `experts` are the meshes that `fully_shard` takes: (shard,) or, for HSDP,
+    (replicate, shard); the same where experts are sharded as all else is.
     """
 
     layout: Layout
-    device: DeviceMesh
+    groups: dict[str, dist.ProcessGroup]
     fsdp: DeviceMesh
-    kv_replicas: dist.ProcessGroup | None
     experts: DeviceMesh
-    ep_group: dist.ProcessGroup | None = None
-    ends: dist.ProcessGroup | None = None
-    cp_parts: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # groups within cp, by their axis
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        return self.device.get_group("pp")
+        return self.groups["pp"]
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
-        return self.device.get_group("cp")
+        return self.groups["cp"]
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        return self.device.get_group("tp")
+        return self.groups["tp"]
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
         """The ranks that hold copies of this rank's part, over dp_replicate."""
-        return self.device.get_group("dp_replicate")
+        return self.groups["dp_replicate"]
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup | None:
+        """None where no experts are dealt to ranks."""
+        return self.groups.get("ep")
+
+    @property
+    def kv_replicas(self) -> dist.ProcessGroup | None:
+        """None where every rank has key/value heads of its own."""
+        return self.groups.get("tp_kv")
+
+    @property
+    def ends(self) -> dist.ProcessGroup | None:
+        """None where one rank holds the tied embedding, and on the ranks between the two that do."""
+        return self.groups.get("pp_ends")
 
     @property
     def pp_rank(self) -> int:
-        return self._rank("pp")
+        return self._own.pp
 
     @property
     def cp_rank(self) -> int:
-        return self._rank("cp")
+        return self._own.fsdp % self.layout.cp
 
     @property
     def tp_rank(self) -> int:
-        return self._rank("tp")
+        return self._own.tp
 
     @property
     def fsdp_rank(self) -> int:
-        return self.fsdp.get_local_rank(self.fsdp.ndim - 1)
+        return self._own.fsdp
 
     @property
     def fsdp_size(self) -> int:
         return self.layout.dp_shard * self.layout.cp
 
+    @property
+    def _own(self) -> Place:
+        return self.place(dist.get_rank())
+
     def place(self, rank: int) -> Place:
         """Where `rank` of the world stands: the mesh is the ranks in order, the last axis of `MESH_AXES` innermost."""
-        rest, tp = divmod(rank, self.layout.tp)
-        rest, fsdp = divmod(rest, self.fsdp_size)
-        return Place(*divmod(rest, self.layout.dp_replicate), fsdp, tp)
+        return place(self.layout, rank)
 
     def cut(self, place: Place, over: Over) -> Cut:
         """The part that a rank has of a parameter whose blocks go to the ranks of `over`. Those of `ep` are taken
@@ -86,7 +108,7 @@ class Mesh:
 
     def part(self, over: Over) -> int:
         """The part that this rank has of such a parameter."""
-        return self.cut(self.place(dist.get_rank()), over).part
+        return self.cut(self._own, over).part
 
     def rows(self, over: Over) -> int:
         """How many ranks FSDP shards a parameter over whose blocks go to the ranks of `over`."""
@@ -103,7 +125,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """This rank's place among the `layout.data_ranks` that read different rows."""
-        return self._rank("dp_replicate") * self.layout.dp_shard + self._rank("dp_shard")
+        return self._own.replica * self.layout.dp_shard + self._own.fsdp // self.layout.cp
 
     @property
     def is_first_of_row(self) -> bool:
@@ -113,54 +135,36 @@ class Mesh:
     @property
     def is_first_copy(self) -> bool:
         """True on the ranks that stand for all copies over `dp_replicate`."""
-        return self._rank("dp_replicate") == 0
+        return self._own.replica == 0
 
     def split_cp(self, neighbours: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """This rank's ring through cp in steps of `neighbours`, and its neighbours; every rank calls it."""
-        layout, rank = self.layout, dist.get_rank()
-        for first in range(0, layout.world, layout.cp * layout.tp):
-            for tp in range(layout.tp):
-                ranks = [first + cp * layout.tp + tp for cp in range(layout.cp)]
-                rings = [("cp_ring", ranks[at::neighbours]) for at in range(neighbours)]
-                beside = [("cp_ulysses", ranks[at : at + neighbours]) for at in range(0, layout.cp, neighbours)]
-                for axis, members in (*rings, *beside):
-                    group = dist.new_group(members)
-                    if rank in members:
-                        self.cp_parts[axis] = group
-        return self.cp_parts["cp_ring"], self.cp_parts["cp_ulysses"]
-
-    def _rank(self, axis: str) -> int:
-        return self.device.get_local_rank(axis) if axis in self._axes else 0
-
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        return self.device.mesh_dim_names or ()
+        grid = _grid(self.layout)
+        split = grid.reshape(*grid.shape[:3], -1, neighbours, grid.shape[-1])  # cp as ring x neighbours
+        for axis, dim in (("cp_ring", 3), ("cp_ulysses", 4)):
+            group = _own_group(_along(split, dim), axis, self.fsdp.device_type)
+            assert group is not None
+            self.groups[axis] = group
+        return self.groups["cp_ring"], self.groups["cp_ulysses"]
 
     @property
     def spanning_axes(self) -> set[str]:
-        """Axes of several ranks whose group is the whole world: torch gives them the world's own group."""
-        layout = self.layout
-        sizes = {axis: getattr(layout, axis) for axis in MESH_AXES} | {"dp_shard": self.fsdp_size}
-        sizes |= {"ep": layout.ep, "ep_shard": self.rows("ep")}
-        return {axis for axis, size in sizes.items() if size == layout.world > 1}
+        """Axes of several ranks whose group is the whole world: theirs is the world's own group."""
+        world = dist.group.WORLD
+        return {axis for axis, group in self.groups.items() if group is world and self.layout.world > 1}
 
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has this name: how recorded collectives are told apart."""
-        named: dict[str, str] = {self.device.get_group(axis).group_name: axis for axis in reversed(self._axes)}
-        named[self.fsdp.get_group(self.fsdp.ndim - 1).group_name] = "dp_shard"
-        if self.experts is not self.fsdp:
-            shard = self.experts.ndim - 1
-            named.update({self.experts.get_group(0).group_name: "dp_replicate"} if shard else {})
-            named[self.experts.get_group(shard).group_name] = "ep_shard"
-        if self.ep_group is not None:
-            named[self.ep_group.group_name] = "ep"
-        if self.kv_replicas is not None:
-            named[self.kv_replicas.group_name] = "tp_kv"
-        named |= {group.group_name: axis for axis, group in self.cp_parts.items()}
-        if self.ends is not None:
-            named[self.ends.group_name] = "pp_ends"
+        named: dict[str, str] = {group.group_name: axis for axis, group in self.groups.items()}
         named[dist.distributed_c10d._get_default_group().group_name] = "world"
         return named.get(group_name, group_name)
+
+
+def place(layout: Layout, rank: int) -> Place:
+    """Where `rank` of the world stands in a layout."""
+    rest, tp = divmod(rank, layout.tp)
+    rest, fsdp = divmod(rest, layout.dp_shard * layout.cp)
+    return Place(*divmod(rest, layout.dp_replicate), fsdp, tp)
 
 
 def build_mesh(
@@ -171,53 +175,80 @@ def build_mesh(
     `kv_copies`: how many neighbouring tp ranks share the same key/value heads; `experts`: the model has some;
     `tied_ends`: the pipeline ranks that hold a tied embedding.
     """
-    sizes = {axis: size for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size > 1 or axis == "dp_shard"}
-    device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if layout.cp == 1:
-        fsdp = device["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else device["dp_shard"]
-    else:
-        fsdp = device["dp_shard", "cp"]._flatten("fsdp")
-        if layout.dp_replicate > 1:
-            fsdp = DeviceMesh._concatenate([device["dp_replicate"], fsdp])
-    kv_group, ends = _kv_group(layout, kv_copies), _ends_group(layout, tied_ends)
-    if not experts or (layout.ep == 1 and layout.expert_parts == layout.tp):
-        return Mesh(layout, device, fsdp, kv_group, fsdp, ends=ends)
-    return Mesh(layout, device, fsdp, kv_group, *_expert_meshes(layout, device_type), ends)
+    grid, own = _grid(layout), place(layout, dist.get_rank())
+    dims = {axis: [dim] for dim, axis in enumerate(MESH_AXES) if grid.shape[dim] > 1}
+    dims["dp_shard"] = [2, 3]  # and cp
+    found = {axis: _own_group(_along(grid, *of_axis), axis, device_type) for axis, of_axis in dims.items()}
+    if kv_copies > 1:
+        found["tp_kv"] = _own_group(_along(grid.reshape(-1, kv_copies), 1), "tp_kv", device_type, is_apart=True)
+    if len(tied_ends) > 1:
+        ends = grid[list(tied_ends)].reshape(len(tied_ends), -1)
+        found["pp_ends"] = _own_group(_along(ends, 0), "pp_ends", device_type, is_apart=True)
+    apart = experts and (layout.ep > 1 or layout.expert_parts != layout.tp)
+    dealt = grid.reshape(layout.pp, layout.dp_replicate, layout.expert_shards, layout.ep, layout.expert_parts)
+    if apart:
+        found["ep_shard"] = _own_group(_along(dealt, 2), "ep_shard", device_type)
+    if apart and layout.ep > 1:
+        found["ep"] = _own_group(_along(dealt, 3), "ep", device_type)
+    groups = {axis: group for axis, group in found.items() if group is not None}
+    shards = grid[own.pp, ..., own.tp].reshape(layout.dp_replicate, -1)
+    fsdp = _device_mesh(layout, groups, "dp_shard", shards, device_type)
+    if not apart:
+        return Mesh(layout, groups, fsdp, fsdp)
+    _, _, _, ep, part = (int(at) for at in (dealt == dist.get_rank()).nonzero()[0])
+    shards = dealt[own.pp, :, :, ep, part]
+    return Mesh(layout, groups, fsdp, _device_mesh(layout, groups, "ep_shard", shards, device_type))
 
 
-def _expert_meshes(layout: Layout, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """What experts are sharded over, and the group that they are dealt to: the same ranks in another shape, the one in
-    which `Mesh.cut` counts them."""
-    shape = {
-        "pp": layout.pp, "dp_replicate": layout.dp_replicate, "ep_shard": layout.expert_shards, "ep": layout.ep,
-        "expert_parts": layout.expert_parts,
-    }  # fmt: skip
-    sizes = {axis: size for axis, size in shape.items() if size > 1 or axis == "ep_shard"}
-    device = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    fsdp = device[("dp_replicate", "ep_shard")] if layout.dp_replicate > 1 else device["ep_shard"]
-    return fsdp, device.get_group("ep") if layout.ep > 1 else None
+def _grid(layout: Layout) -> Tensor:
+    """The ranks of the world, with the axes of `MESH_AXES`."""
+    return torch.arange(layout.world, device="cpu").reshape(layout.shape)
 
 
-def _kv_group(layout: Layout, copies: int) -> dist.ProcessGroup | None:
-    """tp is innermost, so neighbours are consecutive ranks."""
-    if copies == 1:
-        return None
-    return _own_group([list(range(first, first + copies)) for first in range(0, layout.world, copies)])
+def _along(grid: Tensor, *dims: int) -> list[list[int]]:
+    """The ranks that differ in `dims` alone."""
+    others = [dim for dim in range(grid.ndim) if dim not in dims]
+    size = prod(grid.shape[dim] for dim in dims)
+    ranks: list[list[int]] = grid.permute(*others, *dims).reshape(-1, size).tolist()
+    return ranks
 
 
-def _ends_group(layout: Layout, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """pp is outermost: the ranks of a pipeline are a fixed distance apart."""
-    if len(pipeline_ranks) < 2:
-        return None
-    size = layout.world // layout.pp
-    return _own_group([[at * size + place for at in pipeline_ranks] for place in range(size)])
+def _device_mesh(
+    layout: Layout, groups: dict[str, dist.ProcessGroup], axis: str, ranks: Tensor, device_type: str
+) -> DeviceMesh:
+    """(axis,), or (dp_replicate, axis). `ranks`: of the second."""
+    if layout.dp_replicate == 1:
+        return DeviceMesh.from_group(groups[axis], device_type, mesh_dim_names=(axis,))
+    both = [groups["dp_replicate"], groups[axis]]
+    return DeviceMesh.from_group(both, device_type, ranks, mesh_dim_names=("dp_replicate", axis))
 
 
-def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """The group that this rank is in; every rank makes all of them."""
+def _own_group(
+    groups: Sequence[list[int]], axis: str, device_type: str, *, is_apart: bool = False
+) -> dist.ProcessGroup | None:
+    """The group that this rank is in; every rank makes all of them. One that spans the world is the world's own group,
+    if it need not be `is_apart`. All have the timeout of the world's."""
+    if len(groups[0]) == dist.get_world_size() and not is_apart:
+        return dist.group.WORLD
+    timeout = _timeout(device_type)
+    if _splits():
+        return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=axis)
     mine = None
     for ranks in groups:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=axis)
         if dist.get_rank() in ranks:
             mine = group
     return mine
+
+
+def _splits() -> bool:
+    """Whether the world's group can be split by one call: NCCL's, which is there before the first collective when it is
+    bound to a device."""
+    bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
+    return bound is not None and torch.accelerator.is_available()
+
+
+def _timeout(device_type: str) -> timedelta | None:
+    """Of the world's group; None where its backend has none. Without it, a new group of NCCL has ten minutes."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -8,11 +8,10 @@ by unit, which backward is the last, and because every transfer is known, and de
 Legend: B rows, T tokens of a row on this rank, D hidden size.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.layout import Layout
-from fivefold.parallel import data
+from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel.stages import Staged
+from fivefold.parallel.stopwatch import Stopwatch
 from fivefold.parallel.tensor import local
 
 
@@ -64,10 +64,10 @@ class Pipeline:
         return frozenset(stage for each in modules for stage in stages.places[each] if stage in self.staged.own)
 
     def timeline(self) -> Timeline:
-        """What `timed` holds, of all ranks of the pipeline. Each calls this; clocks are those of one machine."""
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, self.timed or [], group=self.group)
-        return Timeline(self.layout.pp, tuple(each for own in everyone for each in own))
+        """What `timed` holds, of all ranks of the pipeline. Each calls this; zero is the step's begin."""
+        everyone = plain.everywhere([asdict(each) for each in self.timed or ()], self.group)
+        slots = [Timed(**each | {"slot": Slot(**each["slot"])}) for own in everyone for each in own]
+        return Timeline(self.layout.pp, tuple(slots))
 
 
 def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
@@ -94,20 +94,30 @@ class _Step:
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._deferred: dict[tuple[int, int], Deferred] = {}
+        self._watch = None if pipeline.timed is None else Stopwatch(self.loss.device, pipeline.group)
 
     def do(self, action: Slot | Transfer) -> None:
         """A slot, or a transfer's beginning."""
         if isinstance(action, Transfer):
             (self._send if action.way == "send" else self._receive)(action)
             return
-        self.pipeline.running, start = action, time.perf_counter()
+        self.pipeline.running = action
+        if self._watch:
+            self._watch.asked(action)
+        self._wait_for(action)
+        self._mark()
         {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[action.kind](action)
+        self._mark()
         self.pipeline.running = None
-        if self.pipeline.timed is not None:
-            self.pipeline.timed.append(Timed(self.staged.rank, action, start, time.perf_counter()))
+
+    def _mark(self) -> None:
+        if self._watch:
+            self._watch.mark()
 
     def finish(self) -> None:
         """Everything has been sent; a tied embedding's two gradients are one."""
+        if self._watch and self.pipeline.timed is not None:
+            self.pipeline.timed += self._watch.timed(self.staged.rank)
         for work, _ in self._sent:
             work.wait()
         assert not (self._given or self._outbox or self._kept), "a pipeline step left something behind"
@@ -165,10 +175,16 @@ class _Step:
         else:
             self._outbox[of, stage, at] = tensor.contiguous()
 
-    def _take(self, of: str, stage: int, at: int) -> Tensor:
-        tensor, work = self._given.pop((of, stage, at))
-        if work is not None:
+    def _wait_for(self, slot: Slot) -> None:
+        """Until what the slot takes from another rank is here."""
+        key = "F" if slot.kind == "F" else "B", slot.stage, slot.micro_batch
+        tensor, work = self._given.get(key, (None, None))
+        if tensor is not None and work is not None:
             work.wait()
+            self._given[key] = tensor, None
+
+    def _take(self, of: str, stage: int, at: int) -> Tensor:
+        tensor, _ = self._given.pop((of, stage, at))
         return tensor
 
     def _send(self, transfer: Transfer) -> None:
@@ -255,9 +271,11 @@ class _Flags:
             module.set_reshard_after_backward(self._zero == 3, recurse=False)
 
     def after_weights(self, slot: Slot) -> None:
-        """Reduce what the hooks have left."""
+        """Add up, and reduce, what the hooks have left."""
         self._progress.note(slot)
         for module, users in self._units:
+            if slot.stage in users:
+                data.add_late(module)
             if self._progress.reduces(slot, users):
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)

@@ -27,8 +27,8 @@ def compute_in_fp32(model: nn.Module, modules: Sequence[Experts], compute: torch
 
 
 def scores_experts(module: nn.Module, experts: int) -> bool:
-    """Whether a module has a row of weights for each of the experts."""
-    return any(parameter.ndim == 2 and parameter.shape[0] == experts for parameter in module.parameters(recurse=False))
+    """Whether a module, or one inside it (Gemma 4), has a row of weights for each of the experts."""
+    return any(parameter.ndim == 2 and parameter.shape[0] == experts for parameter in module.parameters())
 
 
 class _Own(nn.Module):

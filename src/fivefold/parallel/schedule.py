@@ -25,6 +25,7 @@ from fivefold.layout import Layout
 Kind = Literal["F", "B", "I", "W"]
 V_SHAPED = ("zbv", "dualpipev")
 ONE_STAGE = ("gpipe", "1f1b")
+SPLITTING = ("zb", *V_SHAPED)  # the gradients of weights come apart from those of the inputs
 TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
 
 
@@ -53,12 +54,14 @@ Action = Slot | Transfer
 
 @dataclass(frozen=True)
 class Timed:
-    """When a rank was busy with a slot, in seconds (or in the unit of the durations)."""
+    """When a rank was busy with a slot, in seconds (or in the unit of the durations). `waited`: before the start, for
+    what another rank sends."""
 
     rank: int
     slot: Slot
     start: float
     end: float
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,15 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which a rank waits, mean over ranks."""
+        """The part of the time in which a rank is in no slot, mean over ranks: it waits, also for what a slot needs."""
         busy = sum(each.end - each.start for each in self.slots)
         return 1 - busy / (self.ranks * self.span)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON: slots as objects with rank, stage, kind, micro_batch, start, end."""
-        slots = [{"rank": t.rank, **asdict(t.slot), "start": t.start, "end": t.end} for t in self.slots]
+        """Plain JSON: slots as objects with rank, stage, kind, micro_batch, start, end, waited."""
+        slots = [
+            {"rank": t.rank, **asdict(t.slot), "start": t.start, "end": t.end, "waited": t.waited} for t in self.slots
+        ]
         return {"ranks": self.ranks, "span": self.span, "bubble": self.bubble, "slots": slots}
 
 
@@ -107,7 +112,7 @@ class Plan:
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of weights come apart from those of the inputs."""
-        return any(slot.kind == "W" for order in self.orders for slot in order)
+        return self.schedule in SPLITTING
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
@@ -238,6 +243,14 @@ def _check_micro_batches(name: str, pp: int, count: int) -> None:
             f"pp_schedule {name} runs micro batches in rounds of pp = {pp}, and a step has {count}",
             fix=f"a multiple of {pp}, such as {count // pp * pp} or {-(-count // pp) * pp}", more=more,
         )  # fmt: skip
+
+
+def nothing_put_off(schedule: str) -> str:
+    """For the user: what compiled blocks make of a schedule that splits backward."""
+    return (
+        f"pp_schedule {schedule} gains nothing in compiled blocks: they make weights' gradients with all others, none "
+        "is put off into the gaps; use 1f1b or interleaved, or set train.compile: false"
+    )
 
 
 def micro_batches_for(layout: Layout) -> tuple[int, int]:

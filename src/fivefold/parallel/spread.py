@@ -18,6 +18,7 @@ from fivefold.models.sources import TensorSource
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, loss, pipeline, tensor
 from fivefold.parallel.collectives import Collective, StepShape, total
+from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
 
@@ -41,6 +42,7 @@ class Spread:
     holders: Mapping[str, tuple[int, ...]]  # parameter -> the pipeline ranks that hold it
     buffers: Mapping[str, tuple[int, ...]]  # of routers, with shapes: trained without a gradient, whole on every rank
     balance: balancing.Balance | None  # of routers
+    compiled: Compiled | None = None  # None where blocks run as they are
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""

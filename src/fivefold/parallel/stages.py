@@ -24,7 +24,7 @@ from fivefold.errors import UserError
 from fivefold.layout import Layout
 from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.trace import Trace
+from fivefold.models.trace import Experts, Trace
 from fivefold.parallel import schedule
 from fivefold.parallel.deferred import Deferred
 
@@ -79,7 +79,7 @@ def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> Stage
             fix="use dp_shard and tp instead",
         )
     count = layout.pp * schedule.stages_per_rank(layout)
-    split = _split(model, anatomy, layout, count)
+    split = _split(model, anatomy, traced.experts, layout, count)
     splits = tuple(pairwise(accumulate(split, initial=0)))
     places: dict[str, tuple[int, ...]] = {}
     for stage, (first, last) in enumerate(splits):
@@ -91,16 +91,25 @@ def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> Stage
     return Stages(layout, anatomy.layers, splits, places)
 
 
-def _split(model: Any, anatomy: Anatomy, layout: Layout, count: int) -> tuple[int, ...]:
-    """Layers of each stage; `auto`: by the multiplications of a token, which parameters of two dimensions count. (An
-    embedding is looked up, and costs none.)"""
+def _split(
+    model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts], layout: Layout, count: int
+) -> tuple[int, ...]:
+    """Layers of each stage; `auto`: by what a token is multiplied with in them, and in the head. (An embedding is
+    looked up, and costs nothing.)"""
     if layout.pp_split != "auto":
         return schedule.read_split(layout, len(anatomy.layers))
-    matrices = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
-    costs = tuple(
-        float(sum(size for name, size in matrices.items() if name.startswith(f"{layer}."))) for layer in anatomy.layers
-    )
-    return schedule.balanced(costs, count, last=float(matrices.get(f"{anatomy.head}.weight", 0)))
+    costs = multiplied(model, (*anatomy.layers, anatomy.head), experts)
+    return schedule.balanced(costs[:-1], count, last=costs[-1])
+
+
+def multiplied(model: nn.Module, modules: Sequence[str], experts: Sequence[Experts]) -> tuple[float, ...]:
+    """How many weights of each of `modules` a token is multiplied with: of a layer's experts, those that it goes to."""
+    matrices = {name: float(p.numel()) for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
+    for each in experts:
+        for name in matrices:
+            if name.startswith(f"{each.name}."):
+                matrices[name] *= each.picks / each.experts
+    return tuple(sum(size for name, size in matrices.items() if name.startswith(f"{module}.")) for module in modules)
 
 
 def _check_places(model: nn.Module, places: Mapping[str, Any], *, twice: set[str]) -> None:

@@ -222,27 +222,38 @@ def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) ->
 
 
 def _place_entry(model: nn.Module, entry: Entry, fold: TensorParallel) -> None:
-    """Gather the hidden states for the modules of an entry: the first gathers, the others are given the same tensor."""
+    """Gather the hidden states for the modules of an entry: the first gathers, the others are given the same tensor.
+
+    Which of them a module is, is settled here: Dynamo would guard on a name that a hook compares, and a name of one
+    layer would have every layer compiled anew.
+    """
     shared: list[Tensor] = []
+    others = len(entry.modules) - 1
 
-    def hook(name: str) -> Callable[..., tuple[Any, Any]]:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            where = entry.argument
-            if isinstance(where, str) and where not in kwargs:
-                where = 0
-            given = kwargs[where] if isinstance(where, str) else args[where]
-            entered = fold.enter(given) if name == entry.modules[0] else shared.pop()
-            if name == entry.modules[0]:
-                shared.clear()
-                shared.extend([entered] * (len(entry.modules) - 1))
-            if isinstance(where, str):
-                return args, {**kwargs, where: entered}
-            return (*args[:where], entered, *args[where + 1 :]), kwargs
+    def first(given: Tensor) -> Tensor:
+        entered = fold.enter(given)
+        shared.clear()
+        shared.extend([entered] * others)
+        return entered
 
-        return enter
+    def other(_: Tensor) -> Tensor:
+        return shared.pop()
 
-    for name in entry.modules:
-        model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
+    for at, name in enumerate(entry.modules):
+        hook = _replaces_argument(entry.argument, other if at else first)
+        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Any, Any]]:
+    """A pre-hook that gives `replace` the argument of that place or name, which may also come as the first one."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        where = argument if isinstance(argument, int) or argument in kwargs else 0
+        if isinstance(where, str):
+            return args, {**kwargs, where: replace(kwargs[where])}
+        return (*args[:where], replace(args[where]), *args[where + 1 :]), kwargs
+
+    return hook
 
 
 def _count_own_heads(module: nn.Module, row: Any, partition: Partition, size: int) -> None:

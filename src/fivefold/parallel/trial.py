@@ -9,7 +9,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.errors import UserError
@@ -20,7 +19,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.trace import trace
-from fivefold.parallel import expert, tensor
+from fivefold.parallel import expert, plain, tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import ShardSpec, local_regions
 
@@ -51,8 +50,7 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
             f"({type(error).__name__}: {error})",
             fix="use dp_shard instead (FSDP needs no roles)",
         ) from error
-    everyone: list[dict[str, float]] = [found] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    everyone = plain.everywhere(found)
     worst = {key: max(each.get(key, 0.0) for each in everyone) for key in found}
     wrong = [key for key, error in worst.items() if not error <= TOLERANCE]
     if wrong:

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fivefold.terminal import shown
 from fivefold.units import human
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -126,7 +127,7 @@ class PlainDisplay:
 
     def _say(self, *lines: str) -> None:
         for line in lines:
-            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+            self._console.print(shown(line), highlight=False, soft_wrap=True, markup=False)
         self._console.file.flush()
 
 
@@ -170,14 +171,14 @@ class LiveDisplay:
     def sampled(self, step: int, prompt: str, text: str) -> None:
         first, *rest = continuation(prompt, text).rstrip().split("\n")
         lines = [first, *(line for line in rest if line.strip())]
-        shown = "\n".join(lines[:SAMPLE_LINES]) + (" ..." if len(lines) > SAMPLE_LINES else "")
-        body = Text.assemble((prompt, "dim"), (shown, "green"))
+        text = shown("\n".join(lines[:SAMPLE_LINES])) + (" ..." if len(lines) > SAMPLE_LINES else "")
+        body = Text.assemble((shown(prompt), "dim"), (text, "green"))
         grid = Table.grid(padding=(0, 2))
         grid.add_row(Text(f"step {step}", style="cyan"), body)
         self._console.print(grid)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text, style="yellow"))
+        self._console.print(Text(shown(text), style="yellow"))
 
     def closing(self, lines: Sequence[Line]) -> None:
         self._live.stop()
@@ -222,7 +223,7 @@ def _labelled(lines: Sequence[Line]) -> RenderableType:
     """Labels in one column; long texts wrap beside them."""
     grid = Table.grid(padding=(0, 2))
     for label, text in lines:
-        grid.add_row(Text(label, style="bold"), Text(text, overflow="fold"))
+        grid.add_row(Text(label, style="bold"), Text(shown(text), overflow="fold"))
     return grid
 
 

@@ -1,13 +1,21 @@
 """The lines around a run: what it is before the first step, where everything is after the last."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
+from fivefold.config import RunConfig
+from fivefold.history import History, changes
 from fivefold.launch.world import multiplies_bf16
 from fivefold.layout import MESH_AXES
+from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.spread import spread_of
+from fivefold.training import length
+from fivefold.training.schedule import learning_rate
 from fivefold.units import human
 
 if TYPE_CHECKING:
+    from fivefold.config import RunConfig
     from fivefold.training.keeper import Resumed
     from fivefold.training.run import Job
 
@@ -29,24 +37,54 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
+        ("length", f"{length.epochs_text(config, job.data, job.total_steps)}   {_warmup(config)}"),
         (
             "compute",
             f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}",
         ),
-        ("mfu", _mfu_line(job)),
+        *_mfu_lines(job),
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
-        rows.insert(-1, ("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
+        rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
+    if compiled and layout.pp > 1 and layout.pp_schedule in SPLITTING:
+        rows.append(("", nothing_put_off(layout.pp_schedule)))
+    alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
+    too_long = length.warning(config, job.total_steps)
+    rows += [("WARNING", line) for line in (*alone, too_long) if line]
     rows += [("DAMAGED", damage) for damage in resumed.damages]
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
 
 
-def _mfu_line(job: "Job") -> str:
-    peak = job.peak_tflops
-    formula = "6 x matmul weights x tokens + causal attention (halved), no recompute"
-    return f"{formula}; peak {peak:g} TFLOP/s" if peak else f"n/a: the peak of this device is not known ({formula})"
+def _warmup(config: RunConfig) -> str:
+    steps = int(config.scheduler.warmup_steps)
+    return f"warm-up {steps:,} step{'s' * (steps != 1)}, then {config.scheduler.name}"
+
+
+def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:
+    """What this start, of which the history is to say `about`, does otherwise than the one before it; a row or none."""
+    if not before.starts:
+        return []
+    was = before.starts[-1].about
+    found = changes(was, about)
+    try:
+        old, new = learning_rate(step, **was["schedule"]), learning_rate(step, **about["schedule"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the record of an earlier version
+        old = new = 0.0
+    if abs(new - old) > 0.01 * max(old, new):
+        found.append(f"the learning rate of step {step + 1} is {new:.2e}; it would have been {old:.2e}")
+    return [("changed", "; ".join(found))] if found else []
+
+
+def _mfu_lines(job: "Job") -> list[tuple[str, str]]:
+    """What MFU is measured against; nothing on a CPU, which has none."""
+    if job.world.device == "cpu":
+        return []
+    if job.peak_tflops is None:
+        return [("mfu", "not shown: the peak of this device is not known")]
+    counted = "6 x matmul weights x tokens + causal attention (halved), no recompute"
+    return [("mfu", f"of {job.peak_tflops:g} TFLOP/s; counted: {counted}")]
 
 
 def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
@@ -54,12 +92,23 @@ def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
     run = job.config.run_dir
     val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""
     skipped = f"   {job.skipped} steps skipped" if job.skipped else ""
-    prompt = next(iter(job.config.sample.prompts), "The")
     there = [name for name in _FILES if (run / name.rstrip("/")).exists()]
-    export = [] if (run / "hf").exists() else [("", f"fivefold export {run} {run / 'hf'}")]
+    commands = next_commands(job.config, step=job.step, total_steps=job.total_steps)
     return [
         ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
+        ("read", length.epochs_text(job.config, job.data, job.step)),
         ("files", f"{run}/  {'  '.join(there)}"),
-        ("next", f'fivefold generate {run} --prompt "{prompt}"'),
-        *export,
+        *(("" if number else "next", line) for number, line in enumerate(commands)),
     ]
+
+
+def next_commands(config: "RunConfig", *, step: int, total_steps: int) -> list[str]:
+    """What to type after a run, or after it was stopped: each line can be pasted into a shell."""
+    run = quote(str(config.run_dir))
+    prompt = next((each for each in config.sample.prompts if each.isprintable()), "The")
+    hf = config.run_dir / "hf"
+    longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
+    uses = [f"fivefold report {run}", f"fivefold generate {run} --prompt {quote(prompt)}"]
+    uses += [] if hf.exists() else [f"fivefold export {run} {quote(str(hf))}"]
+    goes_on = f"{longer}   # {'makes it longer' if step >= total_steps else 'goes on'}"
+    return [*uses, goes_on] if step >= total_steps else [goes_on, *uses]

@@ -19,13 +19,15 @@ from fivefold.errors import UserError
 class Resumed:
     """Where a run begins: after `step` steps, with what was counted until then. `where` it was found; None: afresh.
 
-    `damages` says what is wrong with the newer checkpoints that were passed over.
+    `warmup_steps`: of the schedule that it was trained with until then. `damages` says what is wrong with the newer
+    checkpoints that were passed over.
     """
 
     step: int = 0
     state: Mapping[str, Any] = field(default_factory=dict)
     where: str | None = None
     damages: tuple[str, ...] = ()
+    warmup_steps: int | None = None
 
 
 class Keeper:
@@ -48,13 +50,18 @@ class Keeper:
             where, folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed), self._saver.group)
             if folder is None:
                 return Resumed()
-            opened = checkpoint.Checkpoint.open(folder)
+            opened = checkpoint.Checkpoint.open(Path(folder))
             try:
                 checkpoint.restore(self._model, self._optimizer, opened)
             except checkpoint.Damaged as damage:  # on every rank
                 passed[where] = damage.what
                 continue
-            return Resumed(opened.step, opened.state, where, tuple(passed.values()))
+            warmup_steps = opened.agreement.get(checkpoint.WARMUP)
+            return Resumed(opened.step, opened.state, where, tuple(passed.values()), warmup_steps)
+
+    def settle(self, config: RunConfig) -> None:
+        """Save this config from now on: what was left open in it has been settled."""
+        self._config = config
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save, or save, after `step` steps; an earlier save has ended and its failure was told."""
@@ -76,7 +83,7 @@ class Keeper:
         """Let the save under way end."""
         self._saver.close()
 
-    def _where_to_go_on(self, passed: dict[str, str]) -> tuple[str, Path | None, dict[str, str]]:
+    def _where_to_go_on(self, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
         """The newest checkpoint but those `passed` over, after it has been compared with this run; None: step 0."""
         there = checkpoint.candidates(self.directory, self._remote)
         for each in there if self._config.checkpoint.resume == "auto" else ():
@@ -84,7 +91,7 @@ class Keeper:
                 continue
             try:
                 checkpoint.check_agreement(each.manifest().agreement, self._agreement(), where=each.where)
-                return each.where, each.folder(), passed
+                return each.where, str(each.folder()), passed
             except checkpoint.Damaged as damage:
                 passed[each.where] = damage.what
         if passed:
@@ -102,4 +109,5 @@ class Keeper:
 
     def _agreement(self) -> dict[str, Any]:
         model_config = json.loads(self._model.config.to_json_string())
-        return checkpoint.agreement(self._config, self._data.fingerprint, model_config)
+        bos = bool(self._data.bos_token_ids)
+        return checkpoint.agreement(self._config, self._data.fingerprint, model_config, bos=bos)

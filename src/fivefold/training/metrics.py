@@ -1,11 +1,12 @@
 """`metrics.jsonl` and the other places metrics go. Rank 0 writes; names are slash-grouped (design, section 5)."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from fivefold.config import RunConfig
+from fivefold.json_lines import JsonLines
 from fivefold.launch.folder import last_logged_step
 from fivefold.training.trackers import TRACKERS, TrackerSink
 
@@ -17,37 +18,36 @@ class Sink(Protocol):
     def close(self, *, failed: bool = False) -> None: ...
 
 
-class JsonLines:
-    """One JSON object a line, flushed at once. A resumed run first loses the rows after `last_step`."""
-
-    def __init__(self, path: Path, *, last_step: int) -> None:
-        keep = [line for line in _complete_lines(path) if json.loads(line)["step"] <= last_step]
-        path.write_text("".join(keep), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
-
-    def close(self, *, failed: bool = False) -> None:
-        self._file.close()
-
-
 class TensorBoard:
-    """TensorBoard event files (extra `tensorboard`). Rows after `last_step` of an earlier attempt are purged."""
+    """TensorBoard event files (extra `tensorboard`). Rows after `last_step` of an earlier attempt are purged.
 
-    def __init__(self, folder: Path, *, last_step: int) -> None:
+    An error of writing them is said once, and the run goes on without them.
+    """
+
+    def __init__(self, folder: Path, *, last_step: int, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
+        self._say = say
+        self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def write(self, row: Row) -> None:
-        for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, row["step"])
+        with self._letting_go():
+            for name, value in row.items():
+                if self._writer and name != "step" and isinstance(value, (int, float)):
+                    self._writer.add_scalar(name, value, row["step"])
 
     def close(self, *, failed: bool = False) -> None:
-        self._writer.close()
+        with self._letting_go():
+            if self._writer:
+                self._writer.close()
+
+    @contextmanager
+    def _letting_go(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self._say(f"tensorboard failed: {error.strerror or error}; the run goes on without it")
 
 
 def open_sinks(config: RunConfig, *, last_step: int, say: Callable[[str], None]) -> list[Sink]:
@@ -60,16 +60,5 @@ def open_sinks(config: RunConfig, *, last_step: int, say: Callable[[str], None])
         TrackerSink(name, config, last_step=last_step, logged=logged, say=say) for name in TRACKERS if name in names
     ]
     if "tensorboard" in names:
-        sinks.append(TensorBoard(run_dir / "tensorboard", last_step=last_step))
-    return [JsonLines(run_dir / "metrics.jsonl", last_step=last_step), *sinks]
-
-
-def _complete_lines(path: Path) -> list[str]:
-    """Lines of an earlier attempt; a half-written last line is dropped."""
-    if not path.exists():
-        return []
-    return [
-        line
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if line.endswith("\n") and line.strip()
-    ]
+        sinks.append(TensorBoard(run_dir / "tensorboard", last_step=last_step, say=say))
+    return [JsonLines(run_dir / "metrics.jsonl", last_step=last_step, say=say), *sinks]

@@ -2,14 +2,23 @@
 For `fivefold report`."""
 
 import json
+import logging
+import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from fivefold import checkpoint
 from fivefold.config import RunConfig
+from fivefold.files import replace
+from fivefold.launch.world import cores
+from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
 from fivefold.parallel.spread import spread_of
 from fivefold.training.step import declare, step_shape
@@ -21,18 +30,17 @@ TIMED = 2  # the step of a start whose slots are timed: the first one also sets 
 def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> None:
     """Write it into the run folder; every rank calls this. `parameters`: of the whole model."""
     spread = spread_of(model)
-    declared = [_collectives(model, config)] * spread.layout.world
-    dist.all_gather_object(declared, declared[0])
+    declared = plain.everywhere([asdict(each) for each in _collectives(model, config)])
     if dist.get_rank() == 0:
-        about = {
+        about: dict[str, Any] = {
             "layout": str(spread.layout), "world": spread.layout.world, "device": device,
             "model": spread.anatomy.model_class, "parameters": parameters,
-            "collectives": [[asdict(each) for each in rank] for rank in declared], "holds": spread.by_rank(),
+            "collectives": declared, "holds": spread.by_rank(),
         }  # fmt: skip
         if spread.pipeline:
             plan = spread.pipeline.plan(spread.layout.accumulation(config.train.global_batch_size))
             about["timeline"] = {"simulated": plan.simulate().to_json(), "ideal_bubble": plan.ideal_bubble}
-        _save(config, about)
+    checkpoint.on_first_rank(lambda: _save(config, about))
 
 
 @contextmanager
@@ -48,13 +56,26 @@ def timing(model: Any, config: RunConfig, *, step: int, of_start: int) -> Iterat
     measured = pipeline.timeline()
     pipeline.timed = None
     if dist.get_rank() == 0:
-        about = json.loads((config.run_dir / NAME).read_text(encoding="utf-8"))
-        about["timeline"] |= {"step": step, "measured": measured.to_json()}
-        _save(config, about)
+        try:
+            about = json.loads((config.run_dir / NAME).read_text(encoding="utf-8"))
+            about["timeline"] |= {"step": step, "measured": measured.to_json()}
+            _save(config, about)
+        except OSError as error:  # a drawing is not worth a run; that the folder cannot be written is said elsewhere
+            logging.getLogger(__name__).warning("%s: the timeline is not written: %s", NAME, error)
+
+
+def device_name(device: str) -> str:
+    """What computes, for people: the name of the GPU, or of the CPU and its cores."""
+    if device.startswith("cuda"):
+        return str(torch.cuda.get_device_name(device))
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return f"{name[1] if name else platform.machine()}, {cores()} cores"
 
 
 def _save(config: RunConfig, about: dict[str, Any]) -> None:
-    (config.run_dir / NAME).write_text(json.dumps(about) + "\n", encoding="utf-8")
+    replace(config.run_dir / NAME, json.dumps(about).encode() + b"\n")
 
 
 def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:

@@ -10,34 +10,36 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from fivefold import checkpoint
+from fivefold import checkpoint, history
 from fivefold.config import RunConfig, check_supported
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.errors import RunFailed, UserError
+from fivefold.files import replace
 from fivefold.generation.text import sample_text
-from fivefold.launch.folder import FolderLock
+from fivefold.json_lines import JsonLines
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
-from fivefold.training import checks, flops, header, record
+from fivefold.training import checks, flops, header, length, record, room
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
+from fivefold.training.held_folder import HeldFolder
 from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
-from fivefold.training.metrics import JsonLines, Sink, open_sinks
+from fivefold.training.metrics import Sink, open_sinks
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
+from fivefold.training.needs import check_room
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
@@ -57,8 +59,9 @@ def train(config: RunConfig, world: World) -> None:
     ended it early, saved.
     """
     check_supported(config)
+    logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
-        stack.enter_context(watching(config.run_dir / "logs", world.rank, config.train.collective_timeout))
+        stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
         job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
         with job.stop.listening():
             job.run()
@@ -76,6 +79,8 @@ class Job:
     keeper: Keeper
     display: Display | None  # rank 0 only, like the sinks
     sinks: list[Sink]
+    history: history.Log | None  # rank 0 only
+    folder: HeldFolder
     memory: PeakMemory
     costs: flops.Costs
     total_steps: int
@@ -87,6 +92,8 @@ class Job:
     last_eval: float | None = None
     checked: int | None = None  # the last step of this start whose standing checks passed
     failed_save: UserError | None = None  # that the run is to stop for
+    began: float = field(default_factory=time.monotonic)  # this start
+    took: float = 0.0  # seconds of earlier starts, up to the step that this one went on from
     stop: StopRequest = field(default_factory=StopRequest)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
@@ -101,9 +108,12 @@ class Job:
         check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(model)
-        total_steps = config.train.max_steps or steps_for(config.train.max_tokens or 0, config, data)
+        total_steps = length.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
+        scarce = check_room(model, config, layout, world)
+        if scarce and world.is_first:
+            print(f"note: {scarce}", flush=True)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
@@ -111,27 +121,69 @@ class Job:
         )  # fmt: skip
         configure(model, spread_of(model).balance, balance_options(config, model.config), spread_of(model).buffers)
         optimizer = build_optimizer(model, config.optimizer)
-        checkpoint.on_first_rank(lambda: _hold(config.run_dir, stack))
+        folder = HeldFolder(config.run_dir)
+        stack.callback(folder.release)
+        checkpoint.on_first_rank(folder.take)
         keeper = Keeper(config, model, optimizer, data)
-        job = cls(config, world, data, model, optimizer, keeper, None, [], memory, costs, total_steps)
+        job = cls(config, world, data, model, optimizer, keeper, None, [], None, folder, memory, costs, total_steps)
         stack.callback(keeper.close)
         resumed = keeper.resume()
         job.step = job.start = resumed.step
+        job.config = config = length.settled(config, total_steps, before=resumed.warmup_steps)
+        keeper.settle(config)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
+        tight = checkpoint.on_first_rank(lambda: room.check(model, config, step=job.step, total_steps=total_steps))
         record.write(model, config, device=world.device, parameters=costs.parameters)
-        checkpoint.on_first_rank(lambda: job._open_screen(stack, compiled=compiled, resumed=resumed))
+        checkpoint.on_first_rank(lambda: job._open_screen(stack, compiled=compiled, resumed=resumed, tight=tight))
         stack.callback(job.prefetch.shutdown, wait=True)
         return job
 
-    def _open_screen(self, stack: ExitStack, *, compiled: bool, resumed: Resumed) -> None:
-        """On rank 0: what is seen of the run, on the screen and in the places of `log.to`."""
-        (self.config.run_dir / "run.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+    def _open_screen(self, stack: ExitStack, *, compiled: bool, resumed: Resumed, tight: str) -> None:
+        """On rank 0: what is seen of the run, on the screen, in the places of `log.to`, and in its history."""
+        run_dir = self.config.run_dir
+        replace(run_dir / "run.yaml", self.config.to_yaml().encode())
         self.display = stack.enter_context(open_display(total_steps=self.total_steps, start=self.step))
-        self.display.header(header.lines(self, compiled=compiled, resumed=resumed))
+        about = self._about_this_start(resumed)
+        lines = header.lines(self, compiled=compiled, resumed=resumed)
+        if resumed.where:
+            lines += header.changed(history.load(run_dir), about, step=self.step)
+        lines += [("DISK", tight)] if tight else []
+        self.display.header(lines)
         self.sinks = open_sinks(self.config, last_step=self.step, say=self.display.note)
         for sink in self.sinks:
             stack.push(partial(_close_sink, sink))
+            if isinstance(sink, JsonLines):
+                self.took = sink.last.get("perf/elapsed_seconds", 0.0)
+        stack.callback(self._close_samples)
+        if self.step < self.total_steps:
+            self.history = history.Log(run_dir, self.display.note)
+            self.history.write("start", self.step, **about, header=lines)
+            stack.push(self._record_end)
+        self.folder.remember("run.yaml", record.NAME)
+
+    def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
+        """What the history keeps of a start: where, with what and over what it trains."""
+        return {
+            **history.surroundings(),
+            "device": record.device_name(self.world.device),
+            "layout": str(spread_of(self.model).layout),
+            "world": self.world.size,
+            "resumed": resumed.where,
+            "damages": list(resumed.damages),
+            "schedule": self.schedule,
+            "data": asdict(self.data.counts) | {"vocabulary": self.data.vocab_size},
+        }
+
+    def _record_end(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """On rank 0, as this start ends, in whatever way a process can tell of."""
+        if self.history:
+            self.history.write("end", self.step, what="finished" if kind is None else _how(error))
+            self.history.close()
+
+    def _close_samples(self) -> None:
+        if "_samples" in vars(self):
+            self._samples.close()
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +208,7 @@ class Job:
             self.step += 1
             self.tokens_seen += result.tokens
             self._count_skipped(result)
+            self._report_uncompiled()
             self._report_save()
             row = self._row(result, rate, seconds, waited)
             if self._due(self.config.eval.every) and self.data.validation:
@@ -210,15 +263,19 @@ class Job:
         )
 
     def _learning_rate(self, step: int) -> float:
+        return learning_rate(step, **self.schedule)
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The options of `learning_rate`."""
         scheduler = self.config.scheduler
-        return learning_rate(
-            step,
-            name=scheduler.name,
-            peak=self.config.optimizer.learning_rate,
-            warmup_steps=scheduler.warmup_steps,
-            total_steps=self.total_steps,
-            min_lr_ratio=scheduler.min_lr_ratio,
-        )
+        return {
+            "name": scheduler.name,
+            "peak": self.config.optimizer.learning_rate,
+            "warmup_steps": int(scheduler.warmup_steps),
+            "total_steps": self.total_steps,
+            "min_lr_ratio": scheduler.min_lr_ratio,
+        }
 
     def _due(self, every: int) -> bool:
         """Every so many steps and at the last one; 0 means never."""
@@ -233,6 +290,19 @@ class Job:
         what = "loss" if not math.isfinite(result.loss) else "gradient"
         if self.display:
             self.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
+        self._remember("skipped", f"the {what} was not finite; the update was skipped")
+
+    def _remember(self, event: str, what: str) -> None:
+        """On rank 0: keep an event of this step in the history."""
+        if self.history:
+            self.history.write(event, self.step, what=what)
+
+    def _report_uncompiled(self) -> None:
+        """Say it, once, when Dynamo has given up a block of this rank."""
+        compiled = spread_of(self.model).compiled
+        if compiled and self.display:
+            for line in compiled.news():
+                self.display.note(f"step {self.step}: {line}")
 
     def _stop_if_diverged(self) -> None:
         """Raise `RunFailed` when as many steps as that were skipped in a row."""
@@ -284,6 +354,7 @@ class Job:
             "perf/mfu_pct": 100 * tflops / peak if peak else None,
             "perf/step_seconds": seconds,
             "perf/data_wait_pct": 100 * waited / seconds,
+            "perf/elapsed_seconds": self.took + time.monotonic() - self.began,
             **({} if result.balance is None else result.balance.metrics()),
         }
 
@@ -294,18 +365,26 @@ class Job:
     def _log(self, row: dict[str, Any]) -> None:
         if not self._due(self.config.log.every) and "eval/loss" not in row:
             return
-        row["memory/peak_gib"] = self._peak_memory()
+        row |= self._peak_memory()
+        self._look_at_folder()
         for sink in self.sinks:
             sink.write(row)
         if self.display:
             self.display.step(row)
 
-    def _peak_memory(self) -> float | None:
-        """The largest peak over ranks, GiB."""
-        mine = self.memory.gib
-        peak = torch.tensor(-1.0 if mine is None else mine, device=self.world.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return None if peak.item() < 0 else peak.item()
+    def _look_at_folder(self) -> None:
+        """On rank 0: make the run folder again where someone removed it."""
+        if self.display:
+            self.folder.look(self.display.note)
+
+    def _peak_memory(self) -> dict[str, float | None]:
+        """The largest peaks over ranks, GiB."""
+        mine = {"memory/peak_gib": self.memory.gib}
+        if self.memory.reserved_gib is not None:
+            mine["memory/peak_reserved_gib"] = self.memory.reserved_gib
+        peaks = torch.tensor([-1.0 if each is None else each for each in mine.values()], device=self.world.device)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX)
+        return {name: None if peak < 0 else peak for name, peak in zip(mine, peaks.tolist(), strict=True)}
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
@@ -318,6 +397,7 @@ class Job:
                 temperature=0.7,
                 top_k=40,
                 seed=self.config.train.seed,
+                bos_token_ids=self.data.bos_token_ids,
             )
             if self.display:
                 self._samples.write({"step": self.step, "prompt": prompt, "text": text})
@@ -332,12 +412,14 @@ class Job:
 
     @cached_property
     def _samples(self) -> JsonLines:
-        """`samples.jsonl`, cut back to the steps before this one."""
-        return JsonLines(self.config.run_dir / "samples.jsonl", last_step=self.step - 1)
+        """Rank 0's `samples.jsonl`, cut back to the steps before this one."""
+        say = self.display.note if self.display else print
+        return JsonLines(self.config.run_dir / "samples.jsonl", last_step=self.step - 1, say=say)
 
     def _save(self) -> None:
         """Begin to save what `COUNTED` names, with the model; the last save of a run is waited for."""
         self._report_save(wait=True)
+        self._look_at_folder()
         self.keeper.save(self.step, {name: getattr(self, name) for name in COUNTED})
 
     def _report_save(self, *, wait: bool = False) -> None:
@@ -350,6 +432,7 @@ class Job:
         if self.display:
             goes_on = "stops" if self.failed_save else "goes on"
             self.display.note(f"step {self.step}: {failure.what}; training {goes_on}")
+        self._remember("save failed", failure.what)
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
@@ -363,19 +446,18 @@ class Job:
             self.display.closing(header.closing_lines(self, why))
 
 
-def _hold(run_dir: Path, stack: ExitStack) -> None:
-    """Keep other runs from writing to this folder."""
-    stack.callback(FolderLock(run_dir).release)
-
-
 def _close_sink(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
     """As the run ends. One that was asked to stop has not failed."""
     sink.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
-def steps_for(max_tokens: int, config: RunConfig, data: PreparedData) -> int:
-    """Steps that read at least `max_tokens` real input tokens, at the mean fill of the rows."""
-    return max(1, math.ceil(max_tokens / (data.train.tokens_per_row * config.train.global_batch_size)))
+def _how(error: BaseException | None) -> str:
+    """The end of a start, in a line."""
+    if isinstance(error, Stopped):
+        return f"stopped by {signal.Signals(int(error.code or 0) - 128).name}"
+    if isinstance(error, UserError):
+        return error.what
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _finite(number: float) -> float | None:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-import torch.distributed as dist
-
 from fivefold.config import RunConfig
 from fivefold.data.prepare import PreparedData
 from fivefold.errors import UserError
+from fivefold.parallel import plain
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
 
@@ -18,11 +17,9 @@ _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
 def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
     """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where."""
     mine = _fields(config, data)
-    first: list[Any] = [mine]
-    dist.broadcast_object_list(first, src=0)
-    differing = next((name for name in {**first[0], **mine} if first[0].get(name) != mine.get(name)), None)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, differing and (differing, mine.get(differing)))
+    first = plain.of_first(mine)
+    differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
+    found = plain.everywhere(differing and (differing, mine.get(differing)))
     apart = {rank: each for rank, each in enumerate(found) if each}
     if not apart:
         return
@@ -30,7 +27,7 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
     ranks = [str(rank) for rank, each in apart.items() if each[0] == name]
     listed = ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     raise UserError(
-        f"{name} is {first[0].get(name)} on rank 0, and {value} on rank {listed}",
+        f"{name} is {first.get(name)} on rank 0, and {value} on rank {listed}",
         fix="start every rank with the same run file, data and environment",
     )
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
+from fivefold.files import replace
 
 PROJECT = "fivefold"
 IDS = "trackers.json"
@@ -132,8 +133,11 @@ class TrackerSink:
                 what = f"log.to names {name}, which does not start: {_first_line(error)}"
                 raise UserError(what, fix=_ADVICE[name], more=f"or leave {name} out of log.to") from error
             self._let_go(error)
-        else:
+            return
+        try:
             ids.keep(name, self._tracker.id)
+        except OSError as error:
+            say(f"{ids.path} cannot be written: {error.strerror or error}; a resume begins a new {name} run")
 
     def write(self, row: Mapping[str, Any]) -> None:
         if self._tracker is None or row["step"] <= self._sent:
@@ -167,9 +171,7 @@ class _Ids:
         return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
 
     def keep(self, name: str, value: str) -> None:
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps({**self.read(), name: value}) + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        replace(self.path, json.dumps({**self.read(), name: value}).encode() + b"\n")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Ends a run whose collective hangs, and says for each rank what its last collective was and where its threads stand.
+"""Ends a run in which a collective hangs or a rank stands still, and says for each rank where it stands.
 
 A collective that one rank never joins keeps the others waiting, on GPUs for ever. PyTorch's flight recorder knows which
-collectives of this process are under way; a thread looks at it. The first rank that waits too long raises a flag in the
-logs of the run, so that those that never came tell where they are, too.
+collectives of this process are under way; a thread looks at it. A rank also may stand still where no collective is
+under way, as in a save, and have the others wait as patiently as they wait for a slow disk. The same thread sees that
+no thread of its process moves. The first rank that finds something raises a flag in the logs of the run, so that the
+others tell where they are, too. A process that is stopped has no such thread: its launcher misses its beat
+(`launch/watch.py`).
 """
 
 import faulthandler
-import json
 import os
 import tempfile
 import threading
@@ -14,80 +16,90 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from fivefold.launch.failure import failure_file, hang_flag, leave_failure
+import torch.distributed as dist
 
-PATIENT = ("checkpoint",)  # groups, by description, whose members may be waited for: a rank still writes
+from fivefold.launch.failure import failure_file, hang_flag, leave_failure, place
+from fivefold.launch.watch import Beat
+from fivefold.training import flight
+from fivefold.training.moves import Moves
+
+OTHERS_SECONDS = 2.0  # how long others have at most to see the flag before the launcher ends them
 
 
 class Hung(Exception):
     """A collective was under way for too long."""
 
 
+class StoodStill(Exception):
+    """No thread of this process moved for too long."""
+
+
 @contextmanager
-def watching(logs: Path, rank: int, timeout: float) -> Iterator[None]:
+def watching(logs: Path, rank: int, timeout: float, *, folder: str = "") -> Iterator[None]:
     """Inside, this process ends with `leave_failure` when a collective has been under way for `timeout` seconds.
 
-    Or when another rank says so. Does nothing where PyTorch has no flight recorder, or it is switched off.
+    So it does when it stands still for as long outside of any collective, and when another rank says so. `folder`:
+    `World.folder`, where the launcher looks for its beat. 0 seconds: nothing is watched.
     """
-    recorder = _recorder()
-    if recorder is None or timeout <= 0:
+    if timeout <= 0:
         yield
         return
     logs.mkdir(parents=True, exist_ok=True)
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(recorder, logs, rank, timeout, ended), name="watchdog", daemon=True)
+    watchdog = _Watchdog(logs, rank, timeout, ended, Beat(folder, rank))
+    thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
+        thread.join(OTHERS_SECONDS)
 
 
-def _watch(recorder: Any, logs: Path, rank: int, timeout: float, ended: threading.Event) -> None:
-    pause = min(1.0, timeout / 10)
-    while not ended.wait(pause):
-        entries = _entries(recorder)
-        if any(_waits(entry) > timeout for entry in entries):
-            hang_flag(logs).touch()
-        if hang_flag(logs).exists() and not ended.is_set():
-            if not failure_file(logs, rank).exists():
-                what = f"no answer in a collective for {timeout:g} s; {_last(entries)}"
-                leave_failure(logs, rank, Hung(what), stack=_stacks())
-            time.sleep(3 * pause)  # the others see the flag before the launcher ends them
-            os._exit(1)
+class _Watchdog:
+    """What one rank knows of itself, beat by beat.
+
+    Seconds are those that this thread has seen go by: a process that was stopped and goes on, or a machine that slept,
+    has not waited for them.
+    """
+
+    def __init__(self, logs: Path, rank: int, timeout: float, ended: threading.Event, beat: Beat) -> None:
+        self._logs, self._rank, self._timeout, self._ended, self._beat = logs, rank, timeout, ended, beat
+        self._pause = min(1.0, timeout / 10)
+        recorder = flight.recorder(dist.get_backend()) if dist.is_initialized() else None
+        self._waits, self._moves = flight.Waits(recorder, timeout), Moves()
+
+    def run(self) -> None:
+        """Until the run has ended."""
+        before = time.monotonic()
+        while not self._ended.wait(self._pause):
+            now = time.monotonic()
+            seconds, before = min(now - before, max(1.0, 2 * self._pause)), now
+            self._waits.look(seconds)
+            self._moves.look(seconds)
+            waits = self._waits.are_under_way
+            self._beat.write(still=self._moves.still, waits=waits)
+            stands = self._moves.still > self._timeout and not waits
+            if self._waits.are_stuck or stands:
+                hang_flag(self._logs).touch()
+            if hang_flag(self._logs).exists() and not self._ended.is_set():
+                self._end(stands, waits)
+        self._beat.end()
+
+    def _end(self, stands: bool, waits: bool) -> None:
+        if not failure_file(self._logs, self._rank).exists():
+            stack = stacks()
+            error: Exception = Hung(f"no answer in a collective for {self._timeout:g} s")
+            if stands:
+                error = StoodStill(f"stood still for {self._timeout:g} s in {place(stack)}")
+            leave_failure(self._logs, self._rank, error, stack=stack, waits=waits, last=self._waits.told())
+        time.sleep(min(3 * self._pause, OTHERS_SECONDS))
+        os._exit(1)
 
 
-def _recorder() -> Any:
-    from torch._C import _distributed_c10d
-
-    return getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-
-
-def _entries(recorder: Any) -> list[dict[str, Any]]:
-    """The latest collectives of this process, oldest first."""
-    return list(json.loads(recorder()).get("entries", []))
-
-
-def _waits(entry: dict[str, Any]) -> float:
-    """Seconds that a collective has been under way; 0 when it is done, or may take as long as it likes."""
-    if entry["retired"] or entry["process_group"][1] in PATIENT:
-        return 0.0
-    return time.time() - float(entry["time_created_ns"]) * 1e-9
-
-
-def _last(entries: list[dict[str, Any]]) -> str:
-    if not entries:
-        return "none was begun"
-    last = entries[-1]
-    state = "done" if last["retired"] else "under way"
-    name = last["profiling_name"].partition(":")[2]
-    return f"last: {name} {last['input_sizes']} of group {last['process_group'][1]}, number {last['op_id']}, {state}"
-
-
-def _stacks() -> str:
-    """Where every thread of this process stands."""
+def stacks() -> str:
+    """Where every thread of this process stands; the main thread comes last."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

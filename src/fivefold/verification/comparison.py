@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
 
-import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.parallel.plain import everywhere
 from fivefold.parallel.spread import Spread
 from fivefold.parallel.tensor import local
 from fivefold.verification.evidence import Distance, Evidence
@@ -49,7 +49,10 @@ class Comparison:
 
     def judged(self, kind: str, distances: Distances, names: list[str] | None = None) -> list[Row]:
         """A row for each key of a kind, in the order of the reference's execution, or of `names`."""
-        everyone = everywhere({key: each for key, each in distances.items() if kind_of(key) == kind})
+        everyone = [
+            {key: Distance(**each) for key, each in told.items()}
+            for told in everywhere({key: asdict(each) for key, each in distances.items() if kind_of(key) == kind})
+        ]
         source = "gradient" if kind == "raw" else kind
         norms = {name: self._evidence.norm(f"{source}/{name}") for name in self._evidence.names(source)}
         floor = SMALL * math.hypot(*norms.values())
@@ -81,13 +84,6 @@ class Comparison:
         if everyone or say:
             first = next(iter(everyone.values()), "")
             self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
-
-
-def everywhere(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def relative_number(found: float, expected: float) -> float:

@@ -6,21 +6,23 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fivefold.models import surfaces
 
 
 def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
-    """What has a row of weights for each expert, beside the module that holds them; and how many experts there are."""
+    """What stands beside a module of experts and has a row of weights for each of them; and how many there are."""
     found = []
     for name, module in model.named_modules():
         if surfaces.is_experts(module):
             experts = len(next(module.parameters()))
-            beside = [each for n, each in model.get_submodule(name.rpartition(".")[0]).named_modules() if n]
-            rows = [(each, getattr(each, "weight", None)) for each in beside]
-            found += [(e, experts) for e, w in rows if isinstance(w, Tensor) and w.ndim == 2 and len(w) == experts]
+            beside = [each for each in model.get_submodule(name.rpartition(".")[0]).children() if each is not module]
+            found += [(each, experts) for each in beside if _has_row_for_each(each, experts)]
     return found
+
+
+def _has_row_for_each(module: torch.nn.Module, experts: int) -> bool:
+    return any(weight.ndim == 2 and len(weight) == experts for weight in module.parameters())
 
 
 class Drops:

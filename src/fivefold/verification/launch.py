@@ -10,6 +10,8 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
 from fivefold.launch.local import gpus, start_workers
+from fivefold.launch.processes import is_scratch, keep, scratch_folder
+from fivefold.launch.restart import WorkerDied
 from fivefold.launch.voice import said_once
 from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.layout import Layout
@@ -49,19 +51,21 @@ def _over_workers(request: VerifyRequest, layouts: Mapping[str, Layout], kind: s
             fix="prove it on the CPU: train.device=cpu, with --thin for a large model",
             more=MORE,
         )
-    scratch = Path(tempfile.mkdtemp(prefix="fivefold-verify-"))
+    scratch = scratch_folder("verify")
     request = replace(request, scratch=str(scratch))
     if not request.quiet:
         print(f"starting {workers} worker{'s' * (workers > 1)} on {kind} ...", flush=True)
     body = {"verify": asdict(request), "device": kind}
     try:
         start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=scratch / "logs")
-        report = _report(request)
-    except BaseException:
+        return _report(request)
+    except WorkerDied:
+        keep(scratch)
         _remove_all_but(scratch / "logs")
         raise
-    shutil.rmtree(scratch)
-    return report
+    finally:
+        if is_scratch(scratch):
+            shutil.rmtree(scratch)
 
 
 def _remove_all_but(kept: Path) -> None:
@@ -80,11 +84,12 @@ def _inside(
     """The layouts of this world's size run, the others do not. The scratch folder lies where all ranks see it."""
     import torch.distributed as dist
 
+    from fivefold.parallel import plain
+
     fits = [layout.world == world.size for layout in layouts.values()]
-    where = [tempfile.mkdtemp(prefix=".verify-", dir=_made(folder)) if world.is_first else ""]
-    dist.broadcast_object_list(where, src=0)
+    where = plain.of_first(tempfile.mkdtemp(prefix=".verify-", dir=_made(folder)) if world.is_first else "")
     mine = replace(
-        request, scratch=where[0], layouts=tuple(compress(request.layouts, fits)),
+        request, scratch=where, layouts=tuple(compress(request.layouts, fits)),
         names=tuple(compress(request.names, fits)),
     )  # fmt: skip
     if mine.layouts:
@@ -100,7 +105,7 @@ def _inside(
         publish(report)
     dist.barrier()  # whoever exits first with a failure has the others ended
     if world.is_first:
-        shutil.rmtree(where[0])
+        shutil.rmtree(where)
     return report
 
 

@@ -20,7 +20,7 @@ MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "
 
 def write_page(report: VerifyReport, path: str) -> None:
     """Write `report` as one HTML file to `path`, whose folder is made where it is missing."""
-    write(page(report), Path(path))
+    write(page(report), Path(path), instead="name another file: --html FILE")
 
 
 def page(report: VerifyReport) -> str:
@@ -28,20 +28,49 @@ def page(report: VerifyReport) -> str:
     sections = [section(each, index) for index, each in enumerate(report.found)]
     return render(
         "page.html.j2", "fivefold.verification", [each.slices for each in sections if each.slices], {"number": number},
-        report=report, sections=sections, headline=headline(report.found), facts=_facts(report), plots=_plots(report),
+        report=report, sections=sections, headline=headline(report.found, scope(report.subject)), facts=_facts(report),
+        not_covered=not_covered(report), plots=_plots(report),
     )  # fmt: skip
 
 
-def headline(found: Sequence[Found]) -> str:
-    """The verdict over all layouts."""
+def scope(subject: str) -> str:
+    """Of which model a proof speaks, by `Subject.describe`: `on a stand-in with layers 2 of 32`; "" of the whole."""
+    _, _, what = subject.partition(";")[0].partition(" ")
+    return "" if what in ("", "whole", "nothing") else f", on a stand-in with {what}"
+
+
+def not_covered(report: VerifyReport) -> list[str]:
+    """What a reader may take to be proved, and is not."""
+    cut = scope(report.subject).removeprefix(", on a stand-in with ")
+    refused = [each.layout for each in report.found if each.refused or not each.rows]
+    coarse = [f"{each.layout}: {', '.join(each.not_told)}" for each in report.found if each.not_told]
+    steps = max((len(each) for each in report.losses.values()), default=0)
+    proved = ", ".join(report.losses)
+    return [
+        *(
+            [f"The model at its own size: the stand-in has {cut}, the same class, and weights of its own."]
+            if cut
+            else []
+        ),
+        *([f"Layouts that did not run: {', '.join(refused)}."] if refused else []),
+        *([f"What {proved} is too coarse to tell, by layout: {'; '.join(coarse)}."] if coarse else []),
+        *([f"Other precisions than {proved}: --precision run takes the run file's."] if proved else []),
+        *([f"More than {steps} steps, other layouts than these, and other options of the run file."] if steps else []),
+        "Your data: the documents are drawn at random, of lengths that are hard to pack and to split.",
+        "Speed and memory; and kernels of another device than the one this proof ran on.",
+    ]
+
+
+def headline(found: Sequence[Found], scope: str = "") -> str:
+    """The verdict over all layouts. `scope`: on what, unless it is the whole model."""
     proved, wrong = sum(each.ok for each in found), sum(verdict(each) == "WRONG" for each in found)
     if not found:
         return "Nothing was proved"
     if proved == len(found):
         who = "The layout computes" if proved == 1 else f"All {proved} layouts compute"
-        return f"{who} what one process computes"
+        return f"{who} what one process computes{scope}"
     if wrong:
-        return f"{wrong} of {len(found)} layout{'s' * (len(found) > 1)} computed something else than one process"
+        return f"{wrong} of {len(found)} layout{'s' * (len(found) > 1)} computed something else than one process{scope}"
     return f"{len(found) - proved} of {len(found)} layout{'s' * (len(found) > 1)} did not run"
 
 

@@ -4,6 +4,7 @@ Everything runs through the functions that train; this file only looks.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.collectives import by_group, differing, record, total
+from fivefold.parallel.collectives import Collective, by_group, differing, record, total
 from fivefold.parallel.data import master_dtype
+from fivefold.parallel.plain import everywhere
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training
-from fivefold.training.optimizer import build_optimizer
-from fivefold.verification.comparison import Comparison, everywhere, relative_number
+from fivefold.training.optimizer import build_optimizer, local_gradients
+from fivefold.verification.comparison import Comparison, relative_number
 from fivefold.verification.evidence import Evidence, logit_distances
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
@@ -104,11 +106,13 @@ class Proof:
         self.compare.in_order("backward", observer.distances)
         observer.raw_gradients()
         self.compare.in_order("raw", observer.distances, names=self._backwards())
-        first = {name: local(p.grad).clone() for name, p in self.model.named_parameters()}
+        first = {name: gradient.clone() for name, gradient in local_gradients(self.model)}
         self.compare.pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
         self._drop_gradients()
         again = self._gradients()
-        differing = {n: n for n, p in self.model.named_parameters() if not torch.equal(local(p.grad), first[n])}
+        second = dict(local_gradients(self.model))  # of a parameter without one there is none, both times
+        differing = {n: n for n in first.keys() ^ second.keys()}
+        differing |= {n: n for n in first.keys() & second.keys() if not torch.equal(first[n], second[n])}
         differing |= {} if float(again) == float(loss) else {"loss": "the loss"}
         self.compare.count("rerun", differing)
         self._drop_gradients()
@@ -225,8 +229,8 @@ class Proof:
         scalars: dict[str, Tensor] = {}
         keys = dict.fromkeys(key for rank in everywhere(list(state)) for key in rank)
         whole = {key: self._gathered(key.partition("/")[2], state.get(key)) for key in keys}
-        for each in everywhere(self._scalars()):
-            scalars |= each
+        for each in everywhere({key: value.tolist() for key, value in self._scalars().items()}):
+            scalars |= {key: torch.tensor(value) for key, value in each.items()}
         save(self.model, self.optimizer, folder, step=1, state={}, keep=1)
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
@@ -315,8 +319,9 @@ class Proof:
         declared = by_group(
             training.declare(self.model, shape, optimizer=self.subject.optimizer.name), self.spread.mesh
         )
-        both = everywhere((total(ran), declared))
-        wrong = [name.split("/") for name in differing([each[0] for each in both], [each[1] for each in both])]
+        both = everywhere([[asdict(each) for each in some] for some in (total(ran), declared)])
+        issued, said = ([[Collective(**each) for each in rank[at]] for rank in both] for at in (0, 1))
+        wrong = [name.split("/") for name in differing(issued, said)]
         self.compare.count("collectives", {kind + axis: f"{kind} over {axis}" for axis, kind in wrong})
 
     def _state(self) -> dict[str, Tensor]:

@@ -5,11 +5,14 @@ In a world that was there before (torchrun), the layouts of its size run in that
 """
 
 import json
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.layout import Layout
 from fivefold.models import surfaces
 from fivefold.parallel.schedule import layers_for
+from fivefold.terminal import say
 from fivefold.verification.evidence import Evidence
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
@@ -30,6 +34,7 @@ from fivefold.verification.thin import make_folder
 
 SUBJECT = "subject.json"
 POLL_SECONDS = 0.05
+_INDENT = 15  # of what a line of progress says, behind its label
 Opener = Callable[[Layout, str], Any]  # (layout, a name that is used once) -> context of the world it runs in, or None
 Failures = Callable[[VerifyRequest, int, World], AbstractContextManager[None]]
 
@@ -100,8 +105,9 @@ def _saved(asked: VerifyRequest) -> dict[str, Path]:
 
 
 def print_line(text: str) -> None:
-    """At once."""
-    print(text, flush=True)
+    """At once; on a terminal a long line goes on below its own text, and no word is broken."""
+    columns = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns
+    say(fill(text, width=columns, subsequent_indent=" " * _INDENT, break_long_words=False))
 
 
 def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
@@ -214,4 +220,4 @@ def _noted(asked: VerifyRequest, number: int, world: World) -> Iterator[None]:
 
 def _line(found: Found) -> str:
     verdict = "proved" if found.ok else "not run" if found.refused else "WRONG"
-    return f"  {found.layout:<12} {verdict:<8} {len(found.rows)} comparisons   {found.seconds:.1f} s"
+    return f"  {found.layout:<12} {verdict:<8} {found.seconds:.1f} s"

@@ -55,9 +55,7 @@ class Reference:
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", dict(self.master.named_parameters()))
-        optimizers = torch_optimizers(
-            dict(self.master.named_parameters()), self.subject.optimizer, self.subject.learning_rate
-        )
+        optimizers = torch_optimizers(self.master, self.subject.optimizer, self.subject.learning_rate)
         for step in range(self.subject.steps):
             with exactly(self.precision):
                 loss = self._gradients(step, inputs if step == 0 else None)
@@ -183,10 +181,12 @@ class Reference:
 
 
 def torch_optimizers(
-    parameters: Mapping[str, Tensor], options: OptimizerSection, learning_rate: float
+    model: torch.nn.Module, options: OptimizerSection, learning_rate: float
 ) -> list[torch.optim.Optimizer]:
     """torch's own: AdamW without decay of vectors, or Muon for the matrices of the blocks and AdamW for the rest."""
-    dims = {name: p.ndim - (".experts." in name) for name, p in parameters.items()}  # of one expert
+    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
+    experts = tuple(f"{name}." for name, module in model.named_modules() if surfaces.is_experts(module))
+    dims = {name: p.ndim - name.startswith(experts) for name, p in parameters.items()}  # of one expert
     in_blocks = [p for n, p in parameters.items() if p.ndim == dims[n] == 2 and _IN_BLOCK.search(n)]
     own = {id(p) for p in in_blocks} if options.name == "muon" else set()
     matrices = [p for name, p in parameters.items() if dims[name] > 1 and id(p) not in own]

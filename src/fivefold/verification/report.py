@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fivefold.report import Report
+from fivefold.terminal import shown
 from fivefold.verification.rows import Found, Row, worst
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class VerifyReport(Report[LayoutRow]):
         """A table per layout, one line for each kind of comparison, and the verdict."""
         for each in self.found:
             _show(each, console)
-        console.print(self.closing, highlight=False)
+        console.print(shown(self.closing), highlight=False, markup=False)
 
 
 def report_of(found: Sequence[Found], subject: str, losses: Mapping[str, list[float]]) -> VerifyReport:
@@ -100,10 +101,12 @@ def _show(found: Found, console: "Console") -> None:
     from rich.text import Text
 
     if found.refused:
-        console.print(Text.assemble((f"\n{found.layout}", "bold"), "  ", ("NOT RUN", "bold red"), f"  {found.refused}"))
+        why = f"  {shown(found.refused)}"
+        console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", ("NOT RUN", "bold red"), why))
         return
     verdict = ("PROVED", "bold green") if found.ok else ("WRONG", "bold red")
-    console.print(Text.assemble((f"\n{found.layout}", "bold"), "  ", verdict, f"  {found.seconds:.1f} s"))
+    counted = f"  {len(found.rows):,} comparisons  {found.seconds:.1f} s"
+    console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", verdict, counted))
     table = Table(box=None, header_style="dim", pad_edge=False)
     for column, side in (("what", "left"), ("compared", "right"), ("error", "right"), ("allowed", "right")):
         table.add_column(column, justify=side, no_wrap=True)  # type: ignore[arg-type]
@@ -115,11 +118,11 @@ def _show(found: Found, console: "Console") -> None:
         place = row.where if not row.ok or row.what.startswith("control") else ""
         table.add_row(
             Text(f"  {group.what}", style), str(group.count), Text(number(row.error), style), number(row.tolerance),
-            Text(f"{place}{others}", style),
+            Text(shown(f"{place}{others}"), style),
         )  # fmt: skip
     console.print(table)
     if found.not_told:
-        console.print(f"  too coarse to tell: {', '.join(found.not_told)}", style="dim", highlight=False)
+        console.print(Text(f"  too coarse to tell: {', '.join(found.not_told)}", style="dim"))
 
 
 def _closing(found: Sequence[Found]) -> str:

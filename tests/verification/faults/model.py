@@ -1,6 +1,7 @@
 """Bugs of what a model computes: positions, documents, attention, weights on their way in."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from fivefold.models import attention, kernels, packed
+from fivefold.models.masks import Mask
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import apply, data
 from fivefold.verification import subject
@@ -23,9 +25,9 @@ def _attention(change: Callable[[dict[str, Any]], None]) -> Any:
     plain = attention.attention_forward
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        given = {"query": query, "key": key, "value": value, **options}
+        given = {"query": query, "key": key, "value": value, "attention_mask": mask, **options}
         change(given)
-        return plain(module, attention_mask=mask, **given)
+        return plain(module, **given)
 
     return patch.object(attention, "attention_forward", forward)
 
@@ -136,7 +138,11 @@ def key_value_heads_in_turns() -> Any:
     expects=ATTENDED,
 )
 def window_off_by_one() -> Any:
-    return _attention(lambda given: given.update(sliding_window=given["sliding_window"] + 1))
+    def widen(given: dict[str, Any]) -> None:
+        mask: Mask = given["attention_mask"]
+        given["attention_mask"] = replace(mask, window=mask.window and mask.window + 1)
+
+    return _attention(widen)
 
 
 @fault(
@@ -147,7 +153,7 @@ def window_off_by_one() -> Any:
     expects=ATTENDED,
 )
 def window_lost() -> Any:
-    return _attention(lambda given: given.update(sliding_window=None))
+    return _attention(lambda given: given.update(attention_mask=Mask()))
 
 
 @fault(

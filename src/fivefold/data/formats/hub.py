@@ -88,6 +88,12 @@ class Hub(Format):
                 f"{where}: the split {address.split!r} is empty", fix="name another: ?split=...", more=_MORE
             )
 
+    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
+        address = Address.parse(str(path), source.label)
+        with _readable(where := f"{source.label}: {HUB}{address.name}"):
+            rows = _stream(address, where)
+            return tuple(rows.column_names or next(iter(rows), ()))
+
     def options(self, source: Source) -> dict[str, str]:
         return {"text_key": source.text_key}
 

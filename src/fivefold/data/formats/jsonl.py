@@ -1,10 +1,12 @@
 """JSON Lines: a record is a document, its text under `text_key`. Blank lines are passed over."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.data.compression import lines_of, opened
 from fivefold.data.records import text_of
 from fivefold.data.source import Format, Source
 from fivefold.errors import UserError
@@ -15,32 +17,42 @@ class JsonLines(Format):
     """Read line by line: memory holds one record."""
 
     def documents(self, path: Path, source: Source) -> Iterator[str]:
-        records = 0
-        with path.open("rb") as file:
-            for row, line in enumerate(file, start=1):
-                if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
-                    records += 1
-                    yield _text(line, source, f"{source.label}: {path}:{row}")
-        if not records:
-            raise UserError(
-                f"{source.label}: {path}:1: the file is empty", fix="remove it, or name the files with a glob"
-            )
+        row, where = 0, f"{source.label}: {path}"
+        for row, line in _lines(path, where):
+            yield _text(line, source, f"{where}:{row}")
+        if not row:
+            raise UserError(f"{where}:1: the file is empty", fix="remove it, or name the files with a glob")
+
+    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
+        where = f"{source.label}: {path}"
+        with closing(_lines(path, where)) as lines:
+            first = next((parsed(line, f"{where}:{row}") for row, line in lines), None)
+        return tuple(first) if isinstance(first, dict) else ()
 
     def options(self, source: Source) -> dict[str, str]:
         return {"text_key": source.text_key}
 
 
+def _lines(path: Path, where: str) -> Generator[tuple[int, bytes]]:
+    """Those that are not blank."""
+    with opened(path, where) as file:
+        for row, line in lines_of(file, where):
+            if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
+                yield row, line
+
+
 def _text(line: bytes, source: Source, where: str) -> str:
-    record = _record(line, where)
+    record = parsed(line, where)
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix='one {"text": "..."} per line')
     text = text_of(record, source, where)
     if b"\\u" in line:
-        _refuse_surrogates(text, where)
+        refuse_surrogates(text, where)
     return text
 
 
-def _record(line: bytes, where: str) -> object:
+def parsed(line: bytes, where: str) -> object:
+    """The JSON of a line. Raises UserError."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -51,13 +63,14 @@ def _record(line: bytes, where: str) -> object:
     except json.JSONDecodeError as error:
         raise UserError(
             f"{where}: not JSON: {error.msg} at column {error.colno}",
-            fix="one JSON object per line; a file that is one long JSON list has to be rewritten",
+            fix="one JSON object per line; a file that is one JSON list is read by format json",
         ) from error
     except RecursionError as error:
         raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
 
 
-def _refuse_surrogates(text: str, where: str) -> None:
+def refuse_surrogates(text: str, where: str) -> None:
+    """JSON can say half a character. Raises UserError."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -29,6 +29,11 @@ class Parquet(Format):
         if not row:
             raise UserError(f"{where}: the file has no rows", fix="remove it, or name the files with a glob")
 
+    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
+        where = f"{source.label}: {path}"
+        with _readable(where), _open(path, where) as file:
+            return tuple(file.schema_arrow.names)
+
     def options(self, source: Source) -> dict[str, str]:
         return {"text_key": source.text_key}
 
@@ -64,7 +69,7 @@ def _check_column(file: Any, source: Source, where: str) -> None:
         raise no_text(types, source, where, likely=_largest(file, types), noun="column")
     if not _holds_strings(types[source.text_key]):
         kind = str(types[source.text_key])
-        raise no_string(kind, source, where, likely=_largest(file, types), noun="column")
+        raise no_string(kind, source, where, names=types, likely=_largest(file, types), noun="column")
 
 
 def _holds_strings(kind: Any) -> bool:

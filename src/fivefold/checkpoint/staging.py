@@ -1,0 +1,65 @@
+"""Memory of the CPU that a checkpoint's slices are copied to, so that training can go on while they are written.
+
+One flat buffer for each dtype, exactly as large as what is saved. For a GPU it is page-locked where it lies: torch's
+own pinned memory would be rounded up to a power of two, up to twice as much, and kept by its allocator when freed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Staging:
+    """Copies of tensors. Its memory is kept for the next copies, until `free`."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._locked: list[Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        """Held now."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each of `tensors` on the CPU, in memory that training does not touch. Those of a GPU are complete when the
+        device has been waited for."""
+        needed: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            needed[tensor.dtype] = needed.get(tensor.dtype, 0) + tensor.numel()
+        self._make_room(needed, lock=any(tensor.is_cuda for tensor in tensors))
+        used = dict.fromkeys(needed, 0)
+        found = []
+        for tensor in tensors:
+            start = used[tensor.dtype]
+            used[tensor.dtype] = stop = start + tensor.numel()
+            copy = self._buffers[tensor.dtype][start:stop].view(tensor.shape)
+            found.append(copy.copy_(tensor, non_blocking=True))
+        return found
+
+    def free(self) -> None:
+        """Give the memory back. The copies must not be used afterwards."""
+        for buffer in self._locked:
+            _check(_runtime().cudaHostUnregister(buffer.data_ptr()))
+        self._locked.clear()
+        self._buffers.clear()
+
+    def _make_room(self, needed: dict[torch.dtype, int], *, lock: bool) -> None:
+        if all(dtype in self._buffers and self._buffers[dtype].numel() >= size for dtype, size in needed.items()):
+            return
+        self.free()
+        for dtype, size in needed.items():
+            self._buffers[dtype] = buffer = torch.empty(size, dtype=dtype)
+            if lock and size:
+                _check(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+                self._locked.append(buffer)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(error: object) -> None:
+    torch.cuda.check_error(int(error))  # type: ignore[call-overload]

@@ -1,0 +1,183 @@
+"""Compressed texts: `notes.jsonl.gz` is read as `notes.jsonl`, as a stream.
+
+What a file expands to is limited, so that a small one cannot fill the memory or the disk: text shrinks to a third or a
+tenth, what grows two hundredfold is a mistake or an attack. A line, or a file that is one document, is read as a whole
+and has a limit of its own.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, cast
+
+from fivefold.errors import UserError
+
+MOST_BYTES = 2**28  # of a line, a record or a .json file: what is held in memory at once
+_MOST_TIMES = 200  # how many times its size a compressed file may grow to ...
+_ALWAYS_BYTES = 2**26  # ... but so much is never too much
+_BUFFER = 2**18  # bytes expanded together
+
+
+def _gzip(path: Path) -> IO[bytes]:
+    import gzip
+
+    return cast(IO[bytes], gzip.open(path))
+
+
+def _bz2(path: Path) -> IO[bytes]:
+    import bz2
+
+    return bz2.open(path)
+
+
+def _xz(path: Path) -> IO[bytes]:
+    import lzma
+
+    return lzma.open(path)
+
+
+def _zstd(path: Path) -> IO[bytes]:
+    """From Python 3.14 on by the standard library."""
+    with suppress(ImportError):
+        return cast(IO[bytes], import_module("compression.zstd").open(path))
+    return cast(IO[bytes], _Frames(path, import_module("zstandard").ZstdDecompressor()))
+
+
+_OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": _gzip, ".bz2": _bz2, ".xz": _xz, ".zst": _zstd}
+
+
+def ending(path: Path) -> str:
+    """How the name ends, in lower case, without the ending of a compression: `.jsonl` of `notes.jsonl.gz`."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    if suffixes and suffixes[-1] in _OPENERS:
+        return suffixes[0] if len(suffixes) == 2 else ""
+    return suffixes[-1] if suffixes else ""
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the name says so."""
+    return path.suffix.lower() in _OPENERS
+
+
+@contextmanager
+def opened(path: Path, where: str) -> Iterator[IO[bytes]]:
+    """The bytes of a file, expanded where it is compressed; `where` names it in errors.
+
+    Raises UserError, here and where it is used, for a file that is cut short, is not what its name says, or expands to
+    too much.
+    """
+    opener = _OPENERS.get(path.suffix.lower())
+    if opener is None:
+        with path.open("rb") as file:
+            yield file
+        return
+    with _readable(path, where), opener(path) as expanded:
+        yield io.BufferedReader(_Bounded(expanded, path, where), _BUFFER)
+
+
+def read_most(file: IO[bytes], most: int) -> bytes:
+    """All of a file, or a little more than `most` bytes of it: asked for so many at once, a buffer of them is made."""
+    chunks, size = [], 0
+    while size <= most and (chunk := file.read(2**20)):
+        chunks.append(chunk)
+        size += len(chunk)
+    return b"".join(chunks)
+
+
+def lines_of(file: IO[bytes], where: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, from 1. Raises UserError for one that is too long to be held."""
+    row = 0
+    while line := file.readline(MOST_BYTES + 1):
+        row += 1
+        if len(line) > MOST_BYTES:
+            raise UserError(
+                f"{where}:{row}: a line of more than {MOST_BYTES // 2**20} MiB", fix="cut the text into several records"
+            )
+        yield row, line
+
+
+class _Frames(io.RawIOBase):
+    """The frames of a .zst file, by the package zstandard, whose own reader takes a cut file for a whole one."""
+
+    _CHUNK = 1024  # bytes: what one expands to is held in memory
+
+    def __init__(self, path: Path, decompressor: Any) -> None:
+        self._file, self._decompressor = path.open("rb"), decompressor
+        self._frame: Any = None
+        self._rest, self._out = b"", io.BytesIO()
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not (given := self._out.read(len(buffer))):
+            chunk, self._rest = self._rest or self._file.read(self._CHUNK), b""
+            if not chunk and self._frame is not None:
+                raise EOFError
+            if not chunk:
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._out = io.BytesIO(self._frame.decompress(chunk))
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        buffer[: len(given)] = given
+        return len(given)
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that ends in a UserError when it gives far more than went in."""
+
+    def __init__(self, source: IO[bytes], path: Path, where: str) -> None:
+        self._source, self._where, self._given = source, where, 0
+        self._most = max(_ALWAYS_BYTES, _MOST_TIMES * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._source.read(len(buffer))
+        self._given += len(chunk)
+        if self._given > self._most:
+            raise UserError(
+                f"{self._where}: expands to more than {_MOST_TIMES} times its size",
+                fix="expand it yourself, if that is meant, and name the file that comes out",
+            )
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
+
+
+@contextmanager
+def _readable(path: Path, where: str) -> Iterator[None]:
+    """What the decompressors say, as a UserError."""
+    from lzma import LZMAError
+    from zlib import error as zlib_error
+
+    errors: tuple[type[Exception], ...] = (OSError, LZMAError, zlib_error, *_zstd_errors())
+    kind = path.suffix.lower().removeprefix(".")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{where}: reading .zst needs the package zstandard, which is not installed",
+            fix="pip install zstandard",
+            more="or expand the file: zstd -d",
+        ) from error
+    except EOFError as error:
+        raise UserError(f"{where}: the {kind} file is cut short", fix="copy the file from its origin again") from error
+    except errors as error:
+        raise UserError(
+            f"{where}: not readable as {kind}: {error}", fix="copy the file from its origin again"
+        ) from error
+
+
+def _zstd_errors() -> Iterator[type[Exception]]:
+    """Of whichever is installed."""
+    for module in ("compression.zstd", "zstandard"):
+        with suppress(ImportError):
+            yield import_module(module).ZstdError

@@ -1,0 +1,107 @@
+"""CSV and TSV: the first row names the columns, every other is a document, its text in the column `text_key`."""
+
+import csv
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.data.compression import MOST_BYTES, ending, lines_of, opened
+from fivefold.data.records import no_text, text_of
+from fivefold.data.source import Format, Source
+from fivefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Csv(Format):
+    """As Excel and pandas write it: fields in double quotes may hold line ends, a quote is doubled. UTF-8. Read row by
+    row: memory holds one. Every row has the fields of the first one."""
+
+    def documents(self, path: Path, source: Source) -> Iterator[str]:
+        where, documents = f"{source.label}: {path}", 0
+        with closing(_rows(path, where)) as rows:
+            header = _header(path, next(rows, (1, []))[1], source)
+            for line, row in rows:
+                if len(row) != len(header):
+                    raise UserError(
+                        f"{where}:{line}: {_fields(len(row))}, and the first row has {len(header)}",
+                        fix='put a field that holds the separator or a line end in quotes: "..."',
+                    )
+                documents += 1
+                yield text_of(dict(zip(header, row, strict=True)), source, f"{where}:{line}", noun="column")
+        if not documents:
+            raise UserError(
+                f"{where}: no row below the names of the columns", fix="remove it, or name the files with a glob"
+            )
+
+    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
+        with closing(_rows(path, f"{source.label}: {path}")) as rows:
+            return tuple(next(rows, (1, []))[1])
+
+    def options(self, source: Source) -> dict[str, str]:
+        return {"text_key": source.text_key}
+
+
+def _header(path: Path, names: list[str], source: Source) -> list[str]:
+    """The names of the columns, in which the text's is once."""
+    where = f"{source.label}: {path}:1"
+    if not names:
+        raise UserError(f"{where}: the file is empty", fix="remove it, or name the files with a glob")
+    if source.text_key not in names:
+        other = next((each for each in (";", "\t", "|") if len(names) == 1 and each in names[0]), None)
+        if other:
+            raise UserError(f"{where}: the fields are separated by {other!r}", fix="write them as .csv with commas")
+        refused = no_text(names, source, where, likely=None, noun="column")
+        raise UserError(refused.what, fix=refused.fix, more=refused.more or "the first row names the columns")
+    if names.count(source.text_key) > 1:
+        raise UserError(
+            f"{where}: {names.count(source.text_key)} columns are named {source.text_key!r}", fix="name one"
+        )
+    return names
+
+
+def _rows(path: Path, where: str) -> Generator[tuple[int, list[str]]]:
+    """The rows that are not blank, each with the line that it begins on."""
+    with _long_fields(), opened(path, where) as file:
+        reader = csv.reader(
+            _decoded(lines_of(file, where), where), delimiter="\t" if ending(path) == ".tsv" else ",", strict=True
+        )
+        line = 1
+        try:
+            for row in reader:
+                if row:
+                    yield line, row
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise UserError(
+                f"{where}:{line}: not CSV: {error} (read up to line {reader.line_num})",
+                fix="a field that holds a quote is quoted, and the quote in it doubled",
+            ) from error
+
+
+def _decoded(lines: Iterator[tuple[int, bytes]], where: str) -> Iterator[str]:
+    for row, line in lines:
+        try:
+            yield line.decode("utf-8-sig" if row == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where}:{row}: not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start} of the line",
+                fix="write the file as UTF-8",
+            ) from error
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """The csv module refuses fields of more than 128 KiB unless it is told otherwise, once for the process."""
+    before = csv.field_size_limit(MOST_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _fields(number: int) -> str:
+    return f"{number} field{'s' * (number != 1)}"
+
+
+FORMAT = Csv(name="csv", suffixes=(".csv", ".tsv"))

@@ -1,0 +1,67 @@
+"""JSON: one list of records, or one record, each a document with its text under `text_key`. Read as a whole."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.data.compression import MOST_BYTES, opened, read_most
+from fivefold.data.formats.jsonl import refuse_surrogates
+from fivefold.data.records import text_of
+from fivefold.data.source import Format, Source
+from fivefold.errors import UserError
+
+
+@dataclass(frozen=True)
+class Json(Format):
+    """Memory holds the file and its records, several times its size: hence a limit, and JSON Lines beyond it."""
+
+    def documents(self, path: Path, source: Source) -> Iterator[str]:
+        where = f"{source.label}: {path}"
+        for number, record in enumerate(_records(path, source), start=1):
+            at = f"{where}: record {number}"
+            if not isinstance(record, dict):
+                raise UserError(f"{at}: a JSON {type(record).__name__}, not an object", fix='a list of {"text": "..."}')
+            text = text_of(record, source, at)
+            refuse_surrogates(text, at)
+            yield text
+
+    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
+        first = next(iter(_records(path, source)))
+        return tuple(first) if isinstance(first, dict) else ()
+
+    def options(self, source: Source) -> dict[str, str]:
+        return {"text_key": source.text_key}
+
+
+def _records(path: Path, source: Source) -> list[object]:
+    where = f"{source.label}: {path}"
+    with opened(path, where) as file:
+        raw = read_most(file, MOST_BYTES)
+    as_lines = f"if every line is a record: {source.option('format', 'jsonl')}"
+    if len(raw) > MOST_BYTES:
+        raise UserError(
+            f"{where}: a .json file of more than {MOST_BYTES // 2**20} MiB, which is read as a whole",
+            fix=f"write a record per line: jq -c '.[]' {path.name} > {path.stem}.jsonl",
+            more=as_lines,
+        )
+    try:
+        tree = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{where}:{line}: not UTF-8: byte 0x{raw[error.start]:02x} at byte offset {error.start}",
+            fix="write the file as UTF-8",
+        ) from error
+    except json.JSONDecodeError as error:
+        what = "more than one JSON value" if error.msg == "Extra data" else f"not JSON: {error.msg}"
+        raise UserError(f"{where}:{error.lineno}: {what} at column {error.colno}", fix=as_lines) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
+    records = tree if isinstance(tree, list) else [tree]
+    if not records:
+        raise UserError(f"{where}: the list is empty", fix="remove the file, or name the files with a glob")
+    return records
+
+
+FORMAT = Json(name="json", suffixes=(".json",))

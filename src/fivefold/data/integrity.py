@@ -1,0 +1,114 @@
+"""Checksums of what lies in the cache, and of token stores: damage is found when they are opened, not trained on.
+
+xxh3 reads some GB/s, so that opening costs one read of the files. A file of 1 GiB or more that was found whole in the
+last hour, and has not been written to since, is not read again: the workers of a run take the launcher's word for it.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
+
+from fivefold.data.cache import key_of
+
+CHUNK = 2**20  # bytes under one checksum of a large file
+_TRUSTED_FROM = 2**30  # bytes
+_TRUSTED_SECONDS = 3600.0
+
+
+class DamagedError(ValueError):
+    """A file is not what was written; says which, and where in it."""
+
+
+def signed(tree: Mapping[str, Any]) -> str:
+    """JSON with a checksum of itself: see `read_signed`."""
+    return json.dumps({**tree, "checksum": _sum(tree)}, indent=2)
+
+
+def read_signed(path: Path) -> dict[str, Any]:
+    """What was given to `signed`. Raises DamagedError."""
+    try:
+        tree = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path.name} cannot be read: {error}") from error
+    if "checksum" not in tree:
+        raise DamagedError(f"{path.name} has no checksum: it is of an earlier version")
+    if tree.pop("checksum") != _sum(tree):
+        raise DamagedError(f"{path.name} is not what was written: its checksum differs")
+    return tree
+
+
+def file_checksum(path: Path) -> str:
+    """Of a whole file."""
+    state = xxh3_128()
+    for chunk in _chunks(path):
+        state.update(chunk)
+    return state.hexdigest()
+
+
+def check_file(path: Path, checksum: str, root: Path) -> None:
+    """Raises DamagedError unless `path` has this checksum; `root` is the cache's folder."""
+    try:
+        if is_trusted(path, root):
+            return
+        if file_checksum(path) != checksum:
+            raise DamagedError(f"{path.name} is not what was written: its checksum differs")
+        trust(path, root)
+    except OSError as error:
+        raise DamagedError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def chunk_checksums(path: Path) -> NDArray[np.uint64]:
+    """uint64 [chunks], of each `CHUNK` bytes of the file."""
+    return np.array([xxh3_64_intdigest(chunk) for chunk in _chunks(path)], np.uint64)
+
+
+def check_chunks(path: Path, checksums: NDArray[np.uint64]) -> Iterator[tuple[int, bytes]]:
+    """The first byte and the contents of each chunk. Raises DamagedError at one that is not what was written."""
+    for number, chunk in enumerate(_chunks(path)):
+        start = number * CHUNK
+        if number >= len(checksums) or xxh3_64_intdigest(chunk) != int(checksums[number]):
+            raise DamagedError(
+                f"{path.name} is not what was written, between byte {start:,} and {start + len(chunk):,}"
+            )
+        yield start, chunk
+
+
+def is_trusted(path: Path, root: Path) -> bool:
+    """Whether a large file was found whole lately and has not been touched since."""
+    if path.stat().st_size < _TRUSTED_FROM:
+        return False
+    note = _note(path, root)
+    return note.exists() and abs(time.time() - note.stat().st_mtime) < _TRUSTED_SECONDS
+
+
+def trust(path: Path, root: Path) -> None:
+    """Remember that a large file was found whole."""
+    if path.stat().st_size >= _TRUSTED_FROM:
+        note = _note(path, root)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+
+
+def _note(path: Path, root: Path) -> Path:
+    """Named by everything that changes when the file is written to, the time of its inode's last change among it."""
+    stat = path.stat()
+    state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return root / "whole" / key_of(str(path.resolve()), state)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK):
+            while len(chunk) < CHUNK and (more := file.read(CHUNK - len(chunk))):
+                chunk += more
+            yield chunk
+
+
+def _sum(tree: Mapping[str, Any]) -> str:
+    return xxh3_128_hexdigest(json.dumps(tree, sort_keys=True).encode())

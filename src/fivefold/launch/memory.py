@@ -1,0 +1,156 @@
+"""The memory of this machine: what there is, what its processes may take of it, and whether the system ended one for
+want of it. No torch."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+GIB = 2**30
+SCARCE = 0.03  # of all memory: less than that free, and a process that was killed was killed for it
+LOOK_SECONDS = 0.25
+_NEEDS = "needs.json"
+_UNLIMITED = 2**60  # what cgroup v1 says where there is no limit
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of memory (and swap) that this process and its neighbours may take, and how much of it is free now."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the ranks on this machine need together, in bytes. Activations are an estimate, the others are not."""
+
+    parameters: int  # of the whole model, a number
+    ranks: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def state(self) -> int:
+        """What stays from step to step, and gradients."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        parts = [f"{name} {getattr(self, name) / GIB:.2f}" for name in ("weights", "gradients", "optimizer")]
+        ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
+        return f"{', '.join(parts)}, activations about {self.activations / GIB:.2f} GiB for {ranks} here"
+
+    def save(self, folder: Path) -> None:
+        """Leave it for the launcher."""
+        (folder / _NEEDS).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Needs | None":
+        """What a worker left in its launcher's folder, if it came to that."""
+        with suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads((folder / _NEEDS).read_text(encoding="utf-8")))
+        return None
+
+    def advice(self, room: int) -> str:
+        """What helps where `room` bytes are all there is."""
+        if self.state > room:
+            return (
+                f"{self.parameters / 1e9:.2f} billion parameters need {self.state / GIB:.2f} GiB at the least; "
+                "take a smaller model or more machines; optimizer.name: muon keeps one number a weight instead of two"
+            )
+        helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
+        return f"{self}; {helps}, the {self.state / GIB:.2f} GiB of the others stay"
+
+
+def room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room | None:
+    """Of the machine, or of the control group of this process where that has less; None where nothing tells."""
+    try:
+        kib = dict(re.findall(r"(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(encoding="utf-8")))
+        swap = int(kib["SwapTotal"]), int(kib["SwapFree"])
+        found = Room((int(kib["MemTotal"]) + swap[0]) * 1024, (int(kib["MemAvailable"]) + swap[1]) * 1024)
+    except (OSError, KeyError):
+        return None
+    for folder in _groups(proc, groups):
+        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
+        used = _number(folder, "memory.current", "memory.usage_in_bytes")
+        if limit is None or limit >= _UNLIMITED:
+            continue
+        free = limit - (used or 0) + _reclaimable(folder)
+        found = Room(min(found.total, limit), min(found.free, max(0, free)))
+    return found
+
+
+class Pressure:
+    """Whether memory ran out while it was looked at."""
+
+    def __init__(self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc, self._groups = proc, groups
+        self._kills = self._count()
+        self._scarce, self._looked = False, 0.0
+        self.held = 0  # the most bytes that the processes held together
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Look at the memory that is left, and at what `pids` hold, if it is time to."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        self.held = max(self.held, sum(_resident(self._proc, pid) for pid in pids))
+        now = room(self._proc, self._groups)
+        self._scarce = now is not None and now.free < SCARCE * now.total
+
+    @property
+    def killed(self) -> bool:
+        """Whether the system ended a process for want of memory since this was made, or had next to none left when it
+        was last looked at."""
+        now = self._count()
+        return self._scarce or any(count > self._kills.get(name, 0) for name, count in now.items())
+
+    def _count(self) -> Mapping[str, int]:
+        """Processes that the system ended so far, by who counts them: the machine, and each control group."""
+        files = [self._proc / "vmstat"]
+        for folder in _groups(self._proc, self._groups):
+            files += [folder / "memory.events", folder / "memory.oom_control"]
+        return {
+            str(file): int(found[1]) for file in files if (found := re.search(r"^oom_kill (\d+)", _text(file), re.M))
+        }
+
+
+def _groups(proc: Path, root: Path) -> Iterator[Path]:
+    """The folders of this process's memory control group and of those around it, of version 2 or 1."""
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        inner = Path(path.lstrip("/"))
+        # Inside a container the path may be that of the host, and its own group lies at the root.
+        yield from dict.fromkeys(base / each for each in (inner, *inner.parents) if (base / each).is_dir())
+
+
+def _number(folder: Path, *names: str) -> int | None:
+    text = next((text for name in names if (text := _text(folder / name).strip())), "")
+    return int(text) if text.isdecimal() else None
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes of files that the group only keeps because nobody else wants the room."""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.M)
+    return int(found[1]) if found else 0
+
+
+def _resident(proc: Path, pid: int) -> int:
+    words = _text(proc / str(pid) / "statm").split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if words else 0
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,167 @@
+"""Ranks that stand still where they cannot say so themselves: the launcher misses their beat.
+
+A rank that is watched writes a beat every second or so. A process that is stopped writes none, nor does one whose
+threads are kept from running; and where every rank waits patiently for another, each has a beat and none moves.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fivefold.launch.failure import failure_file, hang_flag, leave_failure, place
+from fivefold.launch.processes import Workers
+
+TELL = getattr(signal, "SIGUSR2", None)  # a worker that gets it writes its stacks to `stack_file`
+TELL_SECONDS = 2.0  # how long a rank has for that
+COMPUTES = 0.1  # the part of a core
+
+
+class Frozen(Exception):
+    """A rank that gave no sign."""
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a worker writes its stacks when it is told to, or when it crashes."""
+    return folder / f"stack-{rank}"
+
+
+class Beat:
+    """What a rank says of itself, in a file that the launcher reads."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        """Without a `folder` there is nobody who reads it."""
+        self._file = _beat_file(Path(folder), rank) if folder else None
+        self._count = 0
+
+    def write(self, *, still: float, waits: bool) -> None:
+        """`still`: seconds without a move; `waits`: in a collective, for others."""
+        self._count += 1
+        self._put({"count": self._count, "still": still, "waits": waits})
+
+    def end(self) -> None:
+        """Nothing more will be said."""
+        self._put({})
+
+    def _put(self, said: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        with suppress(OSError):  # a full disk, or the launcher is gone with its folder
+            beside = self._file.with_suffix(".new")
+            beside.write_text(json.dumps(said), encoding="utf-8")
+            beside.replace(self._file)
+
+
+class Watch:
+    """Watches the beats of `workers`, whose folder is `folder`; `patience` is in seconds, 0 for never."""
+
+    def __init__(self, folder: Path, workers: Workers, patience: float) -> None:
+        self._folder, self._workers, self._patience = folder, workers, patience
+        self._pause = min(1.0, patience / 10)
+        self._looked = time.monotonic()
+        self._beats: dict[int, str] = {}
+        self._cpu: dict[int, float] = {}
+        self._silent: dict[int, float] = {}  # seconds without a beat, as far as this process has seen them go by
+        self._frozen: dict[int, str] = {}  # rank -> how
+
+    def found_frozen(self) -> bool:
+        """Look, if it is time to. Whether a rank has been silent, or all have stood still, for too long."""
+        now = time.monotonic()
+        if self._patience <= 0 or now - self._looked < self._pause:
+            return bool(self._frozen)
+        seconds, self._looked = min(now - self._looked, max(1.0, 2 * self._pause)), now
+        running = self._workers.running
+        for rank in running:
+            self._silent[rank] = 0.0 if self._gives_sign(rank, seconds) else self._silent.get(rank, 0.0) + seconds
+            if self._silent[rank] > self._patience:
+                self._frozen[rank] = f"gave no sign for {self._patience:g} s{self._why(rank)}"
+        said = [self._said(rank) for rank in running]
+        # One that waits for no other says so itself.
+        if said and all(each and each["waits"] and each["still"] > self._patience for each in said):
+            self._frozen |= {
+                rank: f"stood still for {self._patience:g} s, as all ranks do"
+                for rank in running
+                if rank not in self._frozen
+            }
+        return bool(self._frozen)
+
+    def tell(self, logs: Path) -> bool:
+        """Leave a failure, with its stacks where they can be had, for each rank that was found frozen, or that does not
+        answer though another rank has found that it hangs; end all then. Whether there was one."""
+        if not self._frozen and hang_flag(logs).exists():
+            self._wait(lambda: all(failure_file(logs, rank).exists() for rank in self._workers.running))
+            for rank in self._workers.running:
+                if not failure_file(logs, rank).exists():
+                    self._frozen[rank] = f"did not say where it stands{self._why(rank)}"
+        if not self._frozen:
+            return False
+        ranks = [rank for rank in self._frozen if rank in self._workers.running]
+        if TELL is not None:
+            self._workers.send(TELL, ranks)
+            self._workers.send(signal.SIGCONT, ranks)
+            self._wait(lambda: all(_ends_in_main(stack_file(self._folder, rank)) for rank in ranks))
+        for rank in ranks:
+            stack = _read(stack_file(self._folder, rank))
+            where = f", in {place(stack)}" if stack else ""
+            leave_failure(logs, rank, Frozen(self._frozen[rank] + where), stack=stack or "no stack could be had")
+        self._workers.end(at_once=True)
+        return bool(ranks)
+
+    def _gives_sign(self, rank: int, seconds: float) -> bool:
+        beat = _read(_beat_file(self._folder, rank))
+        state, cpu = _state(self._workers.ids[rank])
+        computes = cpu - self._cpu.get(rank, 0.0) > COMPUTES * seconds
+        is_new = beat != self._beats.get(rank)
+        self._beats[rank], self._cpu[rank] = beat, cpu
+        if beat in ("", "{}"):  # it has not begun, or has ended, and may take its time, but not be stopped
+            return state not in ("T", "t")
+        return is_new or computes
+
+    def _said(self, rank: int) -> Mapping[str, Any]:
+        with suppress(ValueError):
+            said: dict[str, Any] = json.loads(self._beats.get(rank) or "{}")
+            return said
+        return {}
+
+    def _why(self, rank: int) -> str:
+        state, _ = _state(self._workers.ids[rank])
+        reasons = {
+            "T": ": its process is stopped (SIGSTOP)",
+            "t": ": a debugger holds it",
+            "D": ": it waits for a disk",
+        }
+        return reasons.get(state, "")
+
+    def _wait(self, condition: Any) -> None:
+        until = time.monotonic() + TELL_SECONDS
+        while not condition() and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def _beat_file(folder: Path, rank: int) -> Path:
+    return folder / f"beat-{rank}"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _ends_in_main(file: Path) -> bool:
+    """Whether the stacks are all there: those of the main thread come last, and end in the module that was started."""
+    return _read(file).rstrip().endswith(("<module>", "_run_code", "_run_module_as_main"))
+
+
+def _state(pid: int) -> tuple[str, float]:
+    """The state of a process by its letter, and the CPU seconds it has used; empty where the system does not tell."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return "", 0.0
+    return words[0], (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")

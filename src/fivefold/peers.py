@@ -1,0 +1,120 @@
+"""What other trainers call the keys of a run file: Hugging Face `TrainingArguments`, TRL, axolotl, LLaMA-Factory,
+DeepSpeed, Megatron-LM, torchtitan, litgpt. Someone who writes one of these names gets the exact key as an answer.
+"""
+
+import re
+
+# Key here -> names that mean the same. A key of its own name in another section is found by `did_you_mean`.
+SAME = {
+    "model.name_or_path":
+        "model model_name model_path model_id model_name_or_path base_model hf_model pretrained_model_name_or_path",
+    "tokenizer.name_or_path":
+        "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_model",
+    "data.train":
+        "data dataset datasets dataset_name dataset_path data_path train_file train_files train_data train_dataset "
+        "training_data",
+    "data.validation":
+        "val_data validation_file validation_dataset eval_dataset val_size val_set_size validation_split "
+        "validation_split_percentage",
+    "data.train.text_key": "text_field text_column dataset_text_field",
+    "data.seq_length":
+        "seq_len sequence_len sequence_length max_seq_length max_seq_len max_length max_sequence_length block_size "
+        "context_length cutoff_len model_max_length",
+    "data.packing": "sample_packing",
+    "train.max_steps": "max_iters train_iters train_steps training_steps total_steps num_steps iterations",
+    "train.max_tokens": "train_tokens total_tokens",
+    "train.max_epochs": "num_train_epochs num_epochs epochs n_epochs",
+    "train.global_batch_size": "train_batch_size total_batch_size",
+    "train.micro_batch_size":
+        "per_device_train_batch_size per_device_batch_size local_batch_size device_batch_size "
+        "train_micro_batch_size_per_gpu mbs",
+    "train.seed": "random_seed data_seed",
+    "train.compile": "torch_compile",
+    "optimizer.name": "optimizer optim optim_name optimizer_name optimizer_type",
+    "optimizer.learning_rate": "lr max_lr base_lr peak_lr",
+    "optimizer.weight_decay": "wd",
+    "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "optimizer.max_grad_norm":
+        "max_norm clip_grad grad_clip gradient_clipping gradient_clip_val grad_clip_norm",
+    "scheduler.name": "scheduler lr_scheduler lr_scheduler_type lr_decay_style lr_schedule",
+    "scheduler.warmup_steps": "warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps",
+    "layout.dp_shard": "data_parallel_shard_degree dp_shard_degree fsdp_size",
+    "layout.dp_replicate": "data_parallel_replicate_degree dp_replicate_degree",
+    "layout.tp":
+        "tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+    "layout.cp":
+        "cp_size cp_degree context_parallel context_parallel_size context_parallel_degree sequence_parallel_size "
+        "sequence_parallel_degree",
+    "layout.pp":
+        "pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+        "pipeline_model_parallel_size",
+    "layout.ep":
+        "ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
+    "layout.zero": "zero_stage zero_optimization",
+    "precision.compute": "precision dtype torch_dtype mixed_precision compute_dtype",
+    "checkpoint.every":
+        "save_steps save_interval save_every save_freq checkpoint_interval checkpointing_steps",
+    "checkpoint.keep": "save_total_limit keep_last",
+    "eval.every": "eval_steps eval_interval eval_every eval_freq val_check_interval",
+    "log.every": "logging_steps log_interval log_steps log_freq log_every_n_steps",
+    "log.to": "report_to logger loggers",
+    "run.name": "run_name experiment_name",
+}  # fmt: skip
+
+_NO_LORA = "LoRA is not built yet: every weight of the model is trained"
+_NO_CHAT = "chat templates and loss masks are not built yet: all tokens of plain text are trained on"
+_NO_PREFERENCE = "preference training is not built yet: plain text is what is trained"
+_DATA_RANKS = "data ranks = layout.dp_replicate x layout.dp_shard"
+
+# Names whose meaning differs, or that have no counterpart -> what to write instead.
+DIFFERENT = {
+    "batch_size": "train.global_batch_size counts the rows of an optimizer step, train.micro_batch_size those of a "
+    "forward pass",
+    "gradient_accumulation_steps grad_accum_steps gradient_accumulation accumulate_grad_batches": "set "
+    f"train.global_batch_size = train.micro_batch_size x accumulation x data ranks; {_DATA_RANKS}",
+    "warmup_ratio warmup_fraction lr_warmup_fraction": "set scheduler.warmup_steps to a part of the run, such as 5%",
+    "min_lr min_learning_rate lr_min": "set scheduler.min_lr_ratio = lowest rate / optimizer.learning_rate",
+    "adam_beta1 adam_beta2 beta1 beta2": "set both as optimizer.betas: [0.9, 0.95]",
+    "output_dir out_dir save_dir checkpoint_dir": "the run folder is run.dir/run.name: for out/first set run.dir: out "
+    "and run.name: first",
+    "resume_from_checkpoint auto_resume": "checkpoint.resume: auto, the default, goes on from the newest "
+    "checkpoint in the run folder",
+    "bf16": "set precision.compute: bf16, which is the default",
+    "fp16": "fp16 is not built; precision.compute: bf16 needs no loss scaling",
+    "fp32 tf32": "set precision.compute: fp32",
+    "fp8": "fp8 is not built yet; precision.compute is bf16, fp32 or fp64",
+    "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity":
+    "set memory.recompute: full",
+    "dp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree": "set layout.dp_shard (FSDP over so "
+    "many ranks; -1: all that are left), or layout.dp_replicate (full copies)",
+    "fsdp fsdp_config sharding_strategy": "set layout.dp_shard: -1, which is FSDP over every device that is left; "
+    "layout.zero is the stage",
+    "deepspeed deepspeed_config ds_config": "DeepSpeed is not used: its stage is layout.zero, its offload is not built",
+    "parallelism parallel": "set the degrees under layout, or write a text: layout: shard2.tp2",
+    "attn_implementation flash_attention use_flash_attention": "leave it out: the attention of fivefold is always used",
+    "trust_remote_code": "leave it out: no code from a model folder is ever run",
+    "push_to_hub hub_model_id": "leave it out: fivefold export writes the folder to upload",
+    "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft peft_config use_peft "
+    "adapter finetuning_type": _NO_LORA,
+    "load_in_4bit load_in_8bit quantization quantization_config quantization_bit bnb_config": "quantised training is "
+    "not built yet; precision.compute is bf16, fp32 or fp64",
+    "chat_template template train_on_inputs assistant_only_loss completion_only_loss sft": _NO_CHAT,
+    "dpo dpo_beta rl rlhf grpo reference_model": _NO_PREFERENCE,
+}  # fmt: skip
+
+# Sections of others that are answered as a whole: `lora.r`, `peft.method`.
+_WHOLE = (
+    "lora", "qlora", "peft", "peft_config", "quantization", "quantization_config", "dpo", "deepspeed", "fsdp_config",
+)  # fmt: skip
+
+_ANSWERS = {name: f"write {key}" for key, names in SAME.items() for name in names.split()} | {
+    name: answer for names, answer in DIFFERENT.items() for name in names.split()
+}
+
+
+def answer(written: str) -> str | None:
+    """What to write instead of the key `written` (`optimizer.lr`, `lora.r`); None for a name that no table has."""
+    parts = [part.replace("-", "_").lower() for part in re.split(r"[.\[\]]+", written) if part]
+    if not parts:
+        return None
+    return _ANSWERS[parts[0]] if parts[0] in _WHOLE else _ANSWERS.get(parts[-1])

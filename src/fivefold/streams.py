@@ -1,0 +1,125 @@
+"""Standard output and error where they cannot show what is written: closed, full, or of few letters. No torch."""
+
+import errno
+import io
+import logging
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO, cast
+
+CLOSED_PIPE = 141  # what a shell reports for a program that the other end of its pipe has left (128 + SIGPIPE)
+
+
+def make_usable() -> None:
+    """Every standard stream is there, and shows `?` for a letter that its encoding does not have.
+
+    A descriptor that was closed when this process began would be given to the next file that is opened, and what is
+    printed would be written into it.
+    """
+    for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(opened := os.open(os.devnull, flags), number)
+            if opened != number:
+                os.close(opened)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def is_closed_pipe(error: BaseException | None) -> bool:
+    """Whether an error says that nobody reads standard output any more."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (AttributeError, OSError, ValueError):
+        return True
+
+
+def is_unwritable(error: BaseException) -> bool:
+    """Whether standard output takes no more: its disk is full, or its terminal is gone."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT):
+        return False
+    return error.filename is None
+
+
+def let_go() -> None:
+    """What is still to be printed goes nowhere, so that the end of the process does not stumble over it."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+
+
+@contextmanager
+def unseen_if_need_be() -> Iterator[None]:
+    """Inside, what cannot be printed is lost, once said in the log, and nothing ends for it: the work goes on."""
+    before = sys.stdout, sys.stderr
+    sys.stdout = cast(TextIO, _Forgiving(before[0], "standard output"))
+    sys.stderr = cast(TextIO, _Forgiving(before[1], "standard error"))
+    try:
+        yield
+    finally:
+        for each in (sys.stdout, sys.stderr):
+            each.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Forgiving:
+    """A text stream that goes quiet when the one behind it fails."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name, self._is_lost = stream, name, False
+
+    def write(self, text: str) -> int:
+        if not self._is_lost:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError) as error:
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._is_lost:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        self._is_lost = True
+        with suppress(OSError, ValueError, AttributeError):  # what waits in its buffer would fail again at the end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        if self._name == "standard output":
+            logging.getLogger(__name__).warning(
+                "%s cannot be written (%s): the run goes on, and metrics.jsonl has what it would show",
+                self._name,
+                error,
+            )
+
+    def isatty(self) -> bool:
+        return not self._is_lost and self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:
+        return self._stream.encoding

@@ -1,0 +1,23 @@
+r"""Text from elsewhere (a model, a file, a name, an error) on its way to a terminal: no character of it is a command.
+
+Escape sequences move the cursor, set titles and answer back; a carriage return overwrites a line, and bidirectional
+controls reorder it (CVE-2021-42574). Each is shown as Python writes it, `\x1b`; line feeds and tabs stay.
+"""
+
+import sys
+from typing import TextIO
+
+_BIDIRECTIONAL = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_LINES = (0x2028, 0x2029)  # not a line feed, though some programs end a line there
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+_SHOWN = {code: ascii(chr(code))[1:-1] for code in (*_CONTROLS, *_LINES, *_BIDIRECTIONAL) if chr(code) not in "\n\t"}
+
+
+def shown(text: str) -> str:
+    """`text` with its control characters written out."""
+    return text.translate(_SHOWN)
+
+
+def say(text: object, *, stream: TextIO | None = None) -> None:
+    """Print a line that may hold text from elsewhere. `stream` None: standard output."""
+    print(shown(str(text)), file=stream or sys.stdout, flush=True)

@@ -1,0 +1,106 @@
+"""Whether this process gets on, seen from a thread of it: slow is not frozen. No torch.
+
+It moves when a thread of Python is at another place than before, when it computes, when it reads or writes, and when a
+process that it started, such as a compiler, computes. Waiting for the network moves too: clients of the network end
+that themselves. A page that a disk is slow to deliver counts a tenth.
+"""
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+COMPUTES = 0.1  # the part of a core; the display of a run and threads that poll take less
+READS = 2**16  # bytes a second
+NETWORK = {"fsspec", "huggingface_hub", "datasets", "wandb", "mlflow", "trackio"}
+DISK_WAITS = 10  # seconds of waiting for a disk that count as one
+DEPTH = 60  # frames of a thread that are looked at
+
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PROC = Path("/proc")
+
+
+class Moves:
+    """Compares what it sees of this process with what it saw the last time. Belongs to one thread, whose own work is
+    not counted. `still`: seconds since the process last moved."""
+
+    def __init__(self) -> None:
+        self._stacks: Any = None
+        self._cpu, self._bytes, self._children = self._cpu_seconds(), _bytes(), dict[int, float]()
+        self.still = 0.0
+
+    def look(self, seconds: float) -> None:
+        """Look at what it did in the `seconds` since the last look."""
+        if self._moved(seconds):
+            self.still = 0.0
+        else:
+            self.still += seconds / DISK_WAITS if _waits_for_disk() else seconds
+
+    def _moved(self, seconds: float) -> bool:
+        stacks, on_network = _stacks()
+        cpu, moved_bytes = self._cpu_seconds(), _bytes()
+        moved = on_network or stacks != self._stacks
+        moved |= cpu - self._cpu > COMPUTES * seconds or moved_bytes - self._bytes > READS * seconds
+        self._stacks, self._cpu, self._bytes = stacks, cpu, moved_bytes
+        return moved or self._child_computes(seconds)
+
+    def _cpu_seconds(self) -> float:
+        return time.process_time() - time.thread_time()
+
+    def _child_computes(self, seconds: float) -> bool:
+        before, self._children = self._children, _children(os.getpid())
+        return any(cpu - before.get(pid, cpu) > COMPUTES * seconds for pid, cpu in self._children.items())
+
+
+def _stacks() -> tuple[list[Any], bool]:
+    """Where the threads are that the process waits for before it ends, and whether one is on the network."""
+    watched = {thread.ident for thread in threading.enumerate() if not thread.daemon}
+    places: list[Any] = []
+    on_network = False
+    for ident, top in sorted(sys._current_frames().items(), key=lambda item: item[0]):
+        frame: FrameType | None = top if ident in watched else None
+        for _ in range(DEPTH):
+            if frame is None:
+                break
+            places.append((ident, id(frame), id(frame.f_code), frame.f_lasti))
+            on_network |= str(frame.f_globals.get("__name__")).partition(".")[0] in NETWORK
+            frame = frame.f_back
+    return places, on_network
+
+
+def _bytes() -> int:
+    """Bytes that this process, but for this thread, has read and written so far; 0 where the system does not tell."""
+    with suppress(OSError, ValueError):
+        return _read_and_written("self/io") - _read_and_written("thread-self/io")
+    return 0
+
+
+def _read_and_written(name: str) -> int:
+    lines = (_PROC / name).read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def _children(pid: int) -> dict[int, float]:
+    """CPU seconds of every process below `pid`, by its number."""
+    parents, cpu = dict[int, int](), dict[int, float]()
+    for task in _PROC.glob("[0-9]*"):
+        with suppress(OSError, IndexError, ValueError):
+            words = (task / "stat").read_text().rpartition(")")[2].split()
+            parents[int(task.name)] = int(words[1])
+            cpu[int(task.name)] = (int(words[11]) + int(words[12])) / _TICKS
+    below, found = {pid}, dict[int, float]()
+    while new := {child for child, parent in parents.items() if parent in below and child not in below}:
+        below |= new
+        found |= {child: cpu[child] for child in new}
+    return found
+
+
+def _waits_for_disk() -> bool:
+    with suppress(OSError, IndexError):
+        tasks = list((_PROC / "self/task").iterdir())
+        return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "D" for task in tasks)
+    return False

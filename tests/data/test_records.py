@@ -1,0 +1,123 @@
+"""Chat, instruction and preference records: named for what they are; never a key advised that trains on one side."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fivefold.data import prepare
+from fivefold.data.records import conversation_of
+from fivefold.errors import UserError
+from tests.data.helpers import config_for, prepare_texts, write_jsonl
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a long answer, much longer"}]
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "messages": ({"messages": TURNS, "id": "x" * 90}, "chat records ('messages')"),
+    "sharegpt": ({"id": "x" * 90, "conversations": SHAREGPT}, "chat records ('conversations')"),
+    "completion": ({"prompt": "q", "completion": "long answer"}, "instruction records ('prompt', 'completion')"),
+    "alpaca": (
+        {"instruction": "do", "input": "", "output": "long answer"},
+        "instruction records ('instruction', 'input', 'output')",
+    ),
+    "dolly": (
+        {"instruction": "do", "context": "", "response": "long answer", "category": "x"},
+        "instruction records ('instruction', 'context', 'response')",
+    ),
+    "dpo": (
+        {"prompt": "q", "chosen": "a long answer", "rejected": "b"},
+        "preference records ('prompt', 'chosen', 'rejected')",
+    ),
+    "dpo turns": ({"chosen": TURNS, "rejected": TURNS}, "preference records ('chosen', 'rejected')"),
+    "question": ({"question": "q", "answer": "a long answer"}, "instruction records ('question', 'answer')"),
+    "capitals": ({"Question": "q", "Answer": "a long answer"}, "instruction records ('Question', 'Answer')"),
+}
+
+
+def refusal(path: Path, **source: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        prepare(config_for([{"path": str(path), **source}]), cache=path.parent / "cache")
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def written(folder: Path, record: dict[str, Any], kind: str) -> Path:
+    path = folder / f"records.{kind}"
+    if kind == "jsonl":
+        path.write_text(json.dumps(record) + "\n")
+    elif kind == "json":
+        path.write_text(json.dumps([record]))
+    elif kind == "parquet":
+        pq.write_table(pa.table({name: [value] for name, value in record.items()}), path)
+    else:
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([list(record), list(record.values())])
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
+@pytest.mark.parametrize("name", RECORDS)
+def test_they_are_named_and_no_key_is_advised(tmp_path: Path, name: str, kind: str) -> None:
+    record, expected = RECORDS[name]
+    error = refusal(written(tmp_path, record, kind))
+    assert f"these are {expected}, without a plain text under 'text'" in error.what
+    assert "text_key" not in str(error)
+    assert "tokenizer.apply_chat_template(messages, tokenize=False), under the key 'text'" in str(error.fix)
+    assert "fivefold trains plain text" in str(error.more)
+
+
+@pytest.mark.parametrize("key", ["messages", "chosen"])
+def test_a_list_of_turns_is_no_text_either(tmp_path: Path, key: str) -> None:
+    record = {"messages": TURNS} if key == "messages" else {"chosen": TURNS, "rejected": TURNS}
+    error = refusal(written(tmp_path, record, "jsonl"), text_key=key)
+    assert "without a plain text under 'text'" in error.what and "text_key" not in str(error)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
+@pytest.mark.parametrize(
+    ("name", "key", "left_out"),
+    [
+        ("completion", "completion", "'prompt' is left out"),
+        ("alpaca", "output", "'instruction', 'input' are left out"),
+        ("dpo", "chosen", "'prompt', 'rejected' are left out"),
+    ],
+)
+def test_a_key_that_is_set_is_trained_on_and_what_is_left_out_is_said(
+    tmp_path: Path, name: str, key: str, left_out: str, kind: str
+) -> None:
+    path = written(tmp_path, RECORDS[name][0], kind)
+    config = config_for([{"path": str(path), "text_key": key}])
+    for _ in range(2):  # found in the cache the second time
+        (line,) = prepare(config, cache=tmp_path / "cache").counts.answers_alone
+        assert f"{path} holds " in line and f"and {key!r} alone is trained on; {left_out}" in line
+
+
+def test_texts_that_were_rendered_are_trained_on_without_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "rendered.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": "a", "text": "<user>q<assistant>a"}) + "\n")
+    assert prepare(config_for(path), cache=tmp_path / "cache").counts.answers_alone == ()
+    body = write_jsonl(tmp_path / "body.jsonl", ["plain"], key="body")
+    plain = config_for([{"path": str(body), "text_key": "body"}])
+    assert prepare(plain, cache=tmp_path / "cache").counts.answers_alone == ()
+
+
+def test_a_prompt_with_something_unknown_gets_no_advice_by_length(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "what_it_said": "a long, long answer"}) + "\n")
+    assert "add data.train.text_key=" not in str(refusal(path).fix)
+
+
+@pytest.mark.parametrize(
+    "names", [("text",), ("id", "title", "body"), ("content", "url"), ("title", "abstract", "answer"), ("input",)]
+)
+def test_other_records_are_not_taken_for_conversations(names: tuple[str, ...]) -> None:
+    assert conversation_of(names) is None
+
+
+def test_epochs_are_counted_by_the_rows_that_are_read(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, ["x" * 40] * 50, packing=False)
+    assert data.train.epochs(125) == 2.5 and data.train.epochs(20) == 0.4

@@ -1,0 +1,159 @@
+"""Memory: what there is, what a run needs of it by arithmetic, and a death for want of it, which is not tried again."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config import load_config
+from fivefold.errors import UserError
+from fivefold.launch import local
+from fivefold.launch.failure import failures, leave_failure
+from fivefold.launch.memory import GIB, Needs, Pressure, Room, room
+from fivefold.launch.world import World
+from fivefold.layout import Layout
+from fivefold.training import needs as needs_module
+from fivefold.training.needs import check_room, needs_of
+
+MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
+NEEDS = Needs(parameters=10**9, ranks=2, weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, activations=GIB)
+
+
+def machine(folder: Path, cgroup: str = "", **files: str) -> tuple[Path, Path]:
+    """A /proc and a /sys/fs/cgroup; `files` by path, with __ for a slash and _d_ for a dot."""
+    (folder / "proc" / "self").mkdir(parents=True)
+    (folder / "groups").mkdir()
+    (folder / "proc" / "meminfo").write_text(MEMINFO)
+    (folder / "proc" / "vmstat").write_text("oom_kill 2\n")
+    (folder / "proc" / "self" / "cgroup").write_text(cgroup)
+    for name, text in files.items():
+        file = folder / "groups" / name.replace("__", "/").replace("_d_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder / "proc", folder / "groups"
+
+
+def test_the_room_is_that_of_the_machine(tmp_path: Path) -> None:
+    assert room(*machine(tmp_path)) == Room(16 * GIB, 8 * GIB)
+    assert room(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [
+        ("0::/job/step\n", {"job__memory_d_max": f"{4 * GIB}\n", "job__memory_d_current": f"{GIB}\n"}),
+        ("0::/of/the/host\n", {"memory_d_max": f"{4 * GIB}\n", "memory_d_current": f"{GIB}\n"}),
+        (
+            "4:memory:/job\n1:cpu:/\n",
+            {
+                "memory__job__memory_d_limit_in_bytes": f"{4 * GIB}\n",
+                "memory__job__memory_d_usage_in_bytes": f"{GIB}\n",
+            },
+        ),
+    ],
+)
+def test_a_control_group_may_leave_less(cgroup: str, files: dict[str, str], tmp_path: Path) -> None:
+    assert room(*machine(tmp_path, cgroup, **files)) == Room(4 * GIB, 3 * GIB)
+
+
+def test_no_limit_is_none(tmp_path: Path) -> None:
+    unlimited = {"memory_d_max": "max\n", "memory_d_current": f"{GIB}\n"}
+    assert room(*machine(tmp_path, "0::/\n", **unlimited)) == Room(16 * GIB, 8 * GIB)
+
+
+def test_a_kill_for_want_of_memory_is_known(tmp_path: Path) -> None:
+    proc, groups = machine(tmp_path, "0::/\n", memory_d_events="oom 1\noom_kill 1\noom_group_kill 0\n")
+    pressure = Pressure(proc, groups)
+    pressure.look([])
+    assert not pressure.killed
+    (groups / "memory.events").write_text("oom 2\noom_kill 2\noom_group_kill 0\n")
+    assert pressure.killed
+    pressure = Pressure(proc, groups)
+    (proc / "meminfo").write_text(MEMINFO.replace("8388608", "100000"))  # another killer than the kernel's
+    pressure.look([])
+    assert pressure.killed
+
+
+class Out(Pressure):
+    """Memory ran out."""
+
+    def __init__(self, *, killed: bool) -> None:
+        self._out, self.held = killed, 15 * GIB
+
+    @property
+    def killed(self) -> bool:
+        return self._out
+
+
+def test_a_death_for_want_of_memory_names_the_sizes_and_is_final(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(local, "room", lambda: Room(14 * GIB, 0))
+    error: Any = local._first_failure(tmp_path, {1: -signal.SIGKILL, 0: 1}, Out(killed=True), NEEDS)
+    assert error.what == "rank 1 was killed by SIGKILL: the system ran out of memory" and error.comes_again
+    assert error.fix.startswith(
+        "the workers held 15.00 GiB at most, this machine has 14.00; 1.00 billion parameters need 16.00 GiB"
+    )
+    error = local._first_failure(tmp_path, {1: -signal.SIGKILL}, Out(killed=False), NEEDS)
+    assert not error.comes_again and "the system still had memory" in error.fix
+
+
+CUDA = type("OutOfMemoryError", (Exception,), {})
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), CPU, CUDA("CUDA out of memory"), RuntimeError("std::bad_alloc")])
+def test_an_allocation_that_failed_is_not_tried_again(error: Exception, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(local, "room", lambda: Room(20 * GIB, 0))
+    leave_failure(tmp_path, 0, error)
+    found: Any = local._first_failure(tmp_path, {0: 1}, Out(killed=False), NEEDS)
+    assert failures(tmp_path) and found.comes_again
+    assert "weights 4.00, gradients 4.00, optimizer 8.00, activations about 1.00 GiB for 2 ranks here" in found.fix
+    assert "memory.recompute: full" in found.fix
+
+
+class Shape:
+    """A model of which only its size matters."""
+
+    hidden_size, intermediate_size, num_hidden_layers = 8, 32, 2
+
+    def __init__(self, parameters: int) -> None:
+        import torch
+
+        self._parameter = torch.empty(parameters, device="meta")
+
+    def parameters(self) -> list[Any]:
+        return [self._parameter]
+
+    @property
+    def config(self) -> "Shape":
+        return self
+
+    def get_text_config(self) -> "Shape":
+        return self
+
+
+LAYOUTS = [("single", 1, 1), ("shard4", 4, 1), ("shard4", 1, 0.25), ("dp2.shard2", 4, 2), ("tp2.shard2", 4, 1)]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "copies"), [*LAYOUTS, ("dp4", 4, 4)])
+def test_what_a_run_needs(layout: str, ranks: int, copies: float) -> None:
+    config = load_config(None, ["data.seq_length=16"])
+    needs = needs_of(Shape(1000), config, Layout.parse(layout), ranks=ranks)
+    assert (needs.weights, needs.gradients, needs.optimizer) == (4000 * copies, 4000 * copies, 8000 * copies)
+    muon = load_config(None, ["data.seq_length=16", "optimizer.name=muon"])
+    assert needs_of(Shape(1000), muon, Layout.parse(layout), ranks=ranks).optimizer == 4000 * copies
+    assert needs.activations == ranks * (16 // 1) * 2 * (72 + 64) // Layout.parse(layout).tp * 2
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: Any, tmp_path: Path) -> None:
+    config, layout = load_config(None), Layout.parse("shard2")
+    world = World(size=2, local_size=2, folder=str(tmp_path))
+    monkeypatch.setattr(needs_module, "room", lambda: Room(20 * GIB, 10 * GIB))
+    with pytest.raises(UserError, match=r"does not fit: weights 29\.80, gradients 29\.80, optimizer 59\.60") as caught:
+        check_room(Shape(8 * 10**9), config, layout, world)
+    assert "8.00 billion parameters need 119.21 GiB" in (caught.value.fix or "")
+    assert (Needs.load(tmp_path) or NEEDS).parameters == 8 * 10**9
+    assert "memory may run out: 10.00 GiB of this machine are free" in str(
+        check_room(Shape(10**9), config, layout, world)
+    )
+    assert check_room(Shape(10**6), config, layout, world) is None

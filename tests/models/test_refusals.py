@@ -1,0 +1,136 @@
+"""What a model would compute and we would not is refused before training, in words that name where it happens."""
+
+import pytest
+import torch
+from transformers import (
+    DbrxConfig,
+    DogeConfig,
+    LlamaConfig,
+    MiniMaxM3VLTextConfig,
+    OPTConfig,
+    PhimoeConfig,
+    RobertaConfig,
+    Starcoder2Config,
+)
+from transformers.models.llama import modeling_llama
+
+from fivefold.errors import UserError
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.build import build_meta
+from fivefold.models.trace import Untraceable, trace
+from tests.models import tiny
+
+ROUTED = {"num_local_experts": 3, "num_experts_per_tok": 2}
+OPT = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 53, "num_attention_heads": 4, "vocab_size": 101}
+
+
+def traced(config):
+    model = build_meta(config)
+    return trace(model, Anatomy.of(model))
+
+
+def mlp_that(change, monkeypatch):
+    """A Llama whose feed-forward layers do something else as well."""
+    plain = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: change(self, plain(self, x)))
+    return LlamaConfig(**tiny.SIZES)
+
+
+def noisy(mlp, x):
+    return x * torch.empty_like(x).uniform_(0.9, 1.1) if mlp.training else x
+
+
+def counting(mlp, x):
+    return x * torch.arange(x.shape[1])[:, None]
+
+
+def failing(mlp, x):
+    return {}["no such key"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (noisy, "model.layers.0.mlp computes with random numbers in training"),
+        (counting, "model.layers.0.mlp counts the tokens of a row"),
+        (failing, r"model.layers.0.mlp cannot be followed \(KeyError"),
+    ],
+)
+def test_what_a_module_does_is_refused_by_its_name(change, said, monkeypatch):
+    config = mlp_that(change, monkeypatch)
+    with pytest.raises(Untraceable, match=said):
+        traced(config)
+
+
+def sparse_minimax():
+    return MiniMaxM3VLTextConfig(
+        **tiny.SIZES, **ROUTED, head_dim=8, rotary_dim=4, dense_intermediate_size=48, shared_intermediate_size=17,
+        index_n_heads=2, index_head_dim=8, index_block_size=2, index_topk_blocks=1,
+        layer_types=["full_attention", "minimax_m3_sparse", "full_attention"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (sparse_minimax(), "MiniMaxM3VLAttention passes its attention block_indices"),
+        (
+            RobertaConfig(**tiny.SIZES, is_decoder=True, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+            "positions that it counts",
+        ),
+        (DogeConfig(**tiny.SIZES, hidden_dropout=0.0), "look into the attention mask"),
+        (OPTConfig(**OPT, dropout=0.0, is_decoder=False), None),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_classes_that_compute_something_else_are_refused(config, said):
+    if said is None:
+        assert len(traced(config).blocks) == 2
+        return
+    with pytest.raises(Untraceable, match=said):
+        traced(config)
+
+
+def test_random_numbers_without_an_effect_are_let_through():
+    """PhiMoE draws experts at random among those that its jitter leaves; without jitter one is left. OPT draws for each
+    layer whether to drop it, at a rate of 0."""
+    assert len(traced(PhimoeConfig(**tiny.SIZES, num_local_experts=3, router_jitter_noise=0.0)).blocks) == 3
+    assert len(traced(OPTConfig(**OPT, dropout=0.0)).blocks) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (
+            DbrxConfig(
+                d_model=32,
+                n_heads=4,
+                n_layers=1,
+                vocab_size=101,
+                attn_config={"rope_theta": 1e4},
+                ffn_config={"moe_jitter_eps": 0.01},
+            ),
+            "ffn_config.moe_jitter_eps",
+        ),
+        (
+            DbrxConfig(
+                d_model=32, n_heads=4, n_layers=1, vocab_size=101, attn_config={"rope_theta": 1e4, "attn_pdrop": 0.1}
+            ),
+            "attn_config.attn_pdrop",
+        ),
+        (PhimoeConfig(**tiny.SIZES, num_local_experts=3), "router_jitter_noise"),
+        (OPTConfig(**OPT, dropout=0.0, layerdrop=0.2), "layerdrop"),
+        (Starcoder2Config(**tiny.SIZES, residual_dropout=0.1, embedding_dropout=0.0), "residual_dropout"),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_dropout_and_jitter_are_found_at_every_depth(config, key):
+    with pytest.raises(UserError, match=f"{key} 0") as error:
+        build_meta(config)
+    assert f"model.overrides.{key}: 0" in error.value.fix and "ForCausalLM has" in error.value.what
+
+
+def test_a_config_of_which_transformers_makes_no_model_is_said_to_be_one():
+    with pytest.raises(UserError, match="no DbrxForCausalLM can be built from its config") as error:
+        build_meta(DbrxConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=101))
+    assert "rope_theta" in error.value.what

@@ -1,0 +1,68 @@
+"""Every fold and schedule, on any rank, in bf16 and fp32: nothing fails, and blocks are compiled once.
+
+One process stands for a world: see `tests/rehearsal.py`. What layouts compute is compared elsewhere, mostly in fp64;
+errors of one dtype, of one rank, or of compiled blocks show here.
+"""
+
+import pytest
+
+from fivefold.parallel.schedule import SPLITTING, nothing_put_off
+from tests.rehearsal import Rehearsal, rehearse
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved+v2", "zb", "zb+v2", "zbv", "dualpipev")
+DENSE = (
+    "single", "shard8", "dp2.shard4", "shard2.tp2.cp2", "pp2.shard2.tp2", "cp4", "cp4+ring", "cp4+allgather",
+    "cp4+ulysses", "cp4+2x2", "tp8", "tp4+full", "tp2+nosp", "dp2.shard2.tp2+zero1", "shard4+zero2",
+    *(f"pp2+{schedule}" for schedule in SCHEDULES), *(f"pp2.shard2+zero{zero}+zbv" for zero in (1, 2)),
+    "pp4.dp2.tp2+zb", "pp2.cp2+zb+full",
+)  # fmt: skip
+OF_EXPERTS = (
+    "shard4.ep4", "shard2.tp2.ep4", "shard4.tp2.ep4+etp", "pp2.shard4.ep2", "shard2.cp2.ep4+full", "tp4.ep4+nosp",
+    "pp2.ep2.shard2+zb",
+)  # fmt: skip
+SIZES = (("num_hidden_layers", 4), ("num_attention_heads", 8), ("num_key_value_heads", 4))
+DEEP = (("num_hidden_layers", 12),)
+OTHERS = tuple(
+    Rehearsal(f"{layout}{precision}", rank, family)
+    for layout, family in (("tp2.shard2", "gemma2"), ("pp2.tp2", "gemma2"), ("shard2.ep2", "deepseek_v3"))
+    for precision, rank in (("", -1), ("+fp32", 0))
+)
+CASES = [
+    Rehearsal(f"{layout}{precision}", rank, family, SIZES)
+    for family, layouts in (("llama", DENSE), ("mixtral", OF_EXPERTS))
+    for layout in layouts
+    for precision, rank in (("", 0), ("", -1), ("+fp32", 0))
+]
+
+
+def name(case: Rehearsal) -> str:
+    return f"{case.layout}-{case.family}-rank{case.rank}"
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=name)
+def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
+    rehearse(case)
+
+
+@pytest.mark.parametrize("layout", ["shard2", "tp2", "tp2+nosp+full", "shard2.tp2", "pp2.tp2", "dp2.tp2+zero1"])
+def test_layers_are_compiled_once_whatever_the_documents(layout: str) -> None:
+    """One graph of the first batch, and one whose number of documents is free, for twelve layers."""
+    seen = rehearse(Rehearsal(layout, overrides=DEEP, compiled=True, steps=4))
+    assert seen.graphs <= 2 and not seen.late_graphs
+    assert not seen.breaks and not seen.given_up
+
+
+def test_layers_with_experts_are_compiled_in_the_same_pieces() -> None:
+    """Between the router and the experts, which are not compiled; twelve layers as two."""
+    two, twelve = (
+        rehearse(Rehearsal("shard2.ep2", 0, "mixtral", (("num_hidden_layers", layers),), compiled=True, steps=4))
+        for layers in (2, 12)
+    )
+    assert twelve.graphs == two.graphs <= 6 and not twelve.late_graphs
+    assert sum(twelve.breaks.values()) == sum(two.breaks.values())
+
+
+@pytest.mark.parametrize("schedule", SPLITTING)
+def test_a_schedule_that_gains_nothing_in_compiled_blocks_says_so(schedule: str) -> None:
+    seen = rehearse(Rehearsal(f"pp2+{schedule}", overrides=SIZES, compiled=True, steps=1))
+    assert any(nothing_put_off(schedule) == each for each in seen.warned)

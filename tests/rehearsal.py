@@ -1,0 +1,164 @@
+"""Any rank of any layout in one process: a process group that sends nothing, and two real training steps.
+
+The group ("fake", of `torch.testing`) answers every collective at once and leaves what is received as it is. Shapes,
+types, hooks, FSDP, schedules and compilation are the real ones; values are not, so nothing here is compared. What
+depends on values is dealt evenly: how many rows other ranks send to this rank's experts, and whether a step is finite.
+"""
+
+import multiprocessing as mp
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+TIMEOUT = 120.0  # seconds of one rehearsal
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """`layout`: a text; `rank`: of its world, negative from the end. `family`, `overrides`: of the tiny model.
+    `compiled`: blocks go through Dynamo, and run as they are then, without Inductor."""
+
+    layout: str
+    rank: int = 0
+    family: str = "llama"
+    overrides: tuple[tuple[str, Any], ...] = ()
+    compiled: bool = False
+    steps: int = 2
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of a rehearsal: `groups` that were created (calls), `graphs` compiled in all steps and after the first two,
+    `breaks` by their reasons, the blocks that were `given_up`, and what was warned of."""
+
+    groups: int = 0
+    graphs: int = 0
+    late_graphs: int = 0
+    breaks: dict[str, int] = field(default_factory=dict)
+    given_up: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+
+
+def rehearse(case: Rehearsal) -> Seen:
+    """Run `case` in a process that is there for this. Raises what it raised."""
+    return on_stage(_rehearse, case)
+
+
+def on_stage(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a module-level function in the process of the rehearsals."""
+    return _stage().submit(function, *args).result(TIMEOUT)
+
+
+_executors: list[ProcessPoolExecutor] = []
+
+
+def _stage() -> ProcessPoolExecutor:
+    if not _executors:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers"])
+        _executors.append(ProcessPoolExecutor(1, context))
+    return _executors[0]
+
+
+@contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """This process as `rank` of a world that sends nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank % size, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _rehearse(case: Rehearsal) -> Seen:
+    import torch
+
+    torch.set_num_threads(1)
+    world = _parity_case(case, 1).parsed.world
+    with fake_world(world, case.rank):
+        return _steps(case)
+
+
+def _steps(case: Rehearsal) -> Seen:
+    import torch
+    import torch.distributed as dist
+    from torch._dynamo.utils import counters
+
+    from fivefold.models.build import build_meta
+    from fivefold.parallel import apply, schedule
+    from fivefold.parallel.spread import spread_of
+    from fivefold.training import step
+    from fivefold.training.optimizer import build_optimizer
+    from tests import parity
+
+    torch._dynamo.reset()
+    counters.clear()
+    layout = _parity_case(case, 1).parsed
+    least, unit = schedule.micro_batches_for(layout)
+    micro = max(least, unit, 2 * layout.pp) if layout.pp > 1 else 2
+    parity_case = _parity_case(case, micro * layout.data_ranks * layout.micro_batch_size)
+    plain_compile, made, late = torch.compile, [], 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return real(*args, **kwargs)
+
+    real = dist.new_group
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        patch.object(torch, "compile", lambda forward, **_: plain_compile(forward, backend="eager")),
+        patch.object(dist.device_mesh, "new_group", counted),
+        patch.object(dist, "new_group", counted),
+        _without_values(),
+    ):
+        model = apply.parallelize(build_meta(parity.hf_config(parity_case)), layout, compile_blocks=case.compiled)
+        optimizer = build_optimizer(model, parity_case.options)
+        for number in range(case.steps):
+            late += counters["stats"]["unique_graphs"] if number == 2 else 0
+            rows = parity.documents(parity_case, number)[number:] + parity.documents(parity_case, number)[:number]
+            batch = parity.batch_of(rows, layout, spread_of(model).mesh.data_rank)
+            result = step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
+            assert not result.skipped
+    graphs = counters["stats"]["unique_graphs"]
+    compiled = spread_of(model).compiled
+    return Seen(
+        len(made), graphs, graphs - late if case.steps > 2 else 0, dict(counters["graph_break"]),
+        list(compiled.given_up) if compiled else [], [str(each.message) for each in warned],
+    )  # fmt: skip
+
+
+def _parity_case(case: Rehearsal, rows: int) -> Any:
+    from tests.parity import Case
+
+    return Case(case.layout, family=case.family, rows=rows, overrides=case.overrides)
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Inside, nothing asks for what other ranks would have sent."""
+    import torch
+
+    from fivefold.parallel import expert
+    from fivefold.training import step
+
+    plain = expert.exchange_counts
+
+    def even(counts_E: Any, held: Any, rank: int, group: Any) -> Any:
+        received = plain(counts_E, held, rank, group)
+        rows, places = int(counts_E.sum()), received.numel()
+        share = torch.tensor([rows // places + (at < rows % places) for at in range(places)])
+        return share.view_as(received).to(received)
+
+    with (
+        patch.object(expert, "exchange_counts", even),
+        patch.object(step, "isfinite", lambda _: True),
+        patch.object(step, "sqrt", lambda _: 1.0),
+    ):
+        yield

@@ -1,0 +1,114 @@
+"""Run files and overrides made to harm, or mistyped: each is refused in a sentence, quickly, and nothing is written."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from fivefold.config import keys, load_config
+from fivefold.errors import UserError
+from fivefold.launch import local
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+FILES = {
+    "an alias bomb": (BOMB, "stands for more than 10000 values"),
+    "a list that holds itself": ("data: &a {train: [*a]}", "run.yaml:1: an alias stands inside of what it names"),
+    "an unknown tag": ("run:\n  name: !foo bar", "run.yaml:2: the tag !foo has no meaning"),
+    "a tag of Python's": (
+        "run: {name: !!python/object/apply:os.system [id]}",
+        "the tag !!python/object/apply:os.system",
+    ),
+    "a tag on a section": ("run: !!set {a, b}", "the tag !!set"),
+    "bytes": ("run: {name: !!binary aGVsbG8=}", "the tag !!binary"),
+    "a tag that lies": ("train: {max_steps: !!int x}", "'x' is no int"),
+    "a list for a key": ("{[a, b]: 1}", "a key is a word"),
+    "a NUL byte": ('run: {name: "a\\0b"}', "NUL byte"),
+    "half of a character": ('run: {name: "\\ud800"}', "lone surrogate"),
+    "infinity": ("optimizer: {learning_rate: .inf}", ".inf is not a finite number"),
+    "a large number": (f"train: {{max_steps: {'9' * 5000}}}", "larger than 64 bits"),
+    "deep lists": ("[" * 5000 + "]" * 5000, "nested more than 50 deep"),
+    "deep lists, not very": ("[" * 100 + "]" * 100, "nested more than 50 deep"),
+    "nothing": ("", "run.yaml is empty"),
+    "only a comment": ("# later\n", "run.yaml is empty"),
+    "an empty list of decay rates": ("optimizer: {betas: []}", "run.yaml:1 optimizer.betas"),
+    "a way out of the folder": ("run: {name: ../../../x}", "run.yaml:1 run.name: '../../../x' is a path"),
+    "an absolute name": ("run: {name: /tmp/x}", "is a path"),
+    "a Windows path": (r"run: {name: 'a\b'}", "is a path"),
+    "the folder above": ("run: {name: ..}", "is a path"),
+    "escapes of a terminal": ('run: {name: "a\\e[2Jb"}', "characters that cannot be shown"),
+    "a line break": ('run: {name: "a\\nb"}', "characters that cannot be shown"),
+    "a very long name": (f"run: {{name: {'x' * 241}}}", "241 bytes"),
+    "a very long folder": (f"run: {{dir: {'x/' * 2000}}}", "4000 bytes"),
+    "a very large degree": ("layout: {cp: 9223372036854775807}", "cp 9223372036854775807 is not a degree"),
+    "a very large vocabulary": ("tokenizer: {name_or_path: 'train:99999999999999'}", "too large"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_is_refused_in_a_sentence(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, expected = FILES[kind]
+    Path("run.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as refused:
+        load_config(Path("run.yaml"))
+    assert expected in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_aliases_that_repeat_little_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {train: [&a {path: x.txt}, *a]}", encoding="utf-8")
+    assert [source.path for source in load_config(tmp_path / "run.yaml").data.train] == ["x.txt", "x.txt"]
+
+
+def test_a_date_is_a_name_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: {name: 2026-01-31}", encoding="utf-8")
+    assert load_config(tmp_path / "run.yaml").run.name == "2026-01-31"
+
+
+def test_a_file_that_says_that_it_says_nothing_has_every_default(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("{}", encoding="utf-8")
+    assert load_config(tmp_path / "run.yaml").run.name == "demo"
+
+
+# ---- overrides: any value for any key, as far as the start of the workers --------------------------------------------
+
+VALUES = (
+    "", "[]", "{}", "''", "-1", "1e999", ".nan", "99999999999999999999999999", "[null]", "[[]]", "{a: {b: 1}}",
+    "2024-01-01", "!!timestamp x", "&a [*a]", "{[1]: 2}", '"\\0"', "x" * 5000, "../../x", "101%",
+)  # fmt: skip
+EXTRA = (
+    "layout",
+    "data",
+    "run",
+    "",
+    "..",
+    "x",
+    "data.train.9",
+    "data.train.²",
+    "a.b.c.d",
+    "model.overrides.vocab_size",
+)
+
+
+class Started(Exception):
+    """The workers would have been started."""
+
+
+def start(*_: Any, **__: Any) -> None:
+    raise Started
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:12])
+def test_an_override_is_taken_or_refused_in_a_sentence(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [key.name.replace("[]", ".0") for key in keys()]
+    with patch.object(local, "_prepare"), patch.object(local, "start_workers", start):
+        for number, name in enumerate((*names, *EXTRA)):
+            with pytest.raises((UserError, Started)):
+                local.run(None, [f"run.name=r{number}", f"{name}={value}"])

@@ -1,0 +1,69 @@
+"""Peaks of devices by the names that CUDA and ROCm give them, and the weights of a model of experts."""
+
+import pytest
+from transformers import AutoConfig
+
+from fivefold.models.build import build_meta
+from fivefold.training.flops import Costs, bf16_peak
+
+PEAKS = {
+    "NVIDIA GB300": 2500.0,
+    "NVIDIA GB200": 2500.0,
+    "NVIDIA B300 SXM6 AC": 2250.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA GH200 144G HBM3e": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H800": 989.4,
+    "NVIDIA H800 PCIe": 756.0,
+    "NVIDIA H20": 148.0,
+    "NVIDIA H20-3e": 148.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A800-SXM4-80GB": 312.0,
+    "NVIDIA A800 80GB PCIe": 312.0,
+    "NVIDIA A30": 165.0,
+    "NVIDIA A40": 149.7,
+    "NVIDIA A10": 125.0,
+    "NVIDIA A10G": 70.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40": 181.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
+    "AMD Instinct MI250X": 191.5,
+    "AMD Instinct MI300A": 980.6,
+    "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI325X": 1307.4,
+    "AMD Instinct MI350X": 2306.9,
+    "AMD Instinct MI355X": 2516.6,
+    "Tesla V100-SXM2-32GB": None,
+    "Tesla T4": None,
+    "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
+    "NVIDIA GeForce GTX 1080 Ti": None,
+}
+
+
+@pytest.mark.parametrize(("name", "peak"), PEAKS.items())
+def test_a_device_is_known_by_its_name(name: str, peak: float | None) -> None:
+    assert bf16_peak(name) == peak
+
+
+def test_experts_per_token_may_differ_by_layer() -> None:
+    """HunYuan's config may have a list: two layers of one expert and of three cost as much as two layers of two."""
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101, "num_experts": 4,
+    }  # fmt: skip
+    listed, plain, one = (
+        Costs.of(build_meta(AutoConfig.for_model("hunyuan_v1_moe", **sizes, moe_topk=picks)))
+        for picks in ([1, 3], 2, 1)
+    )
+    assert listed.per_token == plain.per_token
+    assert plain.per_token - one.per_token == 6 * 2 * 3 * 32 * 24

@@ -1,0 +1,69 @@
+"""What is said around a run: commands that can be pasted, and nothing of an MFU that there is none of."""
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fivefold.config import RunConfig, load_config
+from fivefold.training import header
+
+
+class Rows:
+    """A hundred of them, in one pool."""
+
+    pools = (None,)
+
+    def __len__(self) -> int:
+        return 100
+
+    def epochs(self, rows: int) -> float:
+        return rows / 100
+
+
+def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None = None) -> Any:
+    return SimpleNamespace(
+        config=config, step=step, total_steps=20, last_eval=1.5, skipped=0, tokens_seen=1000, peak_tflops=peak,
+        world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows()),
+    )  # fmt: skip
+
+
+def commands(lines: list[tuple[str, str]]) -> list[list[str]]:
+    labels = [label for label, _ in lines]
+    return [shlex.split(text, comments=True) for _, text in lines[labels.index("next") :]]
+
+
+def test_lines_to_paste_are_quoted_and_name_the_report(tmp_path: Path) -> None:
+    run = tmp_path / "ünï 文" / "it's"
+    config = load_config(None, [f"run.dir={run.parent}", f'run.name="{run.name}"', 'sample.prompts=["say \\"a b\\""]'])
+    pasted = commands(header.closing_lines(job(config, step=20), None))
+    assert pasted == [
+        ["fivefold", "report", str(run)],
+        ["fivefold", "generate", str(run), "--prompt", 'say "a b"'],
+        ["fivefold", "export", str(run), str(run / "hf")],
+        ["fivefold", "train", str(run), "train.max_steps=40"],  # a finished run says how to make it longer
+    ]
+
+
+def test_a_stopped_run_names_the_command_that_goes_on() -> None:
+    lines = header.closing_lines(job(load_config(None), step=7), "stopped by SIGINT after step 7")
+    assert ("next", "fivefold train runs/demo   # goes on") in lines
+    assert commands(lines)[1] == ["fivefold", "report", "runs/demo"]
+    assert load_config(None, ["train.max_steps=14"]).train.max_steps == 14  # the key that makes it longer
+
+
+def test_a_prompt_of_several_lines_is_not_pasted() -> None:
+    config = load_config(None, ['sample.prompts=["a\\nb", "c"]'])
+    assert header.next_commands(config, step=1, total_steps=2)[2].endswith("--prompt c")
+
+
+@pytest.mark.parametrize(
+    ("device", "peak", "said"),
+    [("cpu", None, []), ("cuda:0", None, ["not shown: the peak"]), ("cuda:0", 989.0, ["of 989 TFLOP/s; counted: 6 x"])],
+)
+def test_mfu_is_explained_where_there_is_one(device: str, peak: float | None, said: list[str]) -> None:
+    lines = header._mfu_lines(job(load_config(None), step=0, device=device, peak=peak))
+    assert [label for label, _ in lines] == ["mfu"] * len(said)
+    assert all(start in text for start, (_, text) in zip(said, lines, strict=True))

@@ -1,0 +1,132 @@
+"""How long a run is and how long it warms up: said in steps, tokens or epochs, settled once the data is known."""
+
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fivefold.checkpoint import agreement, check_agreement
+from fivefold.config import RunConfig, load_config
+from fivefold.errors import UserError
+from fivefold.training import length
+from fivefold.training.schedule import learning_rate
+from tests.data.helpers import prepare_texts
+from tests.test_readme import blocks
+from tests.training.bodies import column, run_dir, run_file, train
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("asked", "total", "expected"),
+    [
+        ("auto", 20, 1), ("auto", 1, 1), ("auto", 200, 10), ("auto", 1990, 100), ("auto", 10**6, 100),
+        ("5%", 10**6, 50_000), (0.1, 30, 3), (0, 30, 0), (7, 3, 7), ("0%", 30, 0),
+    ],
+)  # fmt: skip
+def test_the_warm_up_follows_the_run_unless_it_is_a_number(asked: Any, total: int, expected: int) -> None:
+    settled = length.settled(config(scheduler={"warmup_steps": asked}), total, before=None)
+    assert settled.scheduler.warmup_steps == expected and isinstance(settled.scheduler.warmup_steps, int)
+    assert length.settled(settled, 10 * total, before=None) == settled
+
+
+def test_the_run_file_of_the_readme_reaches_its_learning_rate(tmp_path: Path) -> None:
+    (tmp_path / "notes.yaml").write_text(blocks("yaml")[0])
+    read = load_config(tmp_path / "notes.yaml")
+    total, peak = read.train.max_steps, read.optimizer.learning_rate
+    assert total
+    warmup = length.settled(read, total, before=None).scheduler.warmup_steps
+    assert isinstance(warmup, int)
+    shape = {"name": read.scheduler.name, "peak": peak, "total_steps": total, "min_lr_ratio": 0.1}
+    assert max(learning_rate(step, warmup_steps=warmup, **shape) for step in range(total)) == peak
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_said_with_the_rate_it_reaches() -> None:
+    long = config(scheduler={"warmup_steps": 100}, optimizer={"learning_rate": 1e-3})
+    said = length.warning(long, 20)
+    assert said and "warmup_steps 100 is longer than the run of 20 steps" in said and "reaches 0.0002" in said
+    assert length.warning(long, 100) is None
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 0.5, 2.5, 0.1])
+def test_epochs_are_as_many_passes_over_the_rows(tmp_path: Path, epochs: float) -> None:
+    data = prepare_texts(tmp_path, ["x" * 40] * 50, packing=False)
+    asked = config(train={"max_epochs": epochs, "global_batch_size": 4})
+    steps = length.total_steps(asked, data)
+    assert steps == {1: 13, 3: 38, 0.5: 7, 2.5: 32, 0.1: 2}[epochs]
+    order = data.train._order
+    seen = [order[place] for place in range(4 * steps)]
+    assert all(seen.count(row) >= int(epochs) for row in range(50))
+    assert length.total_steps(config(train={"max_steps": 7}), data) == 7
+    assert length.total_steps(config(train={"max_tokens": 41 * 8, "global_batch_size": 4}), data) == 2
+
+
+def test_a_tenth_is_a_tenth(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, ["x" * 40] * 100, packing=False)
+    assert length.total_steps(config(train={"max_epochs": 0.1, "global_batch_size": 10}), data) == 1
+
+
+def test_one_of_the_three_is_set(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: {max_epochs: 3}\n")
+    loaded = load_config(tmp_path / "run.yaml").train
+    assert (loaded.max_steps, loaded.max_tokens, loaded.max_epochs) == (None, None, 3)
+    loaded = load_config(tmp_path / "run.yaml", ["train.max_steps=5"]).train
+    assert (loaded.max_steps, loaded.max_epochs) == (5, None)
+    loaded = load_config(tmp_path / "run.yaml", ["train.max_epochs=1.5"]).train
+    assert (loaded.max_steps, loaded.max_epochs) == (None, 1.5)
+    with pytest.raises(UserError, match="max_tokens and max_epochs are both set; keep one"):
+        load_config(tmp_path / "run.yaml", ["train.max_tokens=5", "train.max_epochs=1"])
+    for wrong in ("0", "-1", "true", "many", ".nan", ".inf"):
+        with pytest.raises(UserError, match=r"train\.max_epochs"):
+            load_config(tmp_path / "run.yaml", [f"train.max_epochs={wrong}"])
+
+
+def test_what_is_said_of_the_epochs(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, ["x" * 40] * 50, packing=False)
+    asked = config(train={"global_batch_size": 4})
+    assert length.epochs_text(asked, data, 25) == "50 rows; 25 steps read them 2 times"
+    assert length.epochs_text(asked, data, 3) == "50 rows; 3 steps read them 0.24 times"
+    assert length.epochs_text(asked, data, 10**6) == "50 rows; 1,000,000 steps read them 80,000 times"
+
+
+def test_a_warm_up_left_open_agrees_with_what_a_checkpoint_has() -> None:
+    saved = agreement(config(scheduler={"warmup_steps": 100}), "f")
+    for open_ in ("auto", "5%"):
+        check_agreement(saved, agreement(config(scheduler={"warmup_steps": open_}), "f"))
+    with pytest.raises(UserError, match=r"scheduler.warmup_steps is 5, but the checkpoint was trained with 100"):
+        check_agreement(saved, agreement(config(scheduler={"warmup_steps": 5}), "f"))
+
+
+def test_a_run_that_is_made_longer_keeps_its_warm_up(tmp_path: Path) -> None:
+    """A finished run of 21 steps, whose 5% are 2, goes on to 41, whose 5% would be 3, then to 1.3 epochs."""
+    tree = run_file(tmp_path, train__max_steps=21, train__global_batch_size=2, train__check_every=0)
+    del tree["scheduler"]
+    ran = train(tree, world=1)
+    assert ran.error is None and "warm-up 2 steps, then cosine" in ran.screen
+    assert "rows; 21 steps read them" in ran.screen.split("step 1/21")[0]  # at the start
+    assert "rows; 21 steps read them" in ran.screen.split("step 21/21")[1]  # and at the end
+    assert max(column(tree, "train/learning_rate")) == 1e-2
+    own = yaml.safe_load((run_dir(tree) / "run.yaml").read_text())
+    assert own["scheduler"]["warmup_steps"] == 2
+    tree["train"]["max_steps"] = 41
+    assert train(tree, world=1).error is None
+    rates = column(tree, "train/learning_rate")
+    assert rates[:2] == [5e-3, 1e-2] and rates[21] < 1e-2 and len(rates) == 41
+    own = yaml.safe_load((run_dir(tree) / "run.yaml").read_text())
+    assert own["scheduler"]["warmup_steps"] == 2
+    del tree["train"]["max_steps"]
+    tree["train"]["max_epochs"] = 1.3
+    ran = train(tree, world=1)
+    assert ran.error is None and "warm-up 2 steps" in ran.screen
+    rows = int(ran.screen.split(" rows; ")[0].split()[-1])
+    assert len(column(tree, "train/loss")) == ceil(1.3 * rows / 2) > 41
+
+
+def test_a_warm_up_too_long_is_said_on_the_screen(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, train__max_steps=1, scheduler__warmup_steps=50)
+    ran = train(tree, world=1)
+    assert ran.error is None and "WARNING  scheduler.warmup_steps 50 is longer than the run of 1 step" in ran.screen
