@@ -110,6 +110,7 @@ def wrong_states(path: Path) -> bool:
     turned = torch.optim.AdamW(list(reversed(one.param_groups[0]["params"])))
     swapped = torch.optim.AdamW([{"params": g["params"]} for g in reversed(adamw.param_groups)])
     ff.save(model, adamw, path / "a")
+    (path / "mine.txt").write_text("of the user")
     for call, told in (
         (lambda: ff.save(model, adamw, path / "a"), "published already"),
         (lambda: ff.save(model, adamw, path / "b", state={"x": object()}), "not JSON"),
@@ -118,9 +119,11 @@ def wrong_states(path: Path) -> bool:
         (lambda: ff.load(model, one, path / "a"), "3 parameter groups"),
         (lambda: ff.load(model, swapped, path / "a"), "parameter group 0"),
         (lambda: ff.load(model, adamw, path / "none"), "not a run folder"),
+        (lambda: ff.save(model, adamw, path, overwrite=True), "no checkpoint, and not empty"),
     ):
         with pytest.raises(ff.UserError, match=told):
             call()
+    assert (path / "mine.txt").read_text() == "of the user"
     ff.save(model, one, path / "a", overwrite=True)
     ff.load(model, turned, path / "a")
     ff.save(model, None, path / "weights", state={"step": 5})

@@ -134,11 +134,11 @@ def save_steps(case: Case, directory: Path, steps: list[int], keep: int) -> list
     return found
 
 
-def save_on_full_disk(case: Case, directory: Path) -> str:
-    """Rank 1 cannot write; the error that this rank raises."""
+def save_on_bad_disk(case: Case, directory: Path, kind: str) -> str:
+    """Rank 1 cannot write, or what it writes is another thing on the disk; the error that this rank raises."""
     model, optimizer = _fresh(case)
     try:
-        with full_disk(rank=1):
+        with (full_disk if kind == "full" else wrong_disk)(rank=1):
             save(model, optimizer, directory, step=9, state={}, keep=3)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -152,6 +152,20 @@ def full_disk(rank: int) -> Any:
         raise OSError(28, "No space left on device")
 
     return patch.object(disk, "write", full) if dist.get_rank() == rank else nullcontext()
+
+
+def wrong_disk(rank: int) -> Any:
+    """Inside, one bit of each file of this rank is flipped on its way."""
+    plain = disk.write
+
+    def write(path: Path, pieces: Any) -> int:
+        size = plain(path, pieces)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        return size
+
+    return patch.object(disk, "write", write) if dist.get_rank() == rank else nullcontext()
 
 
 def restore_error(case: Case, folder: Path) -> str:

@@ -26,6 +26,7 @@ MUST = {
     "optimizer.betas": {"optimizer": {"betas": [0.9, 0.99]}},
     "optimizer.name": {"optimizer": {"name": "muon"}},
     "scheduler.name": {"scheduler": {"name": "linear"}},
+    "scheduler.warmup_steps": {"scheduler": {"warmup_steps": 7}},
 }
 MAY = [
     {"layout": {"tp": 2, "dp_shard": 1}},
@@ -68,6 +69,13 @@ def test_keys_of_another_optimizer_need_not_agree() -> None:
 def test_a_key_that_the_checkpoint_does_not_know() -> None:
     with pytest.raises(UserError, match=r"x is 1, but the checkpoint was trained with \(not set\)"):
         check_agreement(_agreement(), {**_agreement(), "x": 1})
+
+
+def test_a_key_that_only_the_checkpoint_knows() -> None:
+    """Keys that are left at their defaults are not written: a coefficient that was taken out of the run file."""
+    balanced = _agreement(balance={"aux_loss": 0.25})
+    with pytest.raises(UserError, match=r"balance\.aux_loss is \(not set\), but the checkpoint was trained with 0\.25"):
+        check_agreement(balanced, _agreement())
 
 
 def test_a_model_that_changed_behind_its_name_is_told() -> None:

@@ -10,7 +10,7 @@ from xxhash import xxh3_128_hexdigest
 from fivefold.checkpoint import Checkpoint, Damaged, find_checkpoint, newest, steps
 from fivefold.checkpoint.manifest import signed
 from fivefold.errors import UserError
-from tests.checkpoint.ranks import restore_error, save_on_full_disk, save_steps, save_twice
+from tests.checkpoint.ranks import restore_error, save_on_bad_disk, save_steps, save_twice
 from tests.parity import Case
 from tests.pool import run_ranks
 
@@ -154,9 +154,11 @@ def test_a_damaged_step_is_replaced_when_it_is_reached_again(run: Path) -> None:
     assert newest(run / "checkpoints") == run / "checkpoints" / "step-000300"
 
 
-def test_a_full_disk_fails_on_every_rank_and_leaves_the_old_steps(run: Path) -> None:
-    errors = run_ranks(2, save_on_full_disk, CASE, run / "checkpoints")
-    assert errors[0] == errors[1] and errors[0].startswith("RunFailed") and "No space left" in errors[0]
+@pytest.mark.parametrize(("kind", "said"), [("full", "No space left"), ("wrong", "not those that were saved")])
+def test_a_bad_disk_fails_on_every_rank_and_leaves_the_old_steps(run: Path, kind: str, said: str) -> None:
+    """What is not read back as it was written is never published."""
+    errors = run_ranks(2, save_on_bad_disk, CASE, run / "checkpoints", kind)
+    assert errors[0] == errors[1] and errors[0].startswith("RunFailed") and said in errors[0]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-000{n}00" for n in (1, 2, 3)]
 
 

@@ -231,6 +231,7 @@ def test_bounds_that_are_no_documents_are_a_bug(edges):
         ({"position_bias": torch.ones(4)}, "position_bias"),
         ({"block_indices": torch.ones(1, 5)}, "Attention passes its attention block_indices"),
         ({"attend_to_sinks": 3}, "attend_to_sinks"),
+        ({"is_sparse": True}, "is_sparse"),
         ({"is_causal": False}, "not causal"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -239,6 +240,16 @@ def test_what_is_not_supported_is_refused_not_dropped(kwargs, word):
     query, key, value = inputs(1, 5, 4, 4)
     with pytest.raises(UserError, match=word):
         attention_forward(Attention(), query, key, value, **{"attention_mask": None, **kwargs})
+
+
+@pytest.mark.parametrize("width", [5, 11])
+def test_values_of_another_width_than_the_keys(width):
+    """The scale is that of the queries as they are given, not of what they are filled up to."""
+    query, key, value = inputs(2, 7, 4, 2)
+    value = torch.randn(2, 2, 7, width, dtype=torch.float64)
+    bounds = torch.tensor([0, 3, 7, 9, 14], dtype=torch.int32)
+    ours, twin = forward(query, key, value, bounds), reference_attention(query, key, value, bounds)
+    assert (ours - twin).abs().max() <= 1e-12
 
 
 def test_a_window_as_long_as_the_row_changes_nothing():
