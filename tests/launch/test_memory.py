@@ -1,5 +1,6 @@
 """Memory: what there is, what a run needs of it by arithmetic, and a death for want of it, which is not tried again."""
 
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,9 @@ def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: 
         check_memory(Shape(10**9), config, layout, world)
     )
     assert check_memory(Shape(10**6), config, layout, world) is None
+
+
+def test_a_limit_of_addresses_is_named_where_memory_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, said in ((6 * GIB, True), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert ("ulimit -v gives each process 6.00 GiB" in local._memory_advice(Pressure(), None)) is said

@@ -127,6 +127,9 @@ def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
             return FileList(source, tuple((file, form) for file in files))
     if path.is_dir():
         return _pick(source, _walk(path), formats, forced, strict=False)
+    if path.exists() and not path.is_file():  # the text is read more than once, and by each worker
+        what = f"{source.label}: {source.path} is no file but a pipe or a device"
+        raise UserError(what, fix="write its text to a file, and name that", more=MORE)
     if path.exists():
         return _pick(source, [path], formats, forced, strict=True)
     if glob.has_magic(source.path):
@@ -155,7 +158,7 @@ def _walk(folder: Path) -> list[Path]:
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(where, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+    return sorted(path for path in found if path.is_file() or not path.exists())  # no pipe, no device
 
 
 def _pick(

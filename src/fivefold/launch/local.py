@@ -18,7 +18,7 @@ from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
-from fivefold.launch.memory import GIB, Needs, Pressure, room
+from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.restart import WorkerDied, with_restarts
@@ -254,9 +254,11 @@ def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
     there = room()
     held = f"the workers held {pressure.held / GIB:.2f} GiB at most" if pressure.held else ""
     total = f"this machine has {there.total / GIB:.2f}" if there else ""
+    limit = address_limit()
+    addresses = f"ulimit -v gives each process {limit / GIB:.2f} GiB of addresses: raise that first" if limit else ""
     helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
     advice = needs.advice(there.total if there else 2**62) if needs else helps
-    return "; ".join(part for part in (", ".join(filter(None, (held, total))), advice) if part)
+    return "; ".join(part for part in (", ".join(filter(None, (held, total))), addresses, advice) if part)
 
 
 def _show_cursor() -> None:
