@@ -132,3 +132,44 @@ def layouts_of_whole_tensors() -> bool:
             torch.optim.Adafactor(model.parameters()).step()
         found += [torch.allclose(ours[name], theirs[name].detach(), rtol=1e-3, atol=1e-5) for name in theirs]
     return all(found)
+
+
+def looked_at_between(layout: str) -> list[np.ndarray]:
+    """Plain forwards before and after the optimizer's step: what was gathered for one must not serve the next."""
+    model = ff.parallelize(build("llama"), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        model.backward(batch)
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"]).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def looked_at_in_one_process(data_ranks: int) -> list[np.ndarray]:
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        mean_loss(model, [batch] * data_ranks).backward()
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"], use_cache=False).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def packed_forward(layout: str) -> np.ndarray:
+    """A plain call with positions that restart."""
+    model = ff.parallelize(build("llama"), layout)
+    with torch.no_grad(), exact():
+        return np.asarray(model(**packed_rows(), use_cache=False).logits.numpy())
+
+
+def packed_rows() -> dict[str, torch.Tensor]:
+    rows = plain(np.random.default_rng(1), 2, 8)
+    return {"input_ids": rows["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]])}
