@@ -131,9 +131,7 @@ def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path
         start("hang", tmp_path)
     assert time.monotonic() - started < 60
     # Who waits for rank 1 finds it, or rank 1 itself, whichever looks first.
-    seen = (
-        r"(Hung: no answer in a collective for 2 s, which it does not come to:|StoodStill: stood still for 2 s).* "
-    )
+    seen = r"(Hung: no answer in a collective for 2 s, which it does not come to:|StoodStill: stood still for 2 s).* "
     assert re.match(rf"rank 1 stopped: {seen}in slumber \(launch/bodies.py:\d+\)$", caught.value.what)
     more = caught.value.more or ""
     assert re.search(r"rank 0, waits in: all_reduce \[\[3\]\] of group default_pg, number \d+, under way", more)

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
+from fivefold.config import BalanceSection, RunConfig
 from fivefold.parallel.balance import BIAS, BalanceOptions, configure
 from fivefold.parallel.spread import spread_of
+from fivefold.training.model import balance_options
 from tests import parity
 from tests.parity import Case, build, documents, gradient_error, outcome, reference
 from tests.pool import run_ranks
@@ -135,3 +138,20 @@ def test_losses_and_biases_are_those_of_one_process(text: str, family: str, opti
         np.testing.assert_allclose(values, plain.model.get_buffer(name).double(), atol=1e-12)
     assert len({name for name, _ in held}) == (2 if family == "deepseek_v3" else 0)
     assert not parity.differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
+
+
+@pytest.mark.parametrize(
+    ("values", "load"),
+    [
+        ({"model_type": "mixtral", "router_aux_loss_coef": 0.03}, 0.03),
+        ({"model_type": "jetmoe", "aux_loss_coef": 0.04}, 0.04),
+        ({"model_type": "dbrx", "ffn_config": {"moe_loss_weight": 0.05}}, 0.05),
+        ({"model_type": "llama"}, 0.0),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_auto_follows_the_config_under_whatever_name(values: dict[str, Any], load: float) -> None:
+    own = AutoConfig.for_model(**values)
+    assert balance_options(RunConfig.model_construct(balance=BalanceSection()), own).load == 0.0
+    own.output_router_logits = True
+    assert balance_options(RunConfig.model_construct(balance=BalanceSection()), own).load == load

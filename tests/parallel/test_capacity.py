@@ -157,5 +157,5 @@ def test_a_dropped_pick_adds_nothing_and_has_no_gradient() -> None:
 
 
 def test_routers_that_are_not_known_have_no_capacity() -> None:
-    with pytest.raises(UserError, match="no routers that are known"):
+    with pytest.raises(UserError, match="no routers that give logits"):
         configure(nn.Module(), None, BalanceOptions(capacity_factor=1.0), ())

@@ -271,8 +271,8 @@ def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions
     """Set what a run asks for. `buffers`: of the model's routers. Raises `UserError` for what its model cannot do."""
     if options != BalanceOptions() and balance is None:
         raise UserError(
-            f"the experts of {type(model).__name__} cannot be balanced: it has no routers that are known",
-            fix="leave balance.aux_loss, z_loss, bias_rate and capacity_factor at their defaults",
+            f"the experts of {type(model).__name__} cannot be balanced: it has no routers that give logits",
+            fix="set balance.aux_loss: 0, and leave z_loss, bias_rate and capacity_factor at their defaults",
         )
     if balance is None:
         return

@@ -159,10 +159,11 @@ def _cross_entropy(
 
 
 def parameters_after_base(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
-    """Trained parameters that stand outside the base model: the head's, tied ones too, and scales of the logits."""
+    """Trained parameters that stand outside the base model, each once: the head's, tied ones too, and scales of the
+    logits."""
     prefix = f"{anatomy.base}."
     named = model.named_parameters(remove_duplicate=False)
-    return [p for name, p in named if p.requires_grad and not name.startswith(prefix)]
+    return list(dict.fromkeys(p for name, p in named if p.requires_grad and not name.startswith(prefix)))
 
 
 @contextmanager

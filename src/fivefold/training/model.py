@@ -35,9 +35,10 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
             own |= {"vocab_size": data.vocab_size, "bos_token_id": None, "pad_token_id": None}
         overrides = own | overrides
     hf_config = load_model_config(config.model.name_or_path, overrides)
-    if data.vocab_size > hf_config.vocab_size:
+    vocabulary = hf_config.get_text_config().vocab_size
+    if data.vocab_size > vocabulary:
         raise UserError(
-            f"the tokenizer has {data.vocab_size} tokens, the model's vocabulary {hf_config.vocab_size}",
+            f"the tokenizer has {data.vocab_size} tokens, the model's vocabulary {vocabulary}",
             fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
             f"or set model.overrides.vocab_size: {data.vocab_size} with model.init: random",
         )
@@ -53,12 +54,25 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
 
 def balance_options(config: RunConfig, hf_config: Any) -> BalanceOptions:
     """What `balance` asks for. `auto`: `transformers` adds its loss where the config has `output_router_logits`."""
-    section, own = config.balance, getattr(hf_config, "router_aux_loss_coef", 0.0)
-    follows = own if getattr(hf_config, "output_router_logits", False) else 0.0
+    section = config.balance
+    follows = _own_coefficient(hf_config) if getattr(hf_config, "output_router_logits", False) else 0.0
     load = follows if section.aux_loss == "auto" else section.aux_loss
     return BalanceOptions(
         load=float(load), z=section.z_loss, bias_rate=section.bias_rate, capacity_factor=section.capacity_factor
     )
+
+
+def _own_coefficient(hf_config: Any) -> float:
+    """Of the loss for uneven load; JetMoE and DBRX have other names for it."""
+    experts = getattr(hf_config, "ffn_config", None)
+    for holder, key in (
+        (hf_config, "router_aux_loss_coef"),
+        (hf_config, "aux_loss_coef"),
+        (experts, "moe_loss_weight"),
+    ):
+        if getattr(holder, key, None) is not None:
+            return float(getattr(holder, key))
+    return 0.0
 
 
 def load_source(config: RunConfig, model: PreTrainedModel) -> TensorSource | None:

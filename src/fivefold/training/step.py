@@ -153,13 +153,14 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
     spread = spread_of(model)
     layout = spread.layout
     tokens //= layout.cp
+    hidden = model.config.get_text_config().hidden_size
     dtype_bytes = {name: dtype.itemsize for name, dtype in data.COMPUTE_DTYPES.items()}
     return StepShape(
         rows=rows,
         tokens=tokens,
-        hidden=model.config.hidden_size,
+        hidden=hidden,
         micro_batches=micro_batches,
-        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, model.config.hidden_size, loss_chunks),
+        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, hidden, loss_chunks),
         compute_bytes=dtype_bytes[layout.precision],
         master_bytes=data.master_dtype(layout.precision).itemsize,
         reduce_bytes=spread.reduce_dtype.itemsize,
