@@ -139,8 +139,8 @@ def _device() -> torch.device:
 
 
 def _agree(spread: Spread, batch: Sequence[MicroBatch], error: UserError | None) -> int:
-    """The largest number of micro batches of a data rank. Raises the error of any rank, and `UserError` where ranks that
-    share their rows differ.
+    """The largest number of micro batches of a data rank. Raises the error of any rank, and `UserError` where ranks
+    that share their rows differ.
 
     One all-reduce of four numbers per data rank: the largest count, the largest and smallest checksum, an error.
     """
