@@ -329,6 +329,11 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
     assert (config.run.name, config.model.init, config.layout.dp_shard) == ("demo", "random", -1)
     assert config.tokenizer.trained_size and config.tokenizer.trained_size <= 4096
     check_supported(config)
+    # What its last sample was judged by (README): half the parameters and Muon, at the tokens it had before.
+    assert (config.optimizer.name, config.model.overrides["hidden_size"]) == ("muon", 128)
+    assert (config.train.max_steps or 0) * config.train.global_batch_size * config.data.seq_length <= 820_000
+    for devices in (1, 2, 4, 8):
+        assert config.layout.resolve(devices).accumulation(config.train.global_batch_size) >= 1
 
 
 @pytest.mark.parametrize(

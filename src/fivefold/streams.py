@@ -1,6 +1,5 @@
 """Standard output and error where they cannot show what is written: closed, full, or of few letters. No torch."""
 
-import errno
 import io
 import logging
 import os
@@ -47,10 +46,14 @@ def is_closed_pipe(error: BaseException | None) -> bool:
 
 
 def is_unwritable(error: BaseException) -> bool:
-    """Whether standard output takes no more: its disk is full, or its terminal is gone."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT):
+    """Whether an error is that standard output takes no more: its disk is full, or its terminal is gone."""
+    if not isinstance(error, OSError) or error.filename is not None:
         return False
-    return error.filename is None
+    try:
+        print(flush=True)  # what could not be written is forgotten
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def let_go() -> None:

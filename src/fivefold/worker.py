@@ -19,6 +19,7 @@ from typing import Any
 
 from fivefold.config import parse_config
 from fivefold.errors import RunFailed, UserError
+from fivefold.launch.events import events_of
 from fivefold.launch.failure import failure_file, leave_failure
 from fivefold.launch.watch import TELL, stack_file
 from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
@@ -30,16 +31,9 @@ CLOSED = CLOSED_PIPE
 
 def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
     """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
-    from fivefold.training.memory import out_of_gpu_memory
-
     body = _body(verb)  # imported before ranks wait for each other: that takes long, and not on all equally long
-    with join(world):
-        try:
-            body(request, world)
-        except Exception as error:
-            if said := out_of_gpu_memory(error, world.rank):
-                raise said from error
-            raise
+    with join(world), _in_words(world):
+        body(request, world)
 
 
 def main(verb: str, request_file: str) -> int:
@@ -55,7 +49,7 @@ def main(verb: str, request_file: str) -> int:
     try:
         with shown, _telling(logs, world.rank):
             body = _body(verb)
-            with join(world), _telling(logs, world.rank):
+            with join(world), _telling(logs, world.rank), _in_words(world):
                 body(request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -82,6 +76,19 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _in_words(world: World) -> Iterator[None]:
+    """Inside, want of GPU memory is said as the user has to hear it."""
+    from fivefold.training.memory import out_of_gpu_memory
+
+    try:
+        yield
+    except Exception as error:
+        if said := out_of_gpu_memory(error, world.rank):
+            raise said from error
+        raise
+
+
 Body = Callable[[Mapping[str, Any], World], object]
 
 
@@ -89,7 +96,9 @@ def _body(verb: str) -> Body:
     if verb == "train":
         from fivefold.training.run import train
 
-        return lambda request, world: train(parse_config(request["config"]), world)
+        return lambda request, world: train(
+            parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first)
+        )
     module, _, function = verb.partition(":")
     body: Body = getattr(import_module(module), function)
     return body

@@ -68,6 +68,15 @@ def hang(request: Mapping[str, Any], world: World) -> None:
         dist.all_reduce(torch.ones(3))
 
 
+def fills_its_gpu(request: Mapping[str, Any], world: World) -> None:
+    """As torch says it."""
+    if world.rank == 1:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of ..."
+        )
+    dist.barrier()
+
+
 def slumber() -> None:
     time.sleep(120)
 

@@ -118,12 +118,21 @@ def test_a_failed_run_keeps_its_exit_code(tmp_path: Path) -> None:
     assert (type(caught.value), caught.value.exit_code) == (RunFailed, 1)
 
 
+def test_want_of_gpu_memory_is_said_with_what_helps_and_ends_the_run(tmp_path: Path) -> None:
+    """As what it is: only a worker that died of something else is started again."""
+    with pytest.raises(RunFailed, match=r"rank 1: the memory of its GPU does not suffice: 2\.50 GiB more") as caught:
+        start("fills_its_gpu", tmp_path)
+    assert type(caught.value) is RunFailed and "memory.recompute: full" in str(caught.value.fix)
+
+
 def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(WorkerCrashed) as caught:
         start("hang", tmp_path)
     assert time.monotonic() - started < 60
-    assert "Hung: no answer in a collective for 2 s" in caught.value.what
+    # Who waits for rank 1 finds it, or rank 1 itself, whichever looks first.
+    seen = r"(Hung: no answer in a collective for 2 s, which it does not come to:|StoodStill: stood still for 2 s).* "
+    assert re.match(rf"rank 1 stopped: {seen}in slumber \(launch/bodies.py:\d+\)$", caught.value.what)
     more = caught.value.more or ""
     assert re.search(r"rank 0, waits in: all_reduce \[\[3\]\] of group default_pg, number \d+, under way", more)
     assert re.search(r"rank 1, last: all_reduce \[\[7\]\] of group default_pg, number \d+, done", more)

@@ -14,7 +14,7 @@ from fivefold.launch.memory import GIB, Needs, Pressure, Room, room
 from fivefold.launch.world import World
 from fivefold.layout import Layout
 from fivefold.training import needs as needs_module
-from fivefold.training.needs import check_room, needs_of
+from fivefold.training.needs import check_memory, needs_of
 
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
 NEEDS = Needs(parameters=10**9, ranks=2, weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, activations=GIB)
@@ -150,10 +150,10 @@ def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: 
     world = World(size=2, local_size=2, folder=str(tmp_path))
     monkeypatch.setattr(needs_module, "room", lambda: Room(20 * GIB, 10 * GIB))
     with pytest.raises(UserError, match=r"does not fit: weights 29\.80, gradients 29\.80, optimizer 59\.60") as caught:
-        check_room(Shape(8 * 10**9), config, layout, world)
+        check_memory(Shape(8 * 10**9), config, layout, world)
     assert "8.00 billion parameters need 119.21 GiB" in (caught.value.fix or "")
     assert (Needs.load(tmp_path) or NEEDS).parameters == 8 * 10**9
     assert "memory may run out: 10.00 GiB of this machine are free" in str(
-        check_room(Shape(10**9), config, layout, world)
+        check_memory(Shape(10**9), config, layout, world)
     )
-    assert check_room(Shape(10**6), config, layout, world) is None
+    assert check_memory(Shape(10**6), config, layout, world) is None

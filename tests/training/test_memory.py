@@ -1,7 +1,6 @@
 """What is said of the memory of a GPU."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from fivefold.errors import RunFailed
 from fivefold.launch import world
 from fivefold.training.memory import PeakMemory, out_of_gpu_memory
-from fivefold.worker import execute
 
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.19 GiB is free"
@@ -26,17 +24,6 @@ def test_want_of_gpu_memory_is_answered_with_what_helps_and_not_as_a_bug() -> No
     for key in ("memory.recompute: full", "train.micro_batch_size", "layout.dp_shard"):
         assert key in str(said.fix)
     assert out_of_gpu_memory(RuntimeError("CUDA out of cheese"), 0) is None
-
-
-def fails(*_: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-def test_a_worker_says_it_so_and_is_not_started_again() -> None:
-    """A `UserError` is the end of a run; only a worker that died of something else is started again."""
-    with pytest.raises(RunFailed, match="rank 0: the memory of its GPU does not suffice") as caught:
-        execute(f"{__name__}:fails", {}, world.alone("cpu"))
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_what_is_reserved_is_told_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,8 @@ def parallelize(
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
     initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
-    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross
-    entropy, and the record `model.fivefold` (`Spread`).
+    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
+    `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
 
     Raises `UserError` when the layout does not fit the world or the model.
     """

@@ -15,7 +15,7 @@ from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 MOMENTS = {"adamw": 2, "muon": 1}  # numbers per weight that an optimizer keeps
 
 
-def check_room(model: Any, config: RunConfig, layout: Layout, world: World) -> str | None:
+def check_memory(model: Any, config: RunConfig, layout: Layout, world: World) -> str | None:
     """What a run is told of its memory when it is likely to need more than is free; None when it is not.
 
     `model` is whole and on the meta device. The needs are left for the launcher. Raises `UserError`, the same on every

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -81,9 +81,12 @@ class _Watchdog:
             waits = self._waits.are_under_way
             self._beat.write(still=self._moves.still, waits=waits)
             stands = self._moves.still > self._timeout and not waits
-            if self._waits.are_stuck or stands:
-                hang_flag(self._logs).touch()
-            if hang_flag(self._logs).exists() and not self._ended.is_set():
+            hangs = self._waits.are_stuck or stands
+            if hangs:
+                with suppress(OSError):  # who has removed the run folder, or filled its disk, hears of it on the screen
+                    self._logs.mkdir(parents=True, exist_ok=True)
+                    hang_flag(self._logs).touch()
+            if (hang_flag(self._logs).exists() or hangs) and not self._ended.is_set():
                 self._end(stands, waits)
         self._beat.end()
 
