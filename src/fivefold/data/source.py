@@ -15,6 +15,7 @@ from fivefold import plain_yaml
 from fivefold.data.cache import file_digest
 from fivefold.data.compression import ending, is_compressed, opened
 from fivefold.errors import UserError
+from fivefold.files import expanded
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -119,7 +120,7 @@ class FileList:
 
 def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
     """The files `source` names. Raises UserError for what is not there, what no format reads."""
-    path = Path(source.path).expanduser()
+    path = expanded(source.path)
     forced = _named_format(source, formats)
     for form in formats if forced is None else (forced,):
         if (files := form.files(path, source, root)) is not None:

@@ -17,7 +17,7 @@ from fivefold import history
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place
+from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.memory import GIB, Needs, Pressure, room
 from fivefold.launch.model import check_model
@@ -92,9 +92,7 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     worker's `UserError`, `WorkerCrashed` when it was no user's error, `KeyboardInterrupt` on Ctrl-C.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    for old in (*logs.glob("failure-*.json"), *logs.glob("rank-*.log")):
-        old.replace(old.with_name(f"before-{old.name}"))
-    hang_flag(logs).unlink(missing_ok=True)
+    put_aside(logs)
     request_file = logs / "request.json"
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
     command = [sys.executable, "-m", "fivefold.worker", verb, str(request_file)]
@@ -144,12 +142,13 @@ def _run_inside(
             layout.accumulation(config.train.global_batch_size)
         check_model(config)
         _prepare(config, show=world.is_first)
+    from fivefold import checkpoint  # imports torch
+
     here = find_world(config.train.device) or world
     with join(here):
         config = _agreed_name(config, here) if is_fresh else config
-        if here.is_first:
-            open_folder(config)
         with said_once(here):
+            checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
             if verify:
                 before_training(config, layout)
             execute("train", {"config": config.to_yaml(), "events": listener}, here)
