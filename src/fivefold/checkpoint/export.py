@@ -157,7 +157,7 @@ def _check_free(out: Path, force: bool) -> None:
     if not is_model:
         raise UserError(f"{out} exists and is not a model folder", fix="name a new folder")
     if not force:
-        raise UserError(f"{out} exists and is not empty", fix="name a new folder, or add --force to replace this one")
+        raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force (force=True) replaces it")
 
 
 def _publish(temporary: Path, out: Path) -> None:

@@ -133,6 +133,13 @@ def _raise_everywhere(error: UserError | None) -> NoReturn:
     raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
 
 
+def differing(values: Sequence[int]) -> list[int]:
+    """At which places the ranks' integers are not the same. Every rank gives as many, of less than 63 bits."""
+    mine = torch.tensor([values, [-each for each in values]], dtype=torch.int64, device=_device())
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return (mine[0] != -mine[1]).nonzero().flatten().tolist()
+
+
 def _device() -> torch.device:
     """Where a collective of the world takes its tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
