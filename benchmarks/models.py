@@ -1,195 +1,244 @@
-"""Which models train under which layouts, and how far from the unmodified model: the tables of docs/models.md.
+"""Every causal language model of `transformers`, tried: right, refused and why, WRONG or a CRASH. Docs: docs/models.md.
 
-    python benchmarks/models.py                write benchmarks/results/models.json and docs/models.md
-    python benchmarks/models.py --only gpt2    a family, or some, on the screen alone
+    python benchmarks/models.py                            all classes in one process
+    python benchmarks/models.py --layouts tp2,pp2,cp2,ep2  those that are right, spread over two processes as well
+    python benchmarks/models.py --switches                 and every boolean of their configs the other way, once
+    python benchmarks/models.py --classes LlamaForCausalLM,OPTForCausalLM --again
 
-Every family of `fivefold/models/families`, in a small size that hides nothing, and twenty classes of `transformers`
-that no file of fivefold names. Each is trained for two steps under several layouts, on CPU ranks, in fp64, and held
-against one process of plain PyTorch and `transformers`: every gradient and loss (`tests/parity.py`).
+Of each class a tiny config is made from its own defaults (`tiny_configs.py`), in fp64, nothing in it zero; its losses
+over two steps of AdamW and every gradient are held against plain `transformers` (`held_against.py`). Results go into
+benchmarks/results/models.json case by case, and a run goes on where the last one ended. Exit code 1: something was
+wrong or crashed.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tests.parity import Case, gradient_error, hf_config, on_rank, outcome, reference
 from tests.pool import RankError, run_ranks
 
 from common import RESULTS, machine
-from fivefold.errors import UserError
-from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import build_meta
-from fivefold.models.families import families
-from fivefold.models.partition import Partition, derive
-from fivefold.models.trace import trace
+from held_against import Tried, Verdict, judged, on_rank, tiny_on_rank
+from tiny_configs import causal_classes, switches
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- tables: python benchmarks/models.py -->", "<!-- end of tables -->"
-LAYOUTS = ("single", "shard2", "tp2", "tp4", "shard2.tp2")
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 13, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 7, "head_dim": 4,
-}  # fmt: skip
-EXPERTS = {
-    "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 17,
-    "n_shared_experts": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
-# Classes that no file of fivefold names, and what their configs need beside the common sizes.
-BLIND: dict[str, dict[str, Any]] = {
-    "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "deepseek_v2": {**LATENT, **EXPERTS}, "ernie4_5": {},
-    "exaone4": {}, "gemma": {}, "glm": {"attention_bias": True},
-    "glm4_moe_lite": {**LATENT, **EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "gpt_bigcode": {"n_inner": 53, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64, **NO_DROPOUT},
-    "helium": {}, "hunyuan_v1_dense": {}, "jais2": {},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]}, "minicpm3": LATENT, "olmo": {},
-    "opt": {"ffn_dim": 53, "word_embed_proj_dim": 32, "dropout": 0.0, "activation_function": "gelu"},
-    "persimmon": {}, "phi": {}, "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0}, "stablelm": {},
-    "youtu": LATENT,
-}  # fmt: skip
+BEGIN, END = "<!-- tables: python benchmarks/models.py --write-docs -->", "<!-- end of tables -->"
+MOST_WORDS = 220  # letters of a reason in a table
+SINGLE, SPREAD = "single", ("tp2", "pp2", "cp2", "ep2")
+NOT_IN_WORDS = re.compile(
+    r"NoneType|has no attribute|object is not|takes \d+|unexpected keyword|didn't match|not implemented for|KeyError"
+)
+Results = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One model: the largest error of a gradient or loss, by layout, or why there is none."""
-
-    name: str
-    model_class: str
-    errors: dict[str, float]
-    refusals: dict[str, str]
-    roles: str
-    notes: str
-
-
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", help="families or model types")
-    args = parser.parse_args()
-    known = [row(Case("single", family.name), family.notes, args.only) for family in families()]
-    blind = [
-        row(Case("single", "none", overrides=(("model_type", name), *extra.items())), "", args.only)
-        for name, extra in BLIND.items()
-    ]
-    tables = {"families": list(filter(None, known)), "blind": list(filter(None, blind))}
-    if args.only:
-        return 0
-    result = {"machine": machine(), **{key: [vars(each) for each in rows] for key, rows in tables.items()}}
-    (RESULTS / "models.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = DOCS.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    families_table, blind_table = (table(rows) for rows in tables.values())
-    DOCS.write_text(f"{before}\n\n{families_table}\n\n{ALL} {BLIND_TEXT}\n\n{blind_table}\n\n{after}", encoding="utf-8")
-    worst = max(max(each.errors.values(), default=0.0) for rows in tables.values() for each in rows)
-    print(f"largest error of all: {worst:.1e}")
-    return 0 if worst <= 1e-10 else 1
-
-
-ALL = "All: " + ", ".join(f"`{layout}`" for layout in LAYOUTS) + "."
-BLIND_TEXT = "Classes of `transformers` that no file of fivefold names, tried blind:"
-
-
-def row(base: Case, notes: str, only: Sequence[str] | None) -> Row | None:
-    """Train one model under every layout."""
-    name = dict(base.overrides).get("model_type", base.family)
-    if only and name not in only:
-        return None
-    errors: dict[str, float] = {}
-    refusals: dict[str, str] = {}
-    try:
-        partition, model_class = described(base)
-        expected = reference(Case("single", base.family, kv_heads=4, rows=8, steps=2, overrides=base.overrides))
-    except (UserError, ValueError) as error:
-        return shown(Row(name, "", {}, {"all": _first_line(error)}, "", notes))
-    for layout in LAYOUTS:
-        spread = Case(layout).parsed
-        text = f"{layout}+mb{8 // spread.data_ranks}+fp64"
-        if spread.tp > 1 and partition.sequence_parallel_refusal and not partition.refusal:
-            text += "+nosp"
-            refusals["sequence parallel"] = partition.sequence_parallel_refusal
-        case = Case(text, base.family, kv_heads=4, rows=8, steps=2, loss_chunks=3, overrides=base.overrides)
-        try:
-            ranks = run_ranks(spread.world, on_rank, case)
-        except RankError as error:
-            refusals[layout] = _refusal(str(error))
+    parser.add_argument("--classes", type=_listed, help="these alone, by class or model type, with commas between")
+    parser.add_argument("--layouts", type=_listed, default=[SINGLE], help="with commas between; default: single")
+    parser.add_argument("--switches", action="store_true", help="every switch of each config, in one process")
+    parser.add_argument("--again", action="store_true", help="what was tried before, too")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds a case may take before it is a crash")
+    parser.add_argument("--results", type=Path, default=RESULTS / "models.json")
+    parser.add_argument("--write-docs", action="store_true", help="write the tables of docs/models.md from the results")
+    args = parser.parse_args(arguments)
+    results = _read(args.results)
+    for model_class, model_type in causal_classes().items():
+        if args.classes and not {model_class, model_type} & set(args.classes):
             continue
-        found = outcome(case, ranks, {key: gradient.shape for key, gradient in expected.gradients.items()})
-        losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True)]
-        errors[layout] = max(gradient_error(found, expected)[0], *losses)
-    return shown(Row(name, model_class, errors, refusals, roles(partition), notes))
+        row = results["classes"].setdefault(model_class, {"model_type": model_type, "layouts": {}, "switches": {}})
+        for place, name, verdict in _tried(model_class, model_type, row, args):
+            row[place][name] = vars(verdict)
+            _show(model_class, name, verdict)
+            _write(results, args.results)
+    if args.write_docs:
+        write_docs(results, DOCS)
+    return _summary(results)
 
 
-def described(case: Case) -> tuple[Partition, str]:
-    """The partition of the case's model, and its class."""
-    model = build_meta(hf_config(case))
-    anatomy = Anatomy.of(model)
+def _listed(text: str) -> list[str]:
+    return [each for each in text.split(",") if each]
+
+
+def _read(path: Path) -> Results:
+    done = json.loads(path.read_text()) if path.exists() else {}
+    return {"machine": machine(), "transformers": version("transformers"), "classes": done.get("classes", {})}
+
+
+def _write(results: Results, path: Path) -> None:
+    """As a whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    temporary.replace(path)
+
+
+# Trying ---------------------------------------------------------------------------------------------------------------
+
+
+def _tried(model_class: str, model_type: str, row: Results, args: Any) -> Iterator[tuple[str, str, Verdict]]:
+    """(place in the row, name, verdict) of what is asked for and not known yet."""
+    wanted = [each for each in (SINGLE, *args.layouts) if args.again or each not in row["layouts"]]
+    wanted = list(dict.fromkeys(wanted))
+    if not wanted and not args.switches:
+        return
+    values, why = _asked(1, tiny_on_rank, model_type, timeout=args.timeout)[0]
+    for layout in wanted:
+        if layout != SINGLE and row["layouts"][SINGLE]["kind"] != "right":
+            continue
+        tried = Tried(model_class, model_type, values, layout)
+        yield "layouts", layout, _verdict(tried, args.timeout) if values is not None else Verdict(**why)
+    if not args.switches or values is None:
+        return
+    for switch, changed in switches(values, model_type):
+        if args.again or switch not in row["switches"]:
+            tried = Tried(model_class, model_type, changed, SINGLE, steps=0)
+            yield "switches", switch, _verdict(tried, args.timeout)
+
+
+def _verdict(tried: Tried, timeout: float) -> Verdict:
+    found = judged(_asked(tried.parsed.world, on_rank, tried, timeout=timeout))
+    if found.kind == "refused" and "sequence parallel" in found.reason and "nosp" not in tried.layout:
+        plain = Tried(tried.model_class, tried.model_type, tried.values, f"{tried.layout}+nosp", tried.steps)
+        again = judged(_asked(plain.parsed.world, on_rank, plain, timeout=timeout))
+        return Verdict(again.kind, again.error, found.reason if again.kind == "right" else again.reason)
+    return found
+
+
+def _asked(world: int, function: Any, *args: Any, timeout: float) -> list[Any]:
+    """What the ranks answer; a rank that dies or hangs has crashed."""
     try:
-        return derive(model, anatomy, trace(model, anatomy)), anatomy.model_class
-    except Exception as error:
-        raise UserError(str(error)) from error
+        return run_ranks(world, function, *args, timeout=timeout)
+    except RankError as error:
+        crash = {"crash": str(error).strip().splitlines()[0]}
+        return [(None, {"kind": "CRASH", "reason": crash["crash"]})] if function is tiny_on_rank else [crash]
 
 
-def roles(partition: Partition) -> str:
-    """How the roles were found, in words."""
-    if partition.refusal:
-        return ""
-    planned = sum("(plan:" in role.reason for role in partition.roles.values())
-    split = [role for role in partition.roles.values() if role.deal]
-    words = "traced, as its plan says" if planned else "traced; it has no plan"
-    fused = any({"query", "kv"} <= {part.owner for part in role.deal or ()} for role in split)
-    chunked = any(sum(part.owner == "even" for part in role.deal or ()) > 1 for role in split)
-    extra = (
-        ["fused attention"] * fused + ["fused gate and up"] * chunked + ["a norm across heads"] * bool(partition.across)
-    )
-    return "; ".join([words, *extra])
+# Showing --------------------------------------------------------------------------------------------------------------
 
 
-def shown(each: Row) -> Row:
-    """The row, after it has been printed."""
-    worst = f"{max(each.errors.values()):.1e}" if each.errors else "-"
-    print(f"{each.name:18} {worst:8} {' '.join(each.errors)}  {each.refusals or ''}", flush=True)
-    return each
+def _show(model_class: str, name: str, verdict: Verdict) -> None:
+    error = f"{verdict.error:.1e}" if verdict.error is not None else ""
+    unclear = " NOT IN WORDS" if verdict.kind == "refused" and is_unclear(model_class, verdict.reason) else ""
+    print(f"{model_class:36} {name:40} {verdict.kind:8} {error:8} {verdict.reason[:200]}{unclear}", flush=True)
 
 
-def table(rows: Iterable[Row]) -> str:
-    """Markdown."""
-    lines = ["| model | layouts | largest error | roles | notes |", "| --- | --- | --- | --- | --- |"]
-    for each in rows:
-        worst = f"{max(each.errors.values()):.0e}" if each.errors else ""
-        reasons: dict[str, list[str]] = {}
-        for key, reason in each.refusals.items():
-            reasons.setdefault(re.sub(r"^tp=\d+", "tp", reason), []).append(_as_text(key))
-        why = [f"{', '.join(keys)} refused: {reason}" for reason, keys in reasons.items()]
-        layouts = ", ".join(f"`{layout}`" for layout in each.errors) if each.errors else "none"
-        layouts = "all" if len(each.errors) == len(LAYOUTS) else layouts
-        named = f"{each.name} (`{each.model_class}`)" if each.model_class else each.name
-        lines.append(
-            f"| {named} | {layouts} | {worst} | {each.roles} | {'; '.join(filter(None, [each.notes, *why]))} |"
-        )
+def is_unclear(model_class: str, reason: str) -> bool:
+    """Whether a refusal does not name the model, or speaks of the code rather than of the model."""
+    words = re.sub(r"(cannot be followed without weights) \(.*", r"\1", reason)  # what follows is for its maker
+    return model_class not in reason or bool(NOT_IN_WORDS.search(words))
+
+
+def _verdicts(results: Results, place: str) -> Iterator[tuple[str, str, Results]]:
+    for model_class, row in sorted(results["classes"].items()):
+        for name, verdict in row[place].items():
+            yield model_class, name, verdict
+
+
+def _summary(results: Results) -> int:
+    names = sorted({name for _, name, _ in _verdicts(results, "layouts")}, key=[SINGLE, *SPREAD].index)
+    for name in names:
+        print(f"{name}: {_counted(v['kind'] for _, each, v in _verdicts(results, 'layouts') if each == name)}")
+    print(f"switches: {_counted(verdict['kind'] for *_, verdict in _verdicts(results, 'switches'))}")
+    both = [*_verdicts(results, "layouts"), *_verdicts(results, "switches")]
+    return int(any(verdict["kind"] in ("WRONG", "CRASH") for *_, verdict in both))
+
+
+def _counted(kinds: Iterable[str]) -> str:
+    found = list(kinds)
+    return ", ".join(f"{found.count(kind)} {kind}" for kind in sorted(set(found), key=str.lower)) or "none"
+
+
+# docs/models.md -------------------------------------------------------------------------------------------------------
+
+
+def write_docs(results: Results, docs: Path) -> None:
+    """Put the tables between the marks."""
+    text = docs.read_text(encoding="utf-8")
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    parts = [_of_right(results), _of_refused(results), _of_switches(results)]
+    docs.write_text(before + "\n\n" + "\n\n".join(parts) + "\n\n" + after, encoding="utf-8")
+
+
+def _of_right(results: Results) -> str:
+    rows = {name: row for name, row in sorted(results["classes"].items()) if _kind(row, SINGLE) == "right"}
+    counts = [f"`{name}` {sum(_kind(row, name) == 'right' for row in rows.values())}" for name in (SINGLE, *SPREAD)]
+    lines = [
+        f"transformers {results['transformers']}, {len(results['classes'])} classes; right: {', '.join(counts)}.",
+        "",
+        f"| class | {' | '.join((SINGLE, *SPREAD))} | notes |",
+        "| --- |" + " --- |" * (len(SPREAD) + 2),
+    ]
+    for name, row in rows.items():
+        cells = [_cell(row["layouts"].get(layout)) for layout in (SINGLE, *SPREAD)]
+        said = {layout: row["layouts"].get(layout, {}).get("reason", "") for layout in SPREAD}
+        notes = [f"`{layout}`: {_short(name, reason)}" for layout, reason in said.items() if _is_said(layout, reason)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {'; '.join(notes)} |")
     return "\n".join(lines)
 
 
-def _as_text(key: str) -> str:
-    return key if key in ("all", "sequence parallel") else f"`{key}`"
+def _is_said(layout: str, reason: str) -> bool:
+    return bool(reason) and not (layout == "ep2" and "no experts" in reason)
 
 
-def _refusal(text: str) -> str:
-    """The first `UserError` in the ranks' tracebacks, or the last line."""
-    lines = [line.strip() for line in text.strip().splitlines()]
-    said = next((line for line in lines if line.startswith("fivefold.errors.")), lines[-1])
-    return said.partition(": ")[2] or said
+def _cell(verdict: Results | None) -> str:
+    if verdict is None:
+        return ""
+    if verdict["kind"] == "right":
+        return f"{verdict['error']:.0e}"
+    return "-" if "no experts" in verdict["reason"] else str(verdict["kind"])
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
+def _kind(row: Results, layout: str) -> str:
+    return str(row["layouts"].get(layout, {}).get("kind", ""))
+
+
+def _of_refused(results: Results) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, row in sorted(results["classes"].items()):
+        if _kind(row, SINGLE) != "right":
+            verdict = row["layouts"].get(SINGLE, {"kind": "not tried", "reason": ""})
+            said = _short(name, verdict["reason"])
+            by_reason.setdefault(said if verdict["kind"] == "refused" else f"{verdict['kind']}: {said}", []).append(
+                name
+            )
+    lines = ["| not trained | why |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items())])
+
+
+def _of_switches(results: Results) -> str:
+    found: dict[tuple[str, str], list[str]] = {}
+    kinds = [verdict["kind"] for *_, verdict in _verdicts(results, "switches")]
+    for name, switch, verdict in _verdicts(results, "switches"):
+        if verdict["kind"] not in ("right", "invalid") and _kind(results["classes"][name], SINGLE) == "right":
+            said = "" if verdict["kind"] == "refused" else f"{verdict['kind']}: "
+            found.setdefault((switch, said + _short(name, verdict["reason"])), []).append(name)
+    lines = [
+        f"Every boolean of every config the other way once, and windows, chunks, caps, dropout and jitter on: "
+        f"{len(kinds)} cases, {_counted(kinds)} (invalid: `transformers` itself cannot do it). Of the classes above:",
+        "",
+        "| switch | classes | why |",
+        "| --- | --- | --- |",
+    ]
+    return "\n".join(
+        [*lines, *(f"| `{switch}` | {', '.join(n)} | {why} |" for (switch, why), n in sorted(found.items()))]
+    )
+
+
+def _short(name: str, reason: str) -> str:
+    """A reason without the name of the class, on one line of a table."""
+    words = re.sub(r"^(tp \d+|sequence parallel) is refused: ", "", reason.splitlines()[0] if reason else "")
+    words = re.sub(rf"^{name}( cannot be trained here)?: ", "", words)
+    words = re.sub(r"\b(layers|h|blocks)\.\d+\b", r"\1.*", words)
+    words = words.replace(name, "it").replace("|", "\\|")
+    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
 
 
 if __name__ == "__main__":

@@ -8,36 +8,68 @@ if TYPE_CHECKING:
     from fivefold.config import RunConfig, load_config
     from fivefold.errors import RunFailed, UserError
     from fivefold.layout import Layout
-    from fivefold.parallel.apply import parallelize
+    from fivefold.own_loop import (
+        ParallelModel,
+        clip_grad_norm_,
+        evaluate,
+        gather,
+        gradients,
+        load,
+        logits,
+        parallelize,
+        save,
+        train_step,
+    )
+    from fivefold.training.step import StepResult
 
     __version__: str
 
 # Public name -> the module it lives in. Nothing is imported before it is used, torch least of all.
 _HOMES = {
     "Layout": "fivefold.layout",
+    "ParallelModel": "fivefold.own_loop",
     "Run": "fivefold.api",
     "RunConfig": "fivefold.config",
     "RunFailed": "fivefold.errors",
+    "StepResult": "fivefold.training.step",
     "UserError": "fivefold.errors",
+    "clip_grad_norm_": "fivefold.own_loop",
+    "evaluate": "fivefold.own_loop",
     "export": "fivefold.api",
+    "gather": "fivefold.own_loop",
     "generate": "fivefold.api",
+    "gradients": "fivefold.own_loop",
+    "load": "fivefold.own_loop",
     "load_config": "fivefold.config",
-    "parallelize": "fivefold.parallel.apply",
+    "logits": "fivefold.own_loop",
+    "parallelize": "fivefold.own_loop",
+    "save": "fivefold.own_loop",
     "train": "fivefold.api",
+    "train_step": "fivefold.own_loop",
     "verify": "fivefold.api",
 }
 
 __all__ = [
     "Layout",
+    "ParallelModel",
     "Run",
     "RunConfig",
     "RunFailed",
+    "StepResult",
     "UserError",
+    "clip_grad_norm_",
+    "evaluate",
     "export",
+    "gather",
     "generate",
+    "gradients",
+    "load",
     "load_config",
+    "logits",
     "parallelize",
+    "save",
     "train",
+    "train_step",
     "verify",
 ]
 

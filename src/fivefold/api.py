@@ -2,15 +2,20 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from fivefold import json_lines
+from fivefold.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fivefold.own_loop import ParallelModel
     from fivefold.verification.report import VerifyReport
 
 
@@ -38,16 +43,31 @@ def train(
     *,
     nproc: int | None = None,
     verify: bool = False,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    on_eval: Callable[[dict[str, Any]], object] | None = None,
+    on_save: Callable[[Path], object] | None = None,
 ) -> Run:
     """Train a run file, or the built-in demo when `path` is None, as `fivefold train` does.
 
     `overrides` are dotted keys with Python values: `{"optimizer.learning_rate": 2e-5}`. `verify`: first prove the
     layout on a thin model. Starts its own workers unless this process is one already. Raises `UserError` and
     `RunFailed`.
+
+    `on_step` is given the row of every step as `metrics.jsonl` has it, `on_eval` the step and `eval/loss` of every
+    evaluation, `on_save` the folder of every checkpoint once it is published. They are called in this process, in
+    order: in a thread of it, while the workers train on; where this process is a worker, on the first rank, between
+    its steps. What one raises stops the run after a step, which is saved, and is raised here. After a restart steps
+    come again.
     """
+    from fivefold.launch.events import Listener
     from fivefold.launch.local import run
 
-    return Run(run(None if path is None else Path(path), _written(overrides), nproc=nproc, verify=verify))
+    _check_path(path)
+    listener = Listener(on_step, on_eval, on_save) if on_step or on_eval or on_save else None
+    with listener.raising() if listener else nullcontext():
+        file = None if path is None else Path(path)
+        found = Run(run(file, _written(overrides), nproc=nproc, verify=verify, listener=listener))
+    return found
 
 
 def verify(
@@ -70,10 +90,20 @@ def verify(
     """
     from fivefold.verification import main
 
+    _check_path(path)
     return main(
         None if path is None else Path(path), _written(overrides), layouts=layouts, thin=thin, quick=quick, steps=steps,
         precision=precision, seq_length=seq_length, seed=seed, quiet=quiet,
     )  # fmt: skip
+
+
+def _check_path(path: Any) -> None:
+    if path is not None and not isinstance(path, str | Path):
+        raise UserError(
+            f"the first argument is the run file, not a {type(path).__name__}",
+            fix='overrides come second: ff.train("run.yaml", {"train.max_steps": 3}), or ff.train(None, {...}) for the '
+            "demo",
+        )
 
 
 def _written(overrides: Mapping[str, Any] | None) -> list[str]:
@@ -82,45 +112,70 @@ def _written(overrides: Mapping[str, Any] | None) -> list[str]:
 
 
 def export(
-    run: "Run | str | Path",
+    run: "Run | ParallelModel | str | Path",
     out: str | Path,
     *,
     step: int | None = None,
     dtype: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Write the model of a run as a Hugging Face folder and return it, as `fivefold export` does.
+    """Write the model of a run, or a parallelized one as it is now, as a Hugging Face folder and return it, as
+    `fivefold export` does.
 
     `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, fp32 where it has none. `force`
-    replaces a model folder that is there. Raises `UserError` when there is no such run or step.
+    replaces a model folder that is there. Of a parallelized model every rank calls this, and the first one writes; see
+    `fivefold.own_loop.export`. Raises `UserError` when there is no such run or step.
     """
-    from fivefold.checkpoint.export import export as export_run
+    if isinstance(run, Run | str | Path):
+        from fivefold.checkpoint.export import export as export_run
 
-    export_run(run.path if isinstance(run, Run) else run, Path(out), step=step, dtype=dtype, force=force)
-    return Path(out)
+        export_run(run.path if isinstance(run, Run) else run, Path(out), step=step, dtype=dtype, force=force)
+        return Path(out)
+    from fivefold import own_loop
+
+    if step is not None:
+        raise UserError("a parallelized model has no steps to choose from", fix="leave step out")
+    return own_loop.export(run, out, dtype=dtype, force=force)
+
+
+@overload
+def generate(
+    model: "Run | str | Path", prompt: str, *, layout: str = "single", device: str = "auto", step: int | None = None,
+    max_new_tokens: int = 100, temperature: float = TEMPERATURE, top_k: int = TOP_K, seed: int = SEED,
+    quiet: bool = True,
+) -> str: ...  # fmt: skip
+
+
+@overload
+def generate(
+    model: "ParallelModel", prompt: str, *, tokenizer: Any, max_new_tokens: int = 100, temperature: float = TEMPERATURE,
+    top_k: int = TOP_K, seed: int = SEED, eos_token_ids: Sequence[int] | None = None,
+) -> str: ...  # fmt: skip
+
+
+@overload
+def generate(
+    model: "ParallelModel", prompt: "Tensor | Sequence[int]", *, max_new_tokens: int = 100,
+    temperature: float = TEMPERATURE, top_k: int = TOP_K, seed: int = SEED, eos_token_ids: Sequence[int] | None = None,
+) -> list[int]: ...  # fmt: skip
 
 
 def generate(
-    model: "Run | str | Path",
-    prompt: str,
-    *,
-    layout: str = "single",
-    device: str = "auto",
-    step: int | None = None,
-    max_new_tokens: int = 100,
-    temperature: float = TEMPERATURE,
-    top_k: int = TOP_K,
-    seed: int = SEED,
-    quiet: bool = True,
-) -> str:
+    model: "Run | ParallelModel | str | Path", prompt: "str | Tensor | Sequence[int]", **options: Any
+) -> "str | list[int]":
     """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does.
 
     Tokens are drawn, by `seed`; `temperature=0` takes the likeliest each time. Unless `quiet`, the text is written to
-    the screen as it comes. Raises `UserError` for what does not fit.
-    """
-    from fivefold.generation import main
+    the screen as it comes.
 
-    return main(
-        str(model.path if isinstance(model, Run) else model), prompt, layout=layout, device=device, step=step,
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, quiet=quiet,
-    )  # fmt: skip
+    With a parallelized model it runs in this process, on every rank of the world: text with a `tokenizer`, or tokens
+    ([tokens] or [1, tokens]), of which come tokens. Raises `UserError` for what does not fit.
+    """
+    if isinstance(model, Run | str | Path):
+        from fivefold.generation import main
+
+        options = {"quiet": True, **options}
+        return main(str(model.path if isinstance(model, Run) else model), cast(str, prompt), **options)
+    from fivefold import own_loop
+
+    return own_loop.generate(model, prompt, **options)

@@ -19,6 +19,7 @@ from typing import Any
 
 from fivefold.config import parse_config
 from fivefold.errors import RunFailed, UserError
+from fivefold.launch.events import events_of
 from fivefold.launch.failure import failure_file, leave_failure
 from fivefold.launch.watch import TELL, stack_file
 from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
@@ -95,7 +96,9 @@ def _body(verb: str) -> Body:
     if verb == "train":
         from fivefold.training.run import train
 
-        return lambda request, world: train(parse_config(request["config"]), world)
+        return lambda request, world: train(
+            parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first)
+        )
     module, _, function = verb.partition(":")
     body: Body = getattr(import_module(module), function)
     return body

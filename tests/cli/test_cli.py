@@ -207,14 +207,16 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
 
 def test_generate_has_one_set_of_defaults() -> None:
     import inspect
+    from typing import get_overloads
 
     import fivefold
+    from fivefold import own_loop
     from fivefold.cli.generate import generate
     from fivefold.generation import main
     from fivefold.generation.run import GenerateRequest
 
     for name in ("temperature", "top_k", "seed", "max_new_tokens"):
-        functions = (generate, main, fivefold.generate, GenerateRequest)
+        functions = (generate, main, own_loop.generate, GenerateRequest, *get_overloads(fivefold.generate))
         assert len({inspect.signature(each).parameters[name].default for each in functions}) == 1, name
 
 

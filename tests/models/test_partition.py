@@ -9,20 +9,25 @@ from transformers import (
     BloomConfig,
     CohereConfig,
     FalconConfig,
+    Gemma3nTextConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    NanoChatConfig,
     Olmo2Config,
     OPTConfig,
     Phi3Config,
+    Qwen2MoeConfig,
     Starcoder2Config,
 )
 
 from fivefold.errors import UserError
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import build_meta
-from fivefold.models.deals import Part
+from fivefold.models.build import build_meta, check_rows
+from fivefold.models.deals import Part, by_features
 from fivefold.models.families import families
 from fivefold.models.partition import Partition, derive
-from fivefold.models.trace import MixesTokens, Untraceable, trace
+from fivefold.models.trace import BlockTrace, Event, MixesTokens, Untraceable, trace
 from tests.models import tiny
 from tests.parity import Case, hf_config
 
@@ -318,5 +323,86 @@ def test_models_that_attend_by_code_of_their_own_are_refused():
     model = build_meta(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=101, bos_token_id=None))
     with pytest.raises(Untraceable):
         trace(model, Anatomy.of(model))
-    with pytest.raises(UserError, match="attend by code of their own"):
+    with pytest.raises(UserError, match="attends by code of its own"):
         build_meta(FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=101))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [OPTConfig(dropout=0.0, num_hidden_layers=3), NanoChatConfig(num_hidden_layers=3)],
+    ids=["OPT-125m", "NanoChat"],
+)
+def test_relu_models_are_derived_at_full_width(config):
+    """Without memory for a weight."""
+    assert partition_of(build_meta(config)).refusal is None
+
+
+def test_features_that_a_relu_shuts_are_no_reason_to_refuse():
+    """Of a few features some are zero for all of a few tokens: their neighbours are looked at."""
+    values = torch.rand(1, 5, 12) + 0.1
+    values[..., [0, 1, 6, 11]] *= -1
+    leaf = values.requires_grad_()
+    block = BlockTrace("layer", {"up": leaf}, [Event("linear", "down", (leaf.relu() * 2,), None, frozenset(["up"]))])
+    assert by_features(block, "down", ["up"]) == {"down": (Part(0, 12, "even"),), "up": (Part(0, 12, "even"),)}
+
+
+def test_a_wide_router_says_nothing_about_tokens_that_meet():
+    """Its probabilities once underflowed, and what is not a number depends on everything."""
+    model = build_meta(MiniMaxM2Config(num_hidden_layers=1))
+    assert partition_of(model).refusal is None
+
+
+LLAMA4 = {
+    "hidden_size": 32, "intermediate_size": 17, "intermediate_size_mlp": 53, "num_hidden_layers": 4, "vocab_size": 101,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 3, "moe_layers": [1, 3],
+    "pad_token_id": 3, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def test_what_a_model_counts_in_a_row_holds_up_to_a_length():
+    """Llama 4 scales queries by their place in the row, from `floor_scale` tokens on."""
+    model = build_meta(Llama4TextConfig(**LLAMA4, floor_scale=3000))
+    counted = trace(model, Anatomy.of(model)).counted
+    assert counted.name == "model.layers.3.self_attn" and 3000 * 7 // 8 <= counted.most <= 3000
+    model = build_meta(Llama4TextConfig(**LLAMA4, floor_scale=2))
+    with pytest.raises(Untraceable, match="counts the tokens of a row"):
+        trace(model, Anatomy.of(model))
+    ids = torch.zeros(1, counted.most + 1, dtype=torch.long)
+    check_rows(counted.name, counted.most, 1, model.model, (), {"input_ids": ids})  # each row a document
+    check_rows(counted.name, counted.most, 1, model.model, (), {"input_ids": ids[:, 1:], "bounds": torch.zeros(3)})
+    for parts, bounds in ((1, torch.zeros(3)), (2, None)):
+        with pytest.raises(UserError, match=f"more than {counted.most} tokens"):
+            check_rows(counted.name, counted.most, parts, model.model, (), {"input_ids": ids, "bounds": bounds})
+
+
+def test_what_scales_shared_experts_is_whole_and_acts_on_the_residual():
+    sizes = {"hidden_size": 32, "intermediate_size": 53, "moe_intermediate_size": 17, "num_hidden_layers": 2}
+    config = Qwen2MoeConfig(
+        **sizes, shared_expert_intermediate_size=19, num_attention_heads=4, num_key_value_heads=2, num_experts=6,
+        vocab_size=101,
+    )  # fmt: skip
+    found = partition_of(build_meta(config))
+    assert found.refusal is None
+    layer = "model.layers.1.mlp"
+    assert found.roles[f"{layer}.shared_expert_gate.weight"].kind == "norm"
+    assert found.roles[f"{layer}.shared_expert.up_proj.weight"].kind == "column"
+    assert found.roles[f"{layer}.gate.weight"].kind == "router"
+
+
+def test_several_streams_are_not_split_over_tp_or_pp():
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    config = Gemma3nTextConfig(
+        **sizes, intermediate_size=[53] * 3, vocab_size=101, hidden_size_per_layer_input=6, num_kv_shared_layers=0,
+        vocab_size_per_layer_input=101, layer_types=["sliding_attention", "full_attention", "full_attention"],
+        activation_sparsity_pattern=[0.0] * 3, laurel_rank=4,
+    )  # fmt: skip
+    model = build_meta(config)
+    traced = trace(model, Anatomy.of(model))
+    assert traced.carried is not None
+    assert "several streams" in derive(model, Anatomy.of(model), traced).refusal

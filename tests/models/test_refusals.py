@@ -53,7 +53,7 @@ def failing(mlp, x):
     [
         (noisy, "model.layers.0.mlp computes with random numbers in training"),
         (counting, "model.layers.0.mlp counts the tokens of a row"),
-        (failing, r"model.layers.0.mlp cannot be followed \(KeyError"),
+        (failing, r"model.layers.0.mlp computes in a way that cannot be followed without weights \(KeyError"),
     ],
 )
 def test_what_a_module_does_is_refused_by_its_name(change, said, monkeypatch):
@@ -131,6 +131,6 @@ def test_dropout_and_jitter_are_found_at_every_depth(config, key):
 
 
 def test_a_config_of_which_transformers_makes_no_model_is_said_to_be_one():
-    with pytest.raises(UserError, match="no dbrx model can be built from its config") as error:
+    with pytest.raises(UserError, match="no DbrxForCausalLM can be built from its config") as error:
         build_meta(DbrxConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=101))
     assert "rope_theta" in error.value.what

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fivefold as ff
+from fivefold.parallel import passes
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.spread import spread_of
 from tests.parity import Case, hf_config
@@ -38,7 +39,7 @@ def loss_on_rank(layout: str, bounds: list[int]) -> float:
     positions = torch.arange(16).expand(2, -1)
     labels = IDS.roll(-1, 1)
     with torch.no_grad():
-        loss = model.loss_sum(LossInputs(IDS, labels, positions, bounds=torch.tensor(bounds, dtype=torch.int32)))
+        loss = passes.loss(model, LossInputs(IDS, labels, positions, bounds=torch.tensor(bounds, dtype=torch.int32)))
     return float(loss)
 
 

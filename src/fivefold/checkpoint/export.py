@@ -5,11 +5,13 @@ No more than one output file is held in memory. Tied weights are stored once, un
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +20,6 @@ from safetensors.torch import save_file
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
-from fivefold.checkpoint.load import CheckpointSource
 from fivefold.errors import RunFailed, UserError
 from fivefold.files import cannot_write, is_users, of_system
 from fivefold.models import surfaces
@@ -28,6 +29,7 @@ from fivefold.models.recipe import stored_buffers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 FILE_BYTES = 2 * 10**9
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,59 @@ def export(
     came_in = model_folder.came_in(checkpoint.model_folder)
     target = export_dtype(dtype, came_in=came_in, trained=source.dtype(source.ordered[0]))
     _check_free(out, force)
+    files = {path.name: path.read_bytes() for path in sorted(checkpoint.model_folder.iterdir())}
+    files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
+    known = _known(checkpoint.model_folder)
+    size = write_folder(source, out, files, target, known, publish=_publish, file_bytes=file_bytes)
+    parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
+    return Exported(out, checkpoint.manifest.step, parameters, size, target)
+
+
+def export_whole(
+    source: "WholeTensors", out: Path, files: Mapping[str, bytes], dtype: torch.dtype, config: Any, *,
+    force: bool = False, into: bool = False,
+) -> None:  # fmt: skip
+    """Write the tensors of `source`, of a model of `config`, as the Hugging Face folder `out`.
+
+    `into`: `out` may be there with other files, whose namesakes are replaced, and so are weights of an earlier model.
+    """
+    if into and out.is_dir():
+        write_folder(source, out, files, dtype, known_of(config), publish=_publish_into)
+        return
+    _check_free(out, force)
+    write_folder(source, out, files, dtype, known_of(config), publish=_publish)
+
+
+class WholeTensors(Protocol):
+    """Tensors by name, each whole on the CPU; asked for once, in the order of `ordered`."""
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """Names in the model's order."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of it."""
+        ...
+
+
+def write_folder(
+    source: WholeTensors, out: Path, files: Mapping[str, bytes], dtype: torch.dtype, known: "Known", *,
+    publish: Callable[[Path, Path], None], file_bytes: int = FILE_BYTES,
+) -> int:  # fmt: skip
+    """Write `files` (config, tokenizer) and the tensors of `source` beside, then `publish` them as `out`; the bytes of
+    the tensors. Raises `RunFailed`, or `UserError` where the folder is at fault."""
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_model_files(checkpoint.model_folder, temporary, target)
-        known = _known(checkpoint.model_folder)
-        size = _write_weights(source, temporary, target, file_bytes, known)
-        (temporary / CARD).write_text(model_card(checkpoint, run, dtype=_name(target)), encoding="utf-8")
-        _publish(temporary, out)
+        _write_model_files(files, temporary, dtype)
+        size = _write_weights(source, temporary, dtype, file_bytes, known)
+        publish(temporary, out)
     except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         said = of_system(error)
         if said and is_users(said):
@@ -77,8 +123,7 @@ def export(
         raise RunFailed(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
-    return Exported(out, checkpoint.manifest.step, parameters, size, target)
+    return size
 
 
 def export_dtype(
@@ -112,7 +157,7 @@ def _check_free(out: Path, force: bool) -> None:
     if not is_model:
         raise UserError(f"{out} exists and is not a model folder", fix="name a new folder")
     if not force:
-        raise UserError(f"{out} exists and is not empty", fix="name a new folder, or add --force to replace this one")
+        raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force (force=True) replaces it")
 
 
 def _publish(temporary: Path, out: Path) -> None:
@@ -125,12 +170,19 @@ def _publish(temporary: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_model_files(origin: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy config, generation config and tokenizer; the config names the type of the weights beside it."""
-    for path in sorted(origin.iterdir()):
-        if path.name != model_folder.ORIGIN:
-            shutil.copyfile(path, folder / path.name)
-    config = model_folder.read_json(origin / model_folder.CONFIG) | {"dtype": _name(dtype)}
+def _publish_into(temporary: Path, out: Path) -> None:
+    """Move the files of the finished folder to those of `out`."""
+    for old in [each for each in out.iterdir() if _WEIGHTS.fullmatch(each.name)]:
+        old.unlink()
+    for path in sorted(temporary.iterdir()):
+        os.replace(path, out / path.name)
+
+
+def _write_model_files(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype) -> None:
+    """Config, generation config, tokenizer and card; the config names the type of the weights beside it."""
+    for name in files.keys() - {model_folder.ORIGIN}:
+        (folder / name).write_bytes(files[name])
+    config = model_folder.read_json(folder / model_folder.CONFIG) | {"dtype": _name(dtype)}
     (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(config))
 
 
@@ -139,7 +191,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """What the class of a model says of its files: names that differ from the model's own, tensors that are split
     there, and buffers kept in them."""
 
@@ -148,19 +200,27 @@ class _Known:
     buffers: Mapping[str, torch.Tensor]
 
 
-def _known(model_folder: Path) -> _Known:
+def _known(folder: Path) -> Known:
     try:
-        model = build_meta(load_model_config(model_folder))
-        return _Known(surfaces.saved_names(model), surfaces.saved_pieces(model), stored_buffers(model))
+        return known_of(load_model_config(folder))
     except UserError:  # a class that is registered only where it was trained
-        return _Known({}, {}, {})
+        return Known({}, {}, {})
 
 
-def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, file_bytes: int, known: _Known) -> int:
+def known_of(config: Any) -> Known:
+    """What the class of the model of `config` says."""
+    try:
+        model = build_meta(config)
+        return Known(surfaces.saved_names(model), surfaces.saved_pieces(model), stored_buffers(model))
+    except UserError:  # a class that is registered only where it was trained
+        return Known({}, {}, {})
+
+
+def _write_weights(source: WholeTensors, folder: Path, dtype: torch.dtype, file_bytes: int, known: Known) -> int:
     """Write the tensors into as few files as `file_bytes` allows, with an index when there are several."""
     files = list(_files(source, dtype, file_bytes))
     where: dict[str, str] = {}
-    computed = {name: values for name, values in known.buffers.items() if name not in source.names()}
+    computed = {name: values for name, values in known.buffers.items() if name not in source.ordered}
     total = 0
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
@@ -179,7 +239,7 @@ def _write_weights(source: CheckpointSource, folder: Path, dtype: torch.dtype, f
     return total
 
 
-def _files(source: CheckpointSource, dtype: torch.dtype, file_bytes: int) -> Iterator[list[str]]:
+def _files(source: WholeTensors, dtype: torch.dtype, file_bytes: int) -> Iterator[list[str]]:
     """Names in the model's order, split so that each file stays within `file_bytes`."""
     names: list[str] = []
     size = 0

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, Damaged, Manifest, Slice, TensorRecord, read_manifest
@@ -20,6 +21,7 @@ from fivefold.checkpoint.remote import Remote
 from fivefold.errors import UserError
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
+from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import fill, spread_of
 from fivefold.parallel.tensor import local
 from fivefold.step_folders import step_folder, steps
@@ -224,27 +226,55 @@ def _intersect(one: Slice, wanted: tuple[tuple[int, int], ...]) -> tuple[tuple[i
     return common if all(low < high for low, high in common) else None
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+def restore(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint: Checkpoint, *,
+    types: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
     """Overwrite the weights and the optimizer state of a parallelized model, whatever layout wrote the checkpoint.
 
+    `types`: what the optimizer keeps once per parameter, as which type (`scalar_types`); without one, a tensor in fp32.
     Raises, before anything changes, `UserError` when names, shapes or types differ from the model's, and `Damaged` when
     a byte is not what was saved.
     """
     weights = checkpoint.source()
     check_fits(model, weights, where=str(checkpoint.path))
     checkpoint.verify(together=True)
+    reshard(model)
     fill(model, weights)
+    if optimizer is None:
+        return
     sources = [(kind, checkpoint.source(kind)) for kind in checkpoint.kinds if kind != WEIGHT]
     devices = _scalar_devices(optimizer)
     for name, parameter in model.named_parameters():
+        if parameter not in devices:
+            continue
         state: dict[str, Any] = {
-            key: torch.tensor(value, dtype=torch.float32, device=devices[parameter])
+            key: _scalar(value, (types or {}).get(key, "float32"), devices[parameter])
             for key, value in checkpoint.manifest.scalars.get(name, {}).items()
         }
         for kind, source in sources:
             if name in source.names():
                 state[kind] = _moment(model, name, parameter.detach(), source)
         optimizer.state[parameter] = state
+
+
+def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What an optimizer keeps once per parameter: key -> the name of its type (`float32` of a tensor, `int`...)."""
+    found: dict[str, str] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                found |= {key: str(value.dtype).removeprefix("torch.")} if value.ndim == 0 else {}
+            elif value is not None:
+                found[key] = type(value).__name__
+    return found
+
+
+_NUMBERS: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
+
+
+def _scalar(value: float, kind: str, device: torch.device) -> Any:
+    return _NUMBERS[kind](value) if kind in _NUMBERS else torch.tensor(value, dtype=getattr(torch, kind), device=device)
 
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
@@ -267,7 +297,13 @@ def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> N
 
 
 def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource") -> Tensor:
-    """A tensor spread like the parameter `like`, with this rank's part of `source`."""
+    """A tensor spread like the parameter `like`, with this rank's part of `source`; one of another shape is whole."""
+    if source.shape(name) != spread_of(model).shards[name].shape:
+        values = source.whole(name).to(like.device)
+        if not isinstance(like, DTensor):
+            return values
+        mesh = like.device_mesh
+        return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
     moment = torch.zeros_like(like, dtype=source.dtype(name))
     for global_region, local_region in spread_of(model).regions(name):
         local(moment)[local_region].copy_(source.read(name, global_region))

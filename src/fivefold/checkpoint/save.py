@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import disk, model_folder, shard
 from fivefold.checkpoint.load import is_valid
@@ -52,12 +53,14 @@ class About:
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """A block of a tensor that this rank writes. `values` may be a view of the live tensor."""
+    """A block of a tensor that this rank writes. `values` may be a view of the live tensor; `is_whole`: all of a tensor
+    that is not of its parameter's shape."""
 
     kind: str
     name: str
     offset: tuple[int, ...]
     values: Tensor
+    is_whole: bool = False
 
     @property
     def key(self) -> str:
@@ -74,6 +77,7 @@ class _Part:
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     error: str | None = None
+    shapes: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)  # of tensors unlike their parameter
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "_Part":
@@ -83,7 +87,8 @@ class _Part:
             for kind, name, dtype, one in told["slices"]
         ]
         files = {name: FileRecord(**one) for name, one in told["files"].items()}
-        return cls(slices, told["scalars"], files, told["error"])
+        shapes = [(kind, name, tuple(shape)) for kind, name, shape in told["shapes"]]
+        return cls(slices, told["scalars"], files, told["error"], shapes)
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,11 @@ class Saver:
         if pending:
             pending.result()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save is under way, or over and nobody has asked how it went."""
+        return self._pending is not None
+
     def failure(self, *, wait: bool = False) -> UserError | None:
         """The error of the save under way if it has failed (`wait`: when it has ended), told once."""
         if self._pending is None or not (wait or self._pending.done()):
@@ -149,16 +159,7 @@ class Saver:
         self._thread.shutdown(wait=True)
 
     def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> _Snapshot:
-        spread = spread_of(model)
-        slices = self._staged(list(collect(model, optimizer)))
-        return _Snapshot(
-            about=about,
-            layout=str(spread.layout),
-            shapes={name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers),
-            slices=slices,
-            scalars=_scalars(model, optimizer),
-            texts=_texts(model, about) if dist.get_rank() == 0 else {},
-        )
+        return _snapshot(model, optimizer, about, self._staged)
 
     def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
         """The slices on the CPU; asynchronous: copies that training does not touch."""
@@ -173,11 +174,7 @@ class Saver:
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
-        beside = self._directory / f"{_BESIDE}{published.name}"
-        on_first_rank(lambda: _start(beside, published), self.group)
-        part = _write(beside, snapshot, dist.get_rank())
-        parts = [_Part.from_json(told) for told in plain.on_first(asdict(part), self.group) or ()]
-        on_first_rank(lambda: _publish(snapshot, parts, beside, published, self._keep), self.group)
+        part = _write_together(snapshot, published, self.group, keep=self._keep)
         if self._remote:
             self._copy(published, self._remote, part, snapshot.texts)
         return published
@@ -214,14 +211,54 @@ def save(
     return directory / step_folder(step)
 
 
-def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[OwnedSlice]:
-    """The slices of weights and optimizer state that this rank owns: over all ranks, every element once."""
+def save_as(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: About, *, overwrite: bool = False
+) -> None:
+    """Save as the folder `folder`, under no run; every rank calls this, and returns when it is published.
+
+    What is beside it is left alone. Raises, on all ranks, `UserError` when it is published already (unless
+    `overwrite`) and `RunFailed` when it cannot be written: then what was there stays.
+    """
+    reshard(model)
+    snapshot = _snapshot(model, optimizer, about, lambda slices: [replace(s, values=s.values.cpu()) for s in slices])
+    group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
+    _write_together(snapshot, folder, group, keep=None, overwrite=overwrite)
+    dist.destroy_process_group(group)
+
+
+def _snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, about: About,
+    staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
+) -> _Snapshot:  # fmt: skip
+    spread = spread_of(model)
+    return _Snapshot(
+        about=about,
+        layout=str(spread.layout),
+        shapes={name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers),
+        slices=staged(list(collect(model, optimizer))),
+        scalars=_scalars(model, optimizer) if optimizer else {},
+        texts=_texts(model, about) if dist.get_rank() == 0 else {},
+    )
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[OwnedSlice]:
+    """The slices of weights and optimizer state that this rank owns: over all ranks, every element once.
+
+    State in its parameter's shape lies as the parameter does; state of another shape is the same on all ranks (only
+    layouts of whole tensors have it). Raises `UserError` for what no checkpoint holds.
+    """
     spread = spread_of(model)
     for name, parameter in model.named_parameters():
         if not spread.is_owner(name):
             continue
-        tensors = {WEIGHT: parameter.detach(), **_per_element(optimizer.state.get(parameter, {}))}
+        tensors = {WEIGHT: parameter.detach(), **_per_element(optimizer.state.get(parameter, {}) if optimizer else {})}
         for kind, tensor in tensors.items():
+            _check_type(kind, name, tensor)
+            if tensor.shape != parameter.shape:
+                if spread.cut(name).row == 0:
+                    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    yield OwnedSlice(kind, name, (0,) * tensor.ndim, whole, is_whole=True)
+                continue
             for global_region, local_region in spread.regions(name):
                 yield OwnedSlice(kind, name, tuple(s.start for s in global_region), local(tensor)[local_region])
     mesh, buffers = spread.mesh, dict(model.named_buffers())
@@ -234,13 +271,28 @@ def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim > 0}
 
 
+def _check_type(kind: str, name: str, tensor: Tensor) -> None:
+    if str(tensor.dtype).removeprefix("torch.") not in shard.TYPES:
+        raise UserError(
+            f"the optimizer keeps {kind} of {name} in {tensor.dtype}, which no checkpoint holds",
+            fix="save the model alone: ff.save(model, None, path)",
+        )
+
+
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
     """Per parameter what the optimizer keeps once, such as its step count."""
     spread = spread_of(model)
     found = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
-        scalars = {key: float(value) for key, value in state.items() if key not in _per_element(state)}
+        once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
+        if wrong := [key for key, value in once.items() if not isinstance(value, Tensor | int | float)]:
+            raise UserError(
+                f"the optimizer keeps {wrong[0]} of {name} as a {type(once[wrong[0]]).__name__}, which no checkpoint "
+                "holds",
+                fix="save the model alone: ff.save(model, None, path)",
+            )
+        scalars = {key: float(value) for key, value in once.items()}
         if scalars and spread.is_owner(name):
             found[name] = scalars
     return found
@@ -249,15 +301,39 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _start(beside: Path, published: Path) -> None:
-    if is_valid(published):
-        raise UserError(f"{published} is published already; a checkpoint is never rewritten")
+def _write_together(
+    snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False
+) -> _Part:
+    """Every rank writes its part, and the first one publishes. What this rank wrote. `keep` None: what is beside the
+    folder is not of its run, and is left alone."""
+    beside = published.parent / f"{_BESIDE}{published.name}"
+    alone = None if keep else [beside, _damaged(published)]
+    on_first_rank(lambda: _start(beside, published, abandoned=alone, overwrite=overwrite), group)
+    part = _write(beside, snapshot, dist.get_rank())
+    parts = [_Part.from_json(told) for told in plain.on_first(asdict(part), group) or ()]
+    on_first_rank(lambda: _publish(snapshot, parts, beside, published, keep), group)
+    return part
+
+
+def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = None, overwrite: bool = False) -> None:
+    """Make the folder `beside`, once what saves that were cut off have left is removed: `abandoned`, None: whatever is
+    named like it."""
+    if not overwrite and is_valid(published):
+        raise UserError(f"{published} is published already; a checkpoint is never rewritten", fix="name a new folder")
+    is_ours = (published / NAME).exists() or abandoned is None
+    if published.exists() and not is_ours and (not published.is_dir() or any(published.iterdir())):
+        raise UserError(f"{published} is no checkpoint, and not empty", fix="name a new folder")
     directory = beside.parent
     directory.parent.mkdir(parents=True, exist_ok=True)
     disk.make_folder(directory)
-    for abandoned in directory.glob(f"{_BESIDE}*"):
-        disk.remove(abandoned)
+    for each in directory.glob(f"{_BESIDE}*") if abandoned is None else abandoned:
+        disk.remove(each)
     disk.make_folder(beside)
+
+
+def _damaged(published: Path) -> Path:
+    """Where a folder that stood in the place of a published one is put, to be removed."""
+    return published.with_name(f"{_BESIDE}damaged-{published.name}")
 
 
 def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
@@ -277,12 +353,14 @@ def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
                 dtype = str(one.values.dtype).removeprefix("torch.")
                 described = Slice(one.offset, tuple(one.values.shape), file, key, written.tensors[key])
                 part.slices.append((one.kind, one.name, dtype, described))
+                if one.is_whole:
+                    part.shapes.append((one.kind, one.name, tuple(one.values.shape)))
     except Exception as error:  # told to the first rank, which waits for it
         part.error = f"rank {rank}: {error}"
     return part
 
 
-def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int) -> None:
+def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int | None) -> None:
     try:
         if errors := [part.error for part in parts if part.error]:
             raise OSError(errors[0])
@@ -295,9 +373,12 @@ def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, publishe
         fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
     if published.exists():  # not valid, or `_start` would have refused
-        disk.rename(published, published.with_name(f"{_BESIDE}damaged-{published.name}"))
+        disk.rename(published, _damaged(published))
     disk.rename(beside, published)
-    _retain(published, keep)
+    if keep is None:
+        disk.remove(_damaged(published))
+    else:
+        _retain(published, keep)
 
 
 def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
@@ -343,6 +424,7 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, File
         found.setdefault(kind, {}).setdefault(name, []).append(one)
         dtypes[kind, name] = dtype
     scalars = {name: values for part in parts for name, values in part.scalars.items()}
+    own = {(kind, name): shape for part in parts for kind, name, shape in part.shapes}
     return Manifest(
         step=snapshot.about.step,
         layout=snapshot.layout,
@@ -353,7 +435,7 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, File
         scalars={name: scalars[name] for name in snapshot.shapes if name in scalars},
         tensors={
             kind: {
-                name: TensorRecord(shape, dtypes[kind, name], tuple(slices[name]))
+                name: TensorRecord(own.get((kind, name), shape), dtypes[kind, name], tuple(slices[name]))
                 for name, shape in snapshot.shapes.items()
                 if name in slices
             }

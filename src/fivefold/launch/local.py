@@ -16,6 +16,7 @@ from typing import Any
 from fivefold import history
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
+from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
@@ -39,10 +40,13 @@ class WorkerCrashed(WorkerDied):
     traceback = ""
 
 
-def run(path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None = None, verify: bool = False) -> Path:
+def run(
+    path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None = None, verify: bool = False,
+    listener: Listener | None = None,
+) -> Path:  # fmt: skip
     """Train the run file at `path` (None: the demo) and return the run folder.
 
-    `verify`: prove the layout on thin weights first.
+    `verify`: prove the layout on thin weights first. `listener` is told what happens, by the first rank.
     Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
     """
     world = find_world("cpu")  # the place is known before torch is; the device is looked up below
@@ -51,8 +55,8 @@ def run(path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None =
         check_supported(config)
         is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
     if world is None:
-        return _run_here(config, is_fresh=is_fresh, nproc=nproc, verify=verify)
-    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc, verify=verify)
+        return _run_here(config, is_fresh=is_fresh, nproc=nproc, verify=verify, listener=listener)
+    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc, verify=verify, listener=listener)
 
 
 def worker_count(
@@ -95,7 +99,7 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     _run_workers(command, workers=workers, logs=logs, patience=patience)
 
 
-def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:
+def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: bool, listener: Listener | None) -> Path:
     kind = device_kind(config.train.device)
     workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
     with _arithmetic():
@@ -107,14 +111,15 @@ def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: b
     _prepare(config, show=True)
     config = claim_fresh(config) if is_fresh else config
     print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
-    request = {"config": config.to_yaml(), "device": kind}
-    logs = open_folder(config)
-    with_restarts(
-        lambda: start_workers("train", request, workers=workers, logs=logs, patience=config.train.collective_timeout),
-        most=config.train.max_restarts,
-        steps=lambda: (last_logged_step(config), last_saved_step(config)),
-        say=partial(_tell_restart, config),
-    )
+    logs, patience = open_folder(config), config.train.collective_timeout
+    with following(listener, logs) as told:
+        request = {"config": config.to_yaml(), "device": kind, **told}
+        with_restarts(
+            lambda: start_workers("train", request, workers=workers, logs=logs, patience=patience),
+            most=config.train.max_restarts,
+            steps=lambda: (last_logged_step(config), last_saved_step(config)),
+            say=partial(_tell_restart, config),
+        )
     return config.run_dir
 
 
@@ -125,7 +130,9 @@ def _tell_restart(config: RunConfig, text: str) -> None:
         log.write("died", last_logged_step(config), what=text)
 
 
-def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None, verify: bool) -> Path:
+def _run_inside(
+    config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None, verify: bool, listener: Listener | None
+) -> Path:
     """This process is one of the workers already."""
     with one_voice(world):
         if nproc is not None and nproc != world.size:
@@ -144,7 +151,7 @@ def _run_inside(config: RunConfig, world: World, *, is_fresh: bool, nproc: int |
             checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
             if verify:
                 before_training(config, layout)
-            execute("train", {"config": config.to_yaml()}, here)
+            execute("train", {"config": config.to_yaml(), "events": listener}, here)
     return config.run_dir
 
 

@@ -53,14 +53,19 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
 
 
 def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]:
-    """The decoder blocks: the list in the base model that has one entry per hidden layer."""
-    count = model.config.get_text_config().num_hidden_layers
+    """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the one
+    with an entry per hidden layer."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     blocks = surfaces.block_classes(model)
-    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    stated = [m for m in lists if all(type(layer).__name__ in blocks for layer in m)] or lists
-    if len(stated) != 1:
-        raise UserError(
-            f"{type(model).__name__}: found {len(stated)} lists of {count} layers, expected one",
-            fix="the model's layers must stand in one ModuleList of num_hidden_layers entries",
-        )
-    return tuple(names[id(layer)] for layer in stated[0])
+    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    of_blocks = [m for m in lists if all(type(layer).__name__ in blocks for layer in m)]
+    of_count = [m for m in of_blocks or lists if len(m) == count]
+    stated = of_count or of_blocks
+    if len(stated) == 1:
+        return tuple(names[id(layer)] for layer in stated[0])
+    name = type(model).__name__
+    found = ", ".join(names[id(each)] for each in stated)
+    raise UserError(
+        f"{name} has {len(stated)} stacks of layers ({found})" if stated else f"{name} has no list of its layers",
+        fix="use a model whose layers stand in one ModuleList; of one for images and text, the model of the text alone",
+    )

@@ -26,7 +26,7 @@ CONTEXT = "context_parallel"  # attribute of an attention module: the fold that 
 # Keywords that say nothing about what attention computes: positions are in the queries and keys already.
 _HARMLESS = (
     "position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
-    "output_router_logits",
+    "output_router_logits", "logits_to_keep", "num_items_in_batch",
 )  # fmt: skip
 _SERVED = ("is_causal", "bounds", "sliding_window", "softcap", "s_aux")
 

@@ -59,10 +59,16 @@ def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | N
     return config
 
 
-def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NAME) -> PreTrainedModel:
+def build_meta(
+    hf_config: PreTrainedConfig,
+    *,
+    attention: str = own_attention.NAME,
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
     """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
 
     `model.config.dtype` stays that of `hf_config`, the type of the weights that came in: an export goes back to it.
+    `model_class`: where it is not the one that `transformers` knows for the config.
     Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
@@ -70,7 +76,7 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
     own_experts.register()
     try:
         with _bounded():
-            model = surfaces.causal_lm_on_meta(hf_config, attention)
+            model = surfaces.causal_lm_on_meta(hf_config, attention, model_class)
     except UserError:
         raise
     except Exception as error:  # the model's own constructor raises several kinds
@@ -84,16 +90,16 @@ def build_meta(hf_config: PreTrainedConfig, *, attention: str = own_attention.NA
 
 
 def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
-    kind = hf_config.model_type
+    kind = surfaces.causal_class_name(hf_config) or hf_config.model_type
     if isinstance(error, KeyError) and error.args == (attention,):
         return UserError(
-            f"{kind} models attend by code of their own (they do not know attention {error})",
+            f"{kind} attends by code of its own, not by the attention functions of transformers",
             fix="use a model that calls the attention functions of transformers",
         )
     if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
         return UserError(f"no causal language model for model type {kind!r}: {_first_line(error)}")
     return UserError(
-        f"no {kind} model can be built from its config: {type(error).__name__}: {_first_line(error)}",
+        f"no {kind} can be built from its config: {type(error).__name__}: {_first_line(error)}",
         fix="look at the sizes in its config.json, and at model.overrides",
     )
 
@@ -105,7 +111,7 @@ def _check_sizes(model: PreTrainedModel) -> None:
     if empty or not sizes or sum(sizes.values()) > MOST_PARAMETERS:
         what = f"{empty} is empty" if empty else f"it has {sum(sizes.values()):,} parameters"
         raise UserError(
-            f"no {model.config.model_type} model can be built from its config: {what}",
+            f"no {type(model).__name__} can be built from its config: {what}",
             fix="look at the sizes in its config.json, and at model.overrides",
         )
 
@@ -186,6 +192,19 @@ def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     bounds = kwargs.get("bounds")
     if bounds is not None and len(set(bounds.diff().tolist())) > 1:
         check_lengths(base.config, int(bounds.diff().max()))
+
+
+def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A pre-hook of the base of a model in which `name` counts the tokens of a row for itself: documents that begin
+    within a row, or a rank with one of `parts` of its tokens, would be counted wrong where that says anything."""
+    given = kwargs.get("input_ids", args[0] if args else None)
+    length = parts * given.shape[1] if isinstance(given, Tensor) else 0
+    if length > most and (kwargs.get("bounds") is not None or parts > 1):
+        raise UserError(
+            f"{name} of {type(base).__name__} counts the tokens of a row, whatever documents are in it: in rows of "
+            f"more than {most} tokens documents would change each other",
+            fix=f"set data.seq_length to {most} or less, or data.packing: false with layout.cp: 1",
+        )
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

@@ -74,6 +74,9 @@ def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> Deal:
     return tuple(parts)
 
 
+NEARBY = 64  # features that are tried until one is found that depends on a column at all
+
+
 def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, Deal]:
     """Deals of an element-wise region: feature j of the row comes from feature j of each column, of each of its equal
     chunks, or from neighbours. Three features are looked at."""
@@ -85,12 +88,22 @@ def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str
         times, rest = divmod(leaf.shape[-1], width)
         if rest or not times:
             raise Untraceable(f"{row} reads {width} features, and {name} makes {leaf.shape[-1]}")
-        looked_at = sorted({0, width // 2, width - 1})
-        masks = [depends(reads[..., j], [leaf])[0] for j in looked_at]
-        found = [[] if mask is None else mask.nonzero().flatten().tolist() for mask in masks]
+        seen = [_first_alive(reads, leaf, j) for j in dict.fromkeys((0, width // 2, width - 1))]
+        looked_at, found = [j for j, _ in seen], [features for _, features in seen]
         is_chunked = found == [[j + k * width for k in range(times)] for j in looked_at]
         if not is_chunked and found != [[j * times + k for k in range(times)] for j in looked_at]:
             raise Untraceable(f"the features of {row} do not follow from those of {name} one by one")
         chunks = tuple(Part(k * width, (k + 1) * width, "even", k) for k in range(times))
         deals[name] = chunks if is_chunked else (Part(0, times * width, "even", unit=times),)
     return deals
+
+
+def _first_alive(reads: Tensor, leaf: Tensor, near: int) -> tuple[int, list[int]]:
+    """The feature of `reads` nearest to `near` that depends on `leaf`, and on which of its features: behind a ReLU many
+    are dead for all of a few tokens."""
+    width = reads.shape[-1]
+    for j in sorted(range(max(0, near - NEARBY), min(width, near + NEARBY)), key=lambda j: abs(j - near)):
+        (mask,) = depends(reads[..., j], [leaf])
+        if mask is not None:
+            return j, mask.nonzero().flatten().tolist()
+    return near, []

@@ -22,7 +22,8 @@ class Pair:
 
 
 def pairs_of(block: BlockTrace) -> list[Pair]:
-    """In order. Raises `Untraceable` for a projection that is neither column, row nor latent."""
+    """In order, without the linears that read the residual and feed no row: they scale what is on it, or send its
+    tokens to experts. Raises `Untraceable` for a projection that is neither of these, nor column, row or latent."""
     columns: list[str] = []
     behind: dict[str, frozenset[str]] = {}
     rows: dict[str, frozenset[str]] = {}
@@ -46,9 +47,8 @@ def pairs_of(block: BlockTrace) -> list[Pair]:
         else:
             raise Untraceable(f"{event.name} reads {', '.join(sorted(direct)) or 'nothing'}: neither column nor row")
     used = [name for names in rows.values() for name in names]
-    made = {*columns, *behind}
-    if len(used) != len(set(used)) or set(used) != made:
-        odd = sorted(made ^ set(used)) or sorted(name for name in used if used.count(name) > 1)
+    odd = sorted(set(behind) - set(used)) or sorted({name for name in used if used.count(name) > 1})
+    if odd:
         raise Untraceable(f"{', '.join(odd)} feed no projection back to the residual stream, or several")
     if not rows:
         raise Untraceable(f"{block.layer} has no projections")

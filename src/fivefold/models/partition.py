@@ -143,6 +143,8 @@ class _Derivation:
     heads: tuple[int, int] = (0, 0)
 
     def partition(self) -> Partition:
+        if self.traced.streams:
+            raise Untraceable(self.traced.streams)
         roles = self._outside()
         known: dict[object, dict[str, Deal]] = {}
         for block in self.traced.blocks:
@@ -182,8 +184,7 @@ class _Derivation:
         ):
             roles |= self._roles_of(module, Role(kind, reason, 0))  # type: ignore[arg-type]
         for name in (*self.traced.before, *self.traced.after):
-            module = self.model.get_submodule(name)
-            if name not in (self.anatomy.embedding, self.anatomy.head) and surfaces.linear_dims(module) is None:
+            if name not in (self.anatomy.embedding, self.anatomy.head):
                 roles |= self._roles_of(name, Role("norm", "acts on the residual, outside the blocks"))
         return roles
 
@@ -191,6 +192,12 @@ class _Derivation:
         return {
             f"{module}.{leaf}": role for leaf, _ in self.model.get_submodule(module).named_parameters(recurse=False)
         }
+
+    def _untrained(self, module: str) -> dict[str, Role]:
+        """What a module that holds experts keeps beside them without training it: a bias on who is picked."""
+        own = self.model.get_submodule(module).named_parameters(recurse=False)
+        role = Role("router", "is not trained, and says where tokens go")
+        return {f"{module}.{leaf}": role for leaf, parameter in own if not parameter.requires_grad}
 
     # ---- one block ---------------------------------------------------------------------------------------------------
 
@@ -218,6 +225,10 @@ class _Derivation:
             for name in columns:
                 roles |= self._linear_roles(name, pair, deals[name])
             roles |= self._linear_roles(row, pair, deals[row])
+        paired = {name for pair in pairs for name in (pair.row, *pair.columns, *pair.latents)}
+        for event in block.events:
+            if event.kind == "linear" and event.name not in paired:
+                roles |= self._roles_of(event.name, Role("norm", "acts on the residual, beside the projections"))
         last = max(block.events.index(block.linear(row)) for row in rows)
         if not any(event.kind == "small" for event in block.events[last:]):
             self.unfinished.append(block.layer)
@@ -228,6 +239,7 @@ class _Derivation:
             if each.name in experts:
                 roles |= self._roles_of(each.name, Role("experts", "expert by expert"))
                 roles |= self._roles_of(each.router, Role("router", "says where tokens go"))
+                roles |= self._untrained(each.name.rpartition(".")[0])
         return roles
 
     def _shape_key(self, block: BlockTrace, row: str, columns: Sequence[str]) -> object:

@@ -68,7 +68,7 @@ def read_recipe(model: PreTrainedModel) -> Recipe:
             surfaces.initialise_again(model)
     recipe = {name: tuple(recorder.ops[name]) for name in names}
     if not all(recipe.values()):
-        constructed = surfaces.constructed_values(model.config)
+        constructed = surfaces.constructed_values(model)
         for name in [name for name in names if not recipe[name] and name in constructed]:
             values = constructed[name]
             recipe[name] = (Op(Copy(values), tuple(slice(0, size) for size in values.shape)),)
@@ -147,7 +147,9 @@ def _within(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> Region:
 
 
 class _Recorder(TorchDispatchMode):
-    """Receives intercepted initialisers; while active, writes to parameters by any other way are noted, not run."""
+    """Receives intercepted initialisers; while active, writes to parameters by any other way are noted, not run.
+
+    Of those, values that are copied in are known, and a number too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -157,6 +159,7 @@ class _Recorder(TorchDispatchMode):
                 raise UserError(f"{name} is not on the meta device; initialising it again would erase it")
             self._owners[_storage(tensor)] = (name, tensor)
         self.ops: dict[str, list[Op]] = {name: [] for name, _ in self._owners.values()}
+        self._numbers: list[tuple[torch.Tensor, float]] = []  # tensors on meta, and the number that each was made from
 
     def receive(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record one call of an initialiser."""
@@ -178,9 +181,22 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor) and _storage(target) in self._owners:
-            self._record(target, Unknown(f"{func} outside of an initialiser"))
+            self._record(target, self._written(func, target, args[1:]))
             return target
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func._overloadpacket is torch.ops.aten.scalar_tensor:
+            self._numbers.append((made, float(args[0])))
+        return made
+
+    def _written(self, func: Any, target: torch.Tensor, args: Sequence[Any]) -> Fill:
+        """What an operator that is no initialiser writes."""
+        operator, source = func._overloadpacket, args[0] if args else 0.0
+        if operator is torch.ops.aten.copy_ and isinstance(source, torch.Tensor):
+            number = next((value for made, value in self._numbers if made is source), None)
+            return _copy(target, source) if number is None else Constant(number)
+        if operator in (torch.ops.aten.fill_, torch.ops.aten.zero_) and isinstance(source, int | float):
+            return Constant(float(source))
+        return Unknown(f"{func} outside of an initialiser")
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,26 +76,50 @@ def make_config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
 # Models --------------------------------------------------------------------------------------------------------------
 
 
-def causal_lm_on_meta(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """The causal language model of `config`, in fp32 on the meta device, with the named attention function."""
+def causal_lm_on_meta(
+    config: PreTrainedConfig, attention: str, model_class: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """The causal language model of `config`, in fp32 on the meta device, with the named attention function. Its class
+    is said where `AutoModelForCausalLM` does not know the config: that of a part of a larger model."""
+    make = (
+        model_class._from_config if model_class else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    )
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-        )
+        model: PreTrainedModel = make(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+    return _all_on_meta(model)
+
+
+def causal_class_name(config: PreTrainedConfig) -> str:
+    """The class of the causal language model of a config; "" where `transformers` knows none."""
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__) if known else ""
 
 
 def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Another model of the class and config of `model`, in fp32 on the meta device, with the named attention."""
-    with torch.device("meta"):
-        made: PreTrainedModel = type(model)._from_config(
-            copy.deepcopy(model.config), dtype=torch.float32, attn_implementation=attention
-        )
+    """A second model of the same class and config, in fp32 on the meta device, with the named attention function."""
+    return causal_lm_on_meta(model.config, attention, type(model))
+
+
+def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """Its class made once more, in fp32 unless `options` say otherwise."""
+    made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), **{"dtype": torch.float32, **options})
     return made
 
 
-def whole_model(config: PreTrainedConfig, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """The unmodified model of `config` in fp64 on the CPU, computing attention by itself, with these values."""
-    model = unmodified_model(config, torch.float64)
+def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Some constructors draw parameters in a way that the device of a context does not reach (`torch.normal`)."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    return model
+
+
+def whole_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The unmodified model of the class and config of another in fp64 on the CPU, computing attention by itself, with
+    these values."""
+    model = _again(like, dtype=torch.float64, attn_implementation=_own_attention(like.config, type(like)))
+    select_experts(model, "eager")
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(values[name])
@@ -105,7 +130,10 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     """The model of `config` as `transformers` makes it on the CPU, with weights of its own, computing attention by
     itself."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=dtype, attn_implementation=_own_attention(config), trust_remote_code=False
+        copy.deepcopy(config),
+        dtype=dtype,
+        attn_implementation=_own_attention(config),
+        trust_remote_code=False,
     )
     select_experts(model, "eager")
     return model
@@ -127,9 +155,9 @@ def no_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _own_attention(config: PreTrainedConfig) -> str:
+def _own_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> str:
     """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
-    serves = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    serves = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._supports_sdpa
     return "sdpa" if serves and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 
@@ -161,8 +189,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def base_prefix(model: PreTrainedModel) -> str:
-    """The name of the submodule that holds everything but the head (`model` for most families)."""
-    return str(model.base_model_prefix)
+    """The name of the submodule that holds everything but the head (`model` for most families). The class states it;
+    where it states another's, it is the one model that this one holds."""
+    stated = str(model.base_model_prefix)
+    held = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return held[0] if not hasattr(model, stated) and len(held) == 1 else stated
 
 
 def block_classes(model: PreTrainedModel) -> set[str]:
@@ -287,17 +318,15 @@ def _set_parameter(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
     setattr(model.get_submodule(module), leaf, tensor)
 
 
-def constructed_values(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that the constructors of the model of `config` compute, before any initialiser runs,
+def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the constructors of a model like this one compute, before any initialiser runs,
     on the CPU; not those that they draw, or leave without values (these never take memory)."""
     builds = []
     for seed in (0, 1):
         empty_on_meta = _EmptyOnMeta()  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), empty_on_meta:
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
-            )
+            model = _again(like)
         tensors = (*model.named_parameters(), *model.named_buffers())
         builds.append({name: tensor.detach() for name, tensor in tensors if not tensor.is_meta})
     one, other = builds

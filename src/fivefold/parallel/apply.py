@@ -21,8 +21,9 @@ from fivefold import heads
 from fivefold.errors import UserError
 from fivefold.launch.world import open_world
 from fivefold.layout import Layout
+from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import use_our_attention
+from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
@@ -54,8 +55,8 @@ def parallelize(
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
     initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
-    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross
-    entropy, and the record `model.fivefold` (`Spread`).
+    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
+    `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
 
     Raises `UserError` when the layout does not fit the world or the model.
     """
@@ -68,6 +69,9 @@ def parallelize(
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     traced = _traced(model, anatomy)
+    if traced.counted:
+        check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
+        model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
     _check_sequence_parallel(partition, layout)
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
@@ -196,7 +200,19 @@ def _materialise(model: nn.Module, spread: Spread, device: torch.device) -> None
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:
-    """Tie the head to the embedding again: moving between devices gives each module a parameter of its own."""
+    """Tie the head to the embedding again, and biases that have two names: moving between devices gives each module a
+    parameter of its own."""
     head, embedding = (model.get_submodule(path) for path in (anatomy.head, anatomy.embedding))
     if anatomy.tied and "weight" in head._parameters:
         head.weight = embedding.weight
+    for name, source in surfaces.tied_parameters(model).items():
+        (module, leaf), (other, theirs) = _place(model, name), _place(model, source)
+        if leaf == "bias" and module is not None and other is not None:
+            module._parameters[leaf] = other._parameters[theirs]
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    """The module that holds a parameter, or None where it is not here, and what it is called there."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module if module._parameters.get(leaf) is not None else None), leaf

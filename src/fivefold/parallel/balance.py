@@ -99,9 +99,14 @@ class Balance:
         found = [("tp", self.tensor.group)] if self.tensor and self._is_split else []
         return found + ([("cp", self.context.group)] if self.context else [])
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a step is under way: only then are routers watched."""
+        return self._scale > 0
+
     def begin_step(self, rows: int) -> None:
         """`rows`: of the global batch."""
-        self._scale = 1.0 / (rows * len(self.modules))
+        self._scale = 1.0 / (max(rows, 1) * len(self.modules))
         self._seen, self._summed = {}, {}
 
     def begin_micro_batch(self, tokens_B: Tensor | None, *, again: bool = False) -> None:
@@ -114,6 +119,7 @@ class Balance:
     def end_step(self) -> BalanceResult:
         """What the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
+        self._scale = 0.0  # until the next step begins, nobody watches
         elsewhere = [torch.zeros(_numbers(each), dtype=torch.float64, device=self.device) for each in self.modules]
         parts = [self._summed.get(each.router, zeros) for each, zeros in zip(self.modules, elsewhere, strict=True)]
         flat = torch.cat(parts)

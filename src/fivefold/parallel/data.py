@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fivefold.layout import Layout
 from fivefold.models.anatomy import Anatomy
@@ -99,6 +100,23 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def put_in_order(model: nn.Module) -> None:
+    """Sharded and idle: what a call that raised half-way has left gathered, or under way, is as before it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            state = module._get_fsdp_state()
+            state._state_ctx.iter_forward_root = None
+            state._training_state = TrainingState.IDLE
+            for group in filter(None, _groups(module)):
+                group._training_state = TrainingState.IDLE
+
+
+def settle_root(model: nn.Module) -> None:
+    """Make `model` the root of its FSDP units now; the first of them to be called would become it otherwise."""
+    cast(FSDPModule, model)._get_fsdp_state()._lazy_init()
 
 
 def add_late(module: FSDPModule) -> None:

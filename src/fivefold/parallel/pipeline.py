@@ -146,7 +146,8 @@ class _Step:
         if self.pipeline.balance:
             self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
         with self._deferring(stage, at):
-            torch.autograd.backward(out, gradient)
+            if out.requires_grad:  # not where all that ran is frozen
+                torch.autograd.backward(out, gradient)
         if hidden is not None:
             assert hidden.grad is not None, f"no gradient reached the input of stage {stage}"
             self._give("B", stage - 1, at, hidden.grad)
@@ -201,9 +202,11 @@ class _Step:
 def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
     """Each end of the pipeline has its part of a tied embedding's gradient: both get the whole."""
     if pipeline.ends is not None:
-        gradient = dict(model.named_parameters())[pipeline.tied or ""].grad
-        assert gradient is not None, f"{pipeline.tied} has no gradient"
-        dist.all_reduce(local(gradient), group=pipeline.ends)
+        tied = dict(model.named_parameters())[pipeline.tied or ""]
+        if not tied.requires_grad:
+            return
+        assert tied.grad is not None, f"{pipeline.tied} has no gradient"
+        dist.all_reduce(local(tied.grad), group=pipeline.ends)
 
 
 def _isend(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:

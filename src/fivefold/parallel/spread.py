@@ -4,7 +4,7 @@ Every reader of a layout's facts (fill, checkpoint, optimizer, verify, report) a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, loss, pipeline, tensor
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.guard import Guard
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
 
@@ -43,6 +44,7 @@ class Spread:
     buffers: Mapping[str, tuple[int, ...]]  # of routers, with shapes: trained without a gradient, whole on every rank
     balance: balancing.Balance | None  # of routers
     compiled: Compiled | None = None  # None where blocks run as they are
+    guard: Guard = field(default_factory=Guard)
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
         """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""

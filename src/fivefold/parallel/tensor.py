@@ -57,10 +57,10 @@ def shard_specs(model: nn.Module, partition: Partition | None, tp: int) -> dict[
     if partition.refusal:
         raise UserError(f"tp {tp} is refused: {partition.refusal}", fix="use dp_shard instead (FSDP needs no roles)")
     heads.check_heads(partition.query, partition.kv, tp)
-    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
+    return {name: _shard(name, shape, partition, tp, type(model).__name__) for name, shape in shapes.items()}
 
 
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
+def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, model_class: str) -> ShardSpec:
     role = partition.roles[name]
     if role.dim is None:
         return whole(name, shape, tp)
@@ -68,7 +68,8 @@ def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> 
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
     if tp > partition.kv and {"query", "kv"} <= {part.owner for part in role.deal}:
         raise UserError(
-            f"tp={tp} is more than num_key_value_heads={partition.kv}, and {name} makes all heads at once",
+            f"tp={tp} is more than num_key_value_heads={partition.kv} of {model_class}, and {name} makes all heads at "
+            "once",
             fix=f"use tp {partition.kv} or less",
         )
     return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
@@ -125,11 +126,16 @@ class TensorParallel:
     sums: dict[str, str] = field(default_factory=dict)  # parameter name -> axis its gradient is summed over
 
     def enter(self, x_BTD: Tensor) -> Tensor:
-        """Into a column-parallel region: all tokens on every rank."""
+        """Into a column-parallel region: all tokens on every rank. (Of tokens [N, D], those of a rank after another's:
+        `leave` gives each its own again.)"""
+        if x_BTD.ndim == 2:
+            return self.enter(x_BTD.unsqueeze(0)).squeeze(0)
         return (GatherSequence if self.sequence_parallel else CopyIn).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Out of a row-parallel region: partial sums added up."""
+        if x_BTD.ndim == 2:
+            return self.leave(x_BTD.unsqueeze(0)).squeeze(0)
         return (ScatterSumSequence if self.sequence_parallel else SumOut).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def whole_logits(self, logits: Tensor) -> Tensor:

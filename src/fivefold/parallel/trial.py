@@ -33,7 +33,7 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
     told. Every rank calls this."""
     name = type(model).__name__
     config = cut(model.config, ranks=mesh.layout.tp, least=_first_experts(model))
-    small = build_meta(config)
+    small = build_meta(config, model_class=type(model))
     size = sum(parameter.numel() for parameter in small.parameters())
     if size > MOST:
         raise UserError(
@@ -78,8 +78,7 @@ def cut(config: Any, *, ranks: int, least: int = 0) -> Any:
     if getattr(config, "layer_types", None):
         small.layer_types = [*kinds, *config.layer_types[len(kinds) :]][:layers]
     small.vocab_size = 8 * ranks + 3
-    small.pad_token_id = None
-    for key in ("bos_token_id", "eos_token_id"):
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(config, key, None) is not None:
             setattr(small, key, 0)
     return small
@@ -94,8 +93,11 @@ def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     parts = {name: mesh.tp_rank % spec.parts for name, spec in specs.items()}
     values = _values(model, device)
-    ids = torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0) % model.config.vocab_size
-    whole = surfaces.whole_model(model.config, values).to(device)
+    ids = (
+        torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0)
+        % model.config.get_text_config().vocab_size
+    )
+    whole = surfaces.whole_model(model, values).to(device)
     expected_loss = _loss(whole, ids)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     fold = tensor.apply_tensor_parallel(

@@ -1,12 +1,14 @@
 """Between the steps: the validation loss and a generated sample. Training state is left as it was."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import nan
 from typing import Any
 
 import torch
 
 from fivefold.config import RunConfig
+from fivefold.data.batch import MicroBatch
 from fivefold.data.rows import PackedRows
 from fivefold.parallel import passes
 from fivefold.parallel.data import reshard
@@ -19,16 +21,25 @@ def evaluate(model: Any, rows: PackedRows, config: RunConfig) -> float:
     """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`; equal on all ranks."""
     spread = spread_of(model)
     layout = spread.layout
-    device = next(model.parameters()).device
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    with evaluating(model):
-        for batch in rows.sequential(
+    return mean_loss(
+        model,
+        rows.sequential(
             data_rank=spread.mesh.data_rank,
             data_ranks=layout.data_ranks,
             micro_batch_size=layout.micro_batch_size,
             row_multiple=layout.row_multiple,
             max_tokens=config.eval.max_tokens,
-        ):
+        ),
+    )
+
+
+def mean_loss(model: Any, batches: Iterable[MicroBatch]) -> float:
+    """Mean cross entropy of this rank's micro batches and those of the others, as many on each; NaN without targets."""
+    spread = spread_of(model)
+    device = next(model.parameters()).device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    with evaluating(model):
+        for batch in batches:
             totals[0] += passes.loss(model, to_device(batch, device))
             totals[1] += batch.targets
     if spread.mesh.tp_rank:  # every tp rank computed the same loss
@@ -36,7 +47,7 @@ def evaluate(model: Any, rows: PackedRows, config: RunConfig) -> float:
     if not spread.mesh.is_first_of_row:
         totals[1] = 0
     loss, targets = all_reduce_sum(totals).tolist()
-    return float(loss / targets)
+    return float(loss / targets) if targets else nan
 
 
 @contextmanager

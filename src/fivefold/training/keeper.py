@@ -75,6 +75,11 @@ class Keeper:
         """Why the last save failed in the background, once; see `Saver.failure`."""
         return self._saver.failure(wait=wait)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, or has failed and nobody asked."""
+        return self._saver.is_pending
+
     def wait(self) -> None:
         """Wait for the last save. Raises on every rank if it failed."""
         self._saver.wait()

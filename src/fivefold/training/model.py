@@ -35,9 +35,10 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
             own |= {"vocab_size": data.vocab_size, "bos_token_id": None, "pad_token_id": None}
         overrides = own | overrides
     hf_config = load_model_config(config.model.name_or_path, overrides)
-    if data.vocab_size > hf_config.vocab_size:
+    vocabulary = hf_config.get_text_config().vocab_size
+    if data.vocab_size > vocabulary:
         raise UserError(
-            f"the tokenizer has {data.vocab_size} tokens, the model's vocabulary {hf_config.vocab_size}",
+            f"the tokenizer has {data.vocab_size} tokens, the model's vocabulary {vocabulary}",
             fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
             f"or set model.overrides.vocab_size: {data.vocab_size} with model.init: random",
         )

@@ -60,8 +60,9 @@ def squared_norm(model: nn.Module) -> Tensor:
 def clip_(model: nn.Module, norm: float, max_norm: float) -> None:
     """Scale the gradients so that their global norm is at most `max_norm` (0: no clipping), by torch's own rule."""
     factor = max_norm / (norm + 1e-6)
-    if max_norm > 0 and factor < 1.0:
-        torch._foreach_mul_([gradient for _, gradient in local_gradients(model)], factor)
+    gradients = [gradient for _, gradient in local_gradients(model)]
+    if max_norm > 0 and factor < 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:

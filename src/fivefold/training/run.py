@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fivefold.errors import RunFailed, UserError
 from fivefold.files import replace
 from fivefold.generation.text import sample_text
 from fivefold.json_lines import JsonLines
+from fivefold.launch.events import Events
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
@@ -52,8 +54,8 @@ COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Job`, kept in its checkp
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 
 
-def train(config: RunConfig, world: World) -> None:
-    """Train as `config` says, on this rank of `world`, which has been joined.
+def train(config: RunConfig, world: World, *, events: Events | None = None) -> None:
+    """Train as `config` says, on this rank of `world`, which has been joined; `events` is told what happens.
 
     Raises `UserError` for a request that cannot be met, `RunFailed` when the run diverges, and `Stopped` when a signal
     ended it early, saved.
@@ -63,6 +65,7 @@ def train(config: RunConfig, world: World) -> None:
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
         job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
+        job.events = events
         with job.stop.listening():
             job.run()
 
@@ -92,6 +95,8 @@ class Job:
     last_eval: float | None = None
     checked: int | None = None  # the last step of this start whose standing checks passed
     failed_save: UserError | None = None  # that the run is to stop for
+    events: Events | None = None  # of the first rank, if anybody listens
+    saving: Path | None = None  # the checkpoint under way
     began: float = field(default_factory=time.monotonic)  # this start
     took: float = 0.0  # seconds of earlier starts, up to the step that this one went on from
     stop: StopRequest = field(default_factory=StopRequest)
@@ -202,7 +207,7 @@ class Job:
             ):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                    stop=self.stop.by is not None or self.failed_save is not None,
+                    stop=self._is_to_stop,
                 )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1
@@ -217,6 +222,9 @@ class Job:
                 if self.display:
                     self.display.evaluated(self.step, self.last_eval)
             self._log(row)
+            self._tell_events("step", row)
+            if "eval/loss" in row:
+                self._tell_events("eval", {"step": self.step, "eval/loss": row["eval/loss"]})
             self._stop_if_diverged()
             if update:
                 self._check(update, batch, result)
@@ -227,11 +235,29 @@ class Job:
             if result.stop and self.step < self.total_steps:
                 self._stop_early()
         self.keeper.wait()
+        self._tell_saved()
         self._close()
+
+    @property
+    def _is_to_stop(self) -> bool:
+        """Whether this rank asks all to stop after the step."""
+        is_asked = self.events is not None and self.events.stop_asked
+        return self.stop.by is not None or self.failed_save is not None or is_asked
+
+    def _tell_events(self, kind: str, value: Any) -> None:
+        if self.events:
+            self.events.tell(kind, value)
+
+    def _tell_saved(self) -> None:
+        """Tell of a checkpoint once it is published."""
+        if self.saving and not self.keeper.is_saving:
+            self._tell_events("save", self.saving)
+            self.saving = None
 
     def _stop_early(self) -> None:
         """Raise `Stopped` on every rank, or why a save failed, when this step is saved."""
         self.keeper.wait()
+        self._tell_saved()
         if self.failed_save:
             raise self.failed_save
         by = self.stop.by or signal.SIGTERM  # another rank's
@@ -421,12 +447,15 @@ class Job:
         self._report_save(wait=True)
         self._look_at_folder()
         self.keeper.save(self.step, {name: getattr(self, name) for name in COUNTED})
+        self.saving = self.keeper.directory / checkpoint.step_folder(self.step)
 
     def _report_save(self, *, wait: bool = False) -> None:
         """Say it when the last save has failed; the older checkpoint stands, and the run goes on or stops, as asked."""
         failure = self.keeper.failure(wait=wait)
         if failure is None:
+            self._tell_saved()
             return
+        self.saving = None
         if self.config.checkpoint.on_failure == "stop":
             self.failed_save = failure
         if self.display:

@@ -39,41 +39,79 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: Sequence[MicroBatch],
     *,
-    learning_rate: float,
+    learning_rate: float | None,
     max_grad_norm: float,
     stop: bool = False,
 ) -> StepResult:
     """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to; all are told.
 
-    The loss is summed and divided by the global count of target tokens; every reduction is a plain sum.
+    The loss is summed and divided by the global count of target tokens; every reduction is a plain sum. `learning_rate`
+    is set in every parameter group; None: each keeps its own.
     """
     spread = spread_of(model)
-    device = next(model.parameters()).device
-    targets, tokens, squared, stops = _count(batch, spread, device, stop).tolist()
-    scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
-    loss = gradients(model, batch, scale)
-    balance = spread.balance.end_step() if spread.balance else None
-    if spread.mesh.tp_rank:  # every tp rank computed the same loss: one of them counts it
-        loss.zero_()
-    summed, squares = all_reduce_sum(torch.stack([loss, squared_norm(model)])).tolist()
+    done = _forward_backward(model, batch, stop)
+    summed, squares = all_reduce_sum(torch.stack([done.loss, squared_norm(model)])).tolist()
     norm = sqrt(squares) if squares >= 0 else float("nan")
     skipped = not (isfinite(summed) and isfinite(norm))
     if not skipped:
         clip_(model, norm, max_grad_norm)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
         optimizer.step()
-        if spread.balance and balance:
-            spread.balance.move_biases(model, balance)
+        if spread.balance and done.balance:
+            spread.balance.move_biases(model, done.balance)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(summed, norm, tokens, targets, squared, skipped, stops > 0, balance)
+    return StepResult(
+        summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance
+    )
+
+
+def accumulate(model: Any, batch: Sequence[MicroBatch]) -> Tensor:
+    """Add the gradients of one global batch to those that are there, as a backward pass does. Returns the loss, nats
+    per target token of the global batch, an fp64 scalar that is the same on every rank."""
+    earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    for parameter, _ in earlier:
+        parameter.grad = None  # what is summed over ranks below must not be summed again
+    done = _forward_backward(model, batch)
+    for parameter, gradient in earlier:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    return all_reduce_sum(done.loss)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What forward and backward of a global batch left. `loss`: this rank's share of it, fp64; NaN without targets."""
+
+    loss: Tensor
+    targets: int
+    tokens: int
+    squared_lengths: int
+    stops: int
+    balance: BalanceResult | None
+
+
+def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = False) -> _Done:
+    """Count over all ranks, then run every micro batch; gradients end up summed."""
+    spread = spread_of(model)
+    device = next(model.parameters()).device
+    targets, tokens, squared, rows, stops = _count(batch, spread, device, stop).tolist()
+    scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
+    if spread.balance:
+        spread.balance.begin_step(rows)
+    loss = gradients(model, batch, scale)
+    balance = spread.balance.end_step() if spread.balance else None
+    if spread.mesh.tp_rank:  # every tp rank computed the same loss: one of them counts it
+        loss.zero_()
+    if not targets:
+        loss.fill_(float("nan"))  # as cross entropy over nothing is
+    return _Done(loss, targets, tokens, squared, stops, balance)
 
 
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
     """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
     spread = spread_of(model)
     device = next(model.parameters()).device
-    if spread.balance:
+    if spread.balance and not spread.balance.is_begun:
         spread.balance.begin_step(sum(len(each.input_ids) for each in batch) * spread.layout.data_ranks)
     loss = passes.backward(model, [to_device(micro_batch, device, scale) for micro_batch in batch])
     if spread.tensor:
@@ -94,13 +132,20 @@ def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = No
 
 
 def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device, stop: bool) -> Tensor:
-    """Global counts, int64 [4]: target tokens, real input tokens, squared document lengths; ranks asked to stop.
+    """Global counts, int64 [5]: target tokens, real input tokens, squared document lengths, rows with a token; ranks
+    asked to stop.
 
     Of the ranks that share their rows, one counts.
     """
-    counts = (sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch))
-    mine = counts if spread.mesh.is_first_of_row else (0, 0, 0)
+    counts = (
+        sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch), sum(map(_rows, batch)),
+    )  # fmt: skip
+    mine = counts if spread.mesh.is_first_of_row else (0, 0, 0, 0)
     return all_reduce_sum(torch.tensor((*mine, int(stop)), dtype=torch.int64, device=device))
+
+
+def _rows(batch: MicroBatch) -> int:
+    return len(batch.input_ids) if batch.row_tokens is None else int((batch.row_tokens > 0).sum())
 
 
 def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chunks: int | None = None) -> StepShape:
@@ -108,13 +153,14 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
     spread = spread_of(model)
     layout = spread.layout
     tokens //= layout.cp
+    hidden = model.config.get_text_config().hidden_size
     dtype_bytes = {name: dtype.itemsize for name, dtype in data.COMPUTE_DTYPES.items()}
     return StepShape(
         rows=rows,
         tokens=tokens,
-        hidden=model.config.hidden_size,
+        hidden=hidden,
         micro_batches=micro_batches,
-        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, model.config.hidden_size, loss_chunks),
+        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, hidden, loss_chunks),
         compute_bytes=dtype_bytes[layout.precision],
         master_bytes=data.master_dtype(layout.precision).itemsize,
         reduce_bytes=spread.reduce_dtype.itemsize,
@@ -127,6 +173,6 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
 def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[Collective, ...]:
     """Every collective of `train_step` on this rank: the folds' own, the token counts, loss with norm, and Muon's."""
     spread = spread_of(model)
-    own = [Collective("world", "all_reduce", 2, 32 + 16)] if spread.layout.world > 1 else []
+    own = [Collective("world", "all_reduce", 2, 40 + 16)] if spread.layout.world > 1 else []
     of_optimizer = muon.declare(spread, shape) if optimizer == "muon" else []
     return total([*spread.declare(shape), *own, *of_optimizer])

@@ -56,7 +56,8 @@ def _before_each(prepare: Callable[[Any, int], None]) -> Any:
 def loss_is_a_mean_of_means() -> Any:
     def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
         mine = sum(b.targets for b in batch) * spread.layout.data_ranks
-        return torch.tensor([mine, sum(b.tokens for b in batch), 0, int(stop)], device=device)
+        rows = sum(len(b.input_ids) for b in batch) * spread.layout.data_ranks
+        return torch.tensor([mine, sum(b.tokens for b in batch), 0, rows, int(stop)], device=device)
 
     return patch.object(step, "_count", count)
 
@@ -71,7 +72,7 @@ def targets_counted_on_every_tensor_rank() -> Any:
     plain = step._count
 
     def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
-        return plain(batch, spread, device, stop) * torch.tensor([spread.layout.tp, 1, 1, 1], device=device)
+        return plain(batch, spread, device, stop) * torch.tensor([spread.layout.tp, 1, 1, 1, 1], device=device)
 
     return patch.object(step, "_count", count)
 

@@ -1,0 +1,115 @@
+"""Whole tensors of a model that is trained here, tensor by tensor, and the Hugging Face folder that they make.
+
+Every rank calls these functions. Each element is sent by the one rank that counts as its owner, as bits: integers add
+up exactly, whatever is nobody's being zero.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.checkpoint import model_folder
+from fivefold.checkpoint.export import export_dtype, export_whole
+from fivefold.checkpoint.save import on_first_rank
+from fivefold.parallel.data import reshard
+from fivefold.parallel.spread import spread_of
+from fivefold.parallel.tensor import local
+
+_BITS = {4: torch.int32, 8: torch.int64}
+
+
+class LiveTensors:
+    """The parameters of a parallelized model (or `gradients`), and what its routers keep, each whole.
+
+    `to_all`: on every rank; else on the first one, and empty on the others.
+    """
+
+    def __init__(self, model: nn.Module, *, gradients: bool = False, to_all: bool = False) -> None:
+        reshard(model)
+        self._spread, self._to_all = spread_of(model), to_all
+        tensors = {name: p.grad if gradients else p.detach() for name, p in model.named_parameters()}
+        self._parts = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
+        self._shapes = {name: spec.shape for name, spec in self._spread.shards.items()}
+        mesh = self._spread.mesh
+        self._buffers: dict[str, Tensor] = {}
+        if not gradients:
+            self._shapes |= self._spread.buffers
+            if mesh.is_first_copy and mesh.fsdp_rank == mesh.tp_rank == 0:
+                self._buffers = {n: b for n, b in model.named_buffers() if n in self._spread.buffers}
+        like = next(model.parameters())
+        self._dtype, self._device = like.dtype, like.device
+        self._left = list(self._shapes)
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """See `WholeTensors`."""
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WholeTensors`."""
+        return self._shapes[name]
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor on the CPU. Every rank asks for the same ones, in order."""
+        assert self._left[0] == name, f"{name} was asked for, and {self._left[0]} is next"
+        del self._left[0]
+        whole = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
+        if name in self._buffers:
+            whole.copy_(self._buffers[name])
+        elif name in self._parts and self._spread.is_owner(name):
+            for global_region, local_region in self._spread.regions(name):
+                whole[global_region] = self._parts[name][local_region]
+        bits = whole.view(_BITS[whole.itemsize])
+        if self._to_all:
+            dist.all_reduce(bits)
+        elif dist.get_world_size() > 1:
+            dist.reduce(bits, dst=0)
+        return whole.cpu()
+
+    def follow(self) -> None:
+        """Take part in what is left."""
+        for name in list(self._left):
+            self.whole(name)
+
+
+def gathered(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one."""
+    source = LiveTensors(model, gradients=gradients, to_all=True)
+    return {name: source.whole(name) for name in source.ordered}
+
+
+def export_live(
+    model: Any, out: Path, *, dtype: str | None, given: torch.dtype, force: bool = False, into: bool = False
+) -> None:
+    """Write `model` as it is now as the Hugging Face folder `out`; see `export_whole`. The first rank writes.
+
+    `dtype`: fp32, bf16, fp16 or fp64; None: `given`, the type that the model came in, where that is one of 16 bits, and
+    else the type it is trained in.
+    """
+    trained = next(model.parameters()).dtype
+    target = export_dtype(dtype, came_in=given if given.itemsize == 2 else None, trained=trained)
+    source = LiveTensors(model)
+
+    def write() -> None:
+        try:
+            export_whole(source, out, _files(model), target, deepcopy(model.config), force=force, into=into)
+        finally:
+            source.follow()
+
+    if dist.get_rank():
+        source.follow()
+    on_first_rank(write)
+
+
+def _files(model: Any) -> Mapping[str, bytes]:
+    """config.json and generation_config.json."""
+    files = model_folder.model_files(
+        model.config, model_class=spread_of(model).anatomy.model_class, dtype="", tokenizer=None
+    )
+    settings = getattr(model, "generation_config", None)
+    return files | ({model_folder.GENERATION: settings.to_json_string().encode()} if settings is not None else {})

@@ -1,0 +1,130 @@
+"""What a run tells the Python code that called `ff.train`: rows of steps and evaluations, checkpoints as they appear.
+
+The first rank tells. Where this process is that rank, it is told at once; where it has started the workers, they write
+lines to a file, which a thread of this process follows. A callback that raises stops the run after a step, saved.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+POLL_SECONDS = 0.1
+STOP = "stop"  # beside the file of lines
+
+
+class Events(Protocol):
+    """Where the first rank tells what happens."""
+
+    def tell(self, kind: str, value: Any) -> None:
+        """`kind`: step or eval with a row, save with a folder."""
+        ...
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether the run is to stop after this step."""
+        ...
+
+
+@dataclass
+class Listener:
+    """The callbacks of a run, and the first error of one: nothing is called after it."""
+
+    on_step: Callable[[dict[str, Any]], object] | None = None
+    on_eval: Callable[[dict[str, Any]], object] | None = None
+    on_save: Callable[[Path], object] | None = None
+    error: BaseException | None = field(default=None, init=False)
+
+    @property
+    def stop_asked(self) -> bool:
+        """See `Events`."""
+        return self.error is not None
+
+    def tell(self, kind: str, value: Any) -> None:
+        """See `Events`."""
+        callbacks: dict[str, Callable[[Any], object] | None]
+        callbacks = {"step": self.on_step, "eval": self.on_eval, "save": self.on_save}
+        callback = callbacks[kind]
+        if callback is None or self.error is not None:
+            return
+        try:
+            callback(Path(value) if kind == "save" else value)
+        except BaseException as error:  # raised again where the run was called
+            self.error = error
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """After the block, raise what a callback has raised: the run has stopped for it."""
+        try:
+            yield
+        except (SystemExit, KeyboardInterrupt):
+            if self.error is None:
+                raise
+        if self.error is not None:
+            raise self.error
+
+
+class EventFile:
+    """On the first rank of workers that another process has started: lines for it, and its word to stop."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._stop = path.with_name(STOP)
+
+    def tell(self, kind: str, value: Any) -> None:
+        """See `Events`."""
+        value = str(value) if isinstance(value, Path) else value
+        self._file.write(json.dumps({"kind": kind, "value": value}) + "\n")
+        self._file.flush()
+
+    @property
+    def stop_asked(self) -> bool:
+        """See `Events`."""
+        return self._stop.exists()
+
+
+def events_of(request: Mapping[str, Any], *, is_first: bool) -> Events | None:
+    """Where this rank tells: of a worker's request, or of the process itself."""
+    if not is_first or not request.get("events"):
+        return None
+    asked = request["events"]
+    return asked if isinstance(asked, Listener) else EventFile(Path(asked))
+
+
+@contextmanager
+def following(listener: Listener | None, folder: Path) -> Iterator[dict[str, str]]:
+    """Inside, what workers write is told to `listener`, in order, in a thread. Yields what their request has to say."""
+    if listener is None:
+        yield {}
+        return
+    path, is_over = folder / "events.jsonl", threading.Event()
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text("", encoding="utf-8")
+    path.with_name(STOP).unlink(missing_ok=True)
+    thread = threading.Thread(target=_follow, args=(listener, path, is_over), daemon=True)
+    thread.start()
+    try:
+        yield {"events": str(path)}
+    finally:
+        is_over.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+        path.with_name(STOP).unlink(missing_ok=True)
+
+
+def _follow(listener: Listener, path: Path, is_over: threading.Event) -> None:
+    with path.open("rb") as file:
+        rest = b""
+        while True:
+            last = is_over.wait(POLL_SECONDS)
+            *lines, rest = (rest + file.read()).split(b"\n")
+            for line in lines:
+                told = json.loads(line)
+                listener.tell(told["kind"], told["value"])
+            if listener.stop_asked:
+                path.with_name(STOP).touch()
+            if last:
+                return

@@ -1,0 +1,196 @@
+"""What a parallelized model refuses when its user calls it, because it would be wrong without a word.
+
+A plain `loss.backward()` misses what the library sums over ranks after it: gradients of tensor parallel ranks, of the
+ends of a pipeline, and the division by the targets of all data ranks. So every output that carries a gradient raises
+when one reaches it. On one process there is nothing to sum: there a plain backward is right, and is left alone. A
+pipeline rank has only its own layers: there a plain forward is refused. The library's own passes run inside
+`Guard.library`, where nothing is refused.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from fivefold.errors import UserError
+
+READ_MORE = "docs/python.md"
+
+
+class Guard:
+    """Whether the library itself is running the model; `is_called`: whether a user's call of all of it is under way."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.is_called = False
+
+    @property
+    def is_library(self) -> bool:
+        """True inside `library`."""
+        return self._depth > 0
+
+    @contextmanager
+    def library(self) -> Iterator[None]:
+        """Inside, the passes are the library's own, which sum what has to be summed."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+
+def install(
+    model: Any,
+    guard: Guard,
+    *,
+    base: str,
+    parts: list[str],
+    pipelined: bool,
+    splits_tokens: bool,
+    reshard: Callable[[], None],
+) -> None:
+    """Hook `model`, its `base` and its `parts` (names of modules), for calls that are not the library's.
+
+    `reshard` drops gathered parameters: after a plain forward they would hide the next update from the forward that
+    follows it.
+    """
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if guard.is_library:
+            return None
+        if pipelined:
+            raise UserError(
+                "pp: this rank has only some of the model's layers, so the model cannot be called on it",
+                fix="ff.train_step(model, optimizer, batch), ff.evaluate(model, batches), or ff.logits(model, batch)",
+                more=READ_MORE,
+            )
+        keys = ("output_hidden_states", "output_attentions")
+        asked = [key for key in keys if kwargs.get(key, getattr(model.config, key, False))]
+        if asked and dist.get_world_size() > 1:
+            raise UserError(
+                f"{asked[0]} over several ranks: each has other tokens, and nobody puts them together",
+                fix=f"leave {asked[0]} out, or ask for it in one process",
+                more=READ_MORE,
+            )
+        if splits_tokens and kwargs.get("inputs_embeds") is not None:
+            raise UserError(
+                "inputs_embeds under tp with sequence parallel: the embedding gives each rank its tokens",
+                fix="pass input_ids, or a layout with +nosp",
+                more=READ_MORE,
+            )
+        guard.is_called = True
+        return None
+
+    def before_base(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if guard.is_library:
+            return None
+        if not guard.is_called:
+            raise UserError(
+                "the base of a parallelized model cannot be called by itself: its parameters come with the whole",
+                fix="model(input_ids=...).logits; for a loss model.backward(batch), or ff.evaluate(model, batches)",
+                more=READ_MORE,
+            )
+        return args, _with_bounds(kwargs)
+
+    def before_part(part: nn.Module, args: tuple[Any, ...]) -> None:
+        if not (guard.is_library or guard.is_called):
+            raise UserError(
+                f"{type(part).__name__} cannot be called by itself: a rank has some of its tokens, or nothing of it",
+                fix="ff.logits(model, batch), or a layout with +nosp and without pp",
+                more=READ_MORE,
+            )
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        if guard.is_library or not torch.is_grad_enabled() or dist.get_world_size() == 1:
+            return
+        for each in tree_leaves(dict(output) if hasattr(output, "keys") else output):
+            if isinstance(each, Tensor) and each.requires_grad and each.grad_fn is not None:
+                each.register_hook(refuse_backward)  # type: ignore[no-untyped-call]
+
+    def drop(*_: Any) -> None:
+        guard.is_called = False
+        if not guard.is_library:
+            reshard()
+
+    for name in dict.fromkeys(("", base, *parts)):
+        # Prepended: refused before FSDP's own hooks begin a backward that would be left half done.
+        model.get_submodule(name).register_forward_hook(after, prepend=True)
+    for name, module in model.named_modules():
+        if name:
+            module.register_state_dict_pre_hook(refuse_state_dict)
+    for name in parts if pipelined or splits_tokens else ():
+        model.get_submodule(name).register_forward_pre_hook(before_part, prepend=True)
+    model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    model.get_submodule(base).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
+    model.register_forward_hook(drop, always_call=True)
+
+
+def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """As a hook of a part of the model: raises `UserError`, for it would give parts in shapes that look whole."""
+    raise UserError(
+        f"state_dict() of a part ({type(module).__name__}) of a parallelized model is refused",
+        fix="ff.gather(model) has whole tensors by name",
+        more=READ_MORE,
+    )
+
+
+def refuse_backward(_: Tensor) -> None:
+    """As a hook of a tensor: raises `UserError` when a gradient reaches it."""
+    raise UserError(
+        "backward() outside of fivefold: over several ranks the gradients would be wrong, for nobody sums them",
+        fix="loss = model.backward(batch) in place of loss.backward(), or ff.train_step(model, optimizer, batch)",
+        more=READ_MORE,
+    )
+
+
+def _with_bounds(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`transformers` keeps documents apart where `position_ids` restart, unless there is a mask or a cache: so does a
+    plain call here."""
+    positions, others = kwargs.get("position_ids"), ("attention_mask", "past_key_values", "bounds")
+    tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+    if positions is None or positions.ndim != 2 or tokens is None or any(kwargs.get(key) is not None for key in others):
+        return kwargs
+    rows, length = tokens.shape[:2]
+    begins = torch.ones(rows, length, dtype=torch.bool)
+    begins[:, 1:] = (positions.diff(dim=1) != 1).cpu()
+    if int(begins.sum()) == rows:
+        return kwargs
+    bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([rows * length])])
+    return {**kwargs, "bounds": bounds.to(torch.int32)}
+
+
+# ---- gradients that are only a part ----------------------------------------------------------------------------------
+
+
+class PartOfGradient(DTensor):
+    """A gradient of which other ranks hold parts that its mesh does not know of: tensor, expert or pipeline parallel.
+
+    Its norm would be that of this rank's part alone, and `torch.nn.utils.clip_grad_norm_` would scale each rank by
+    another factor: norms raise. `.to_local()` is an ordinary tensor.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NORMS:
+            raise UserError(
+                "the norm of a gradient of which this rank holds a part: clipping by it would be wrong",
+                fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_",
+                more=READ_MORE,
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
+
+
+def mark_gradients(model: nn.Module) -> None:
+    """Let the gradients of `model` refuse to be taken for whole ones."""
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.__class__ = PartOfGradient

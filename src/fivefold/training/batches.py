@@ -1,0 +1,284 @@
+"""From batches of torch tensors, as `transformers` models take them, to micro batches; checked on all ranks together.
+
+What comes out means what `transformers` computes for what came in: labels are shifted here, padding is cut off or takes
+no part, and documents begin where `position_ids` restart. (`transformers` itself looks at positions when it is given no
+`attention_mask` and no cache.)
+
+Legend: B rows, T positions of a row as given, L positions as computed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from fivefold.data.batch import IGNORE, MicroBatch
+from fivefold.errors import UserError
+from fivefold.parallel import plain
+from fivefold.parallel.spread import Spread, spread_of
+
+Batch = Mapping[str, Tensor]  # input_ids, labels [B, T]; optionally attention_mask, position_ids
+Integers = NDArray[np.int64]
+Checked = TypeVar("Checked")
+
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+READ_MORE = "docs/python.md"
+
+
+def micro_batches(
+    model: Any, batch: Batch | Sequence[Batch], *, needs_labels: bool = True, also: Callable[[], object] = lambda: None
+) -> list[MicroBatch]:
+    """The micro batches of this rank's `batch`: as many as the data rank with the most has, empty ones last.
+
+    Every rank calls this; `also` is another check that may raise. Raises `UserError`, on every rank, for a batch that
+    cannot be read on one, and where ranks of one data rank were given different batches.
+    """
+    spread = spread_of(model)
+    vocabulary = spread.shards[f"{spread.anatomy.embedding}.weight"].shape[0]
+    multiple = spread.layout.row_multiple
+
+    def read() -> list[MicroBatch]:
+        each = [batch] if isinstance(batch, Mapping) else batch
+        if isinstance(each, str | Tensor) or not isinstance(each, Sequence):
+            raise _refusal(f"the batch is a {type(batch).__name__}", "pass a dict of tensors, or a list of such dicts")
+        also()
+        options: Any = {"row_multiple": multiple, "vocabulary": vocabulary, "needs_labels": needs_labels}
+        return [micro_batch(one, **options) for one in each]
+
+    own, error = _tried(read)
+    most = _agree(spread, own or [], error)
+    return (own or []) + [_nothing(multiple)] * (most - len(own or []))
+
+
+def micro_batch(batch: Batch, *, row_multiple: int, vocabulary: int, needs_labels: bool = True) -> MicroBatch:
+    """One micro batch of tensors: any T is padded up to a multiple of `row_multiple`, and padding carries no loss.
+
+    Raises `UserError` for what is missing, of another shape or type, out of range, or would be computed otherwise than
+    `transformers` does.
+    """
+    ids_BT = _input_ids(batch, vocabulary)
+    rows, length = ids_BT.shape
+    if not rows:
+        return _nothing(row_multiple)
+    targets_BT = _targets(batch, ids_BT, vocabulary, needs_labels)
+    positions_BT = _given(batch, "position_ids", (rows, length))
+    mask_BT = _given(batch, "attention_mask", (rows, length))
+    if positions_BT is None:
+        positions_BT = np.broadcast_to(np.arange(length), (rows, length))
+    elif positions_BT.min(initial=0) < 0:
+        raise _refusal("position_ids are negative", "count them from 0")
+    real_B = np.full(rows, length)
+    if mask_BT is not None:
+        real_B, first_B = _padding(mask_BT, targets_BT)
+        columns_BT = (np.arange(length) + first_B[:, None]) % max(length, 1)  # real tokens first
+        ids_BT, targets_BT, positions_BT = (
+            np.take_along_axis(each, columns_BT, 1) for each in (ids_BT, targets_BT, positions_BT)
+        )
+    wide = -(-max(int(real_B.max(initial=0)), 1) // row_multiple) * row_multiple
+    counting = np.arange(wide)
+    is_real_BL = counting < real_B[:, None]
+    positions_BL = np.where(is_real_BL, _wide(positions_BT, wide), counting - real_B[:, None])
+    starts_BL = np.ones((rows, wide), bool)
+    starts_BL[:, 1:] = np.diff(positions_BL, axis=1) != 1
+    if mask_BT is not None and bool((starts_BL & is_real_BL)[:, 1:].any()):
+        raise _refusal(
+            "the batch has an attention_mask and position_ids that restart, and with a mask transformers does not look "
+            "at positions: documents of a row would see each other",
+            "leave attention_mask out of packed rows; labels of -100 keep padding out of the loss",
+        )
+    targets_BL = np.where(is_real_BL, _wide(targets_BT, wide), IGNORE)
+    return MicroBatch(
+        input_ids=np.where(is_real_BL, _wide(ids_BT, wide), 0),
+        labels=targets_BL,
+        position_ids=positions_BL,
+        bounds=np.append(np.flatnonzero(starts_BL), rows * wide).astype(np.int32),
+        tokens=int(real_B.sum()),
+        targets=int((targets_BL != IGNORE).sum()),
+        row_tokens=real_B.astype(np.int64),
+    )
+
+
+def on_every_rank(read: Callable[[], Checked]) -> Checked:
+    """What `read` gives on this rank. Every rank calls this; the `UserError` of one is raised on all.
+
+    Otherwise a rank with a wrong batch would leave the others waiting for it.
+    """
+    found, error = _tried(read)
+    failed = torch.tensor(int(error is not None), device=_device())
+    dist.all_reduce(failed)
+    if int(failed):
+        _raise_everywhere(error)
+    return found  # type: ignore[return-value]
+
+
+def _tried(read: Callable[[], Checked]) -> tuple[Checked | None, UserError | None]:
+    """What it gives, or raises."""
+    try:
+        return read(), None
+    except UserError as error:
+        return None, error
+
+
+def _raise_everywhere(error: UserError | None) -> NoReturn:
+    """Raise the error of this rank, else the first of another's."""
+    errors = plain.everywhere(error and error.to_json())
+    if error is not None:
+        raise error
+    rank, first = next((rank, UserError.from_json(told)) for rank, told in enumerate(errors) if told)
+    raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
+
+
+def differing(values: Sequence[int]) -> list[int]:
+    """At which places the ranks' integers are not the same. Every rank gives as many, of less than 63 bits."""
+    mine = torch.tensor([values, [-each for each in values]], dtype=torch.int64, device=_device())
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return (mine[0] != -mine[1]).nonzero().flatten().tolist()
+
+
+def _device() -> torch.device:
+    """Where a collective of the world takes its tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _agree(spread: Spread, batch: Sequence[MicroBatch], error: UserError | None) -> int:
+    """The largest number of micro batches of a data rank. Raises the error of any rank, and `UserError` where ranks
+    that share their rows differ.
+
+    One all-reduce of four numbers per data rank: the largest count, the largest and smallest checksum, an error.
+    """
+    mine = checksum(batch)
+    table = torch.full((spread.layout.data_ranks, 4), torch.iinfo(torch.int64).min, dtype=torch.int64)
+    table[spread.mesh.data_rank] = torch.tensor([len(batch), mine, -mine, int(error is not None)])
+    table = table.to(_device())
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    if int(table[:, 3].max()):
+        _raise_everywhere(error)
+    for data_rank, (_, largest, smallest, _) in enumerate(table.tolist()):
+        if largest != -smallest:
+            shared = [axis for axis in ("tp", "cp", "pp") if getattr(spread.layout, axis) > 1]
+            raise _refusal(
+                f"the {' and '.join(shared)} ranks of data rank {data_rank} were given different batches, and they "
+                "compute parts of the same rows",
+                "give all of them the same rows: read with num_replicas=model.data_ranks, rank=model.data_rank",
+            )
+    return int(table[:, 0].max())
+
+
+def checksum(batch: Sequence[MicroBatch]) -> int:
+    """Of all that a rank was given, 62 bits."""
+    arrays = [array for each in batch for array in (each.input_ids, each.labels, each.position_ids, each.bounds)]
+    text = b"".join(np.ascontiguousarray(array).tobytes() + str(array.shape).encode() for array in arrays)
+    return xxh3_64_intdigest(text) >> 2
+
+
+def _nothing(length: int) -> MicroBatch:
+    """A row of padding, for a data rank that has no rows, or fewer micro batches than another."""
+    row = np.zeros((1, length), np.int64)
+    return MicroBatch(
+        row, np.full_like(row, IGNORE), np.arange(length)[None], np.array([0, length], np.int32), 0, 0,
+        np.zeros(1, np.int64),
+    )  # fmt: skip
+
+
+# ---- what is in a batch ----------------------------------------------------------------------------------------------
+
+
+def _input_ids(batch: Batch, vocabulary: int) -> Integers:
+    if not isinstance(batch, Mapping):
+        raise _refusal(f"a micro batch is a {type(batch).__name__}", "pass a dict of tensors: input_ids, labels")
+    if unknown := [key for key in batch if key not in KEYS]:
+        raise _refusal(f"the batch has {unknown[0]!r}", f"it may have {', '.join(KEYS)}; leave the rest out")
+    if "input_ids" not in batch:
+        raise _refusal("the batch has no input_ids", "pass the tokens of this data rank: int64 [rows, tokens]")
+    ids = _integers(batch["input_ids"], "input_ids")
+    if ids.ndim != 2:
+        hint = "add a dimension: input_ids.unsqueeze(0)" if ids.ndim == 1 else "pass int64 [rows, tokens]"
+        raise _refusal(f"input_ids has shape {list(ids.shape)}, not [rows, tokens]", hint)
+    _check_range(ids, "input_ids", vocabulary)
+    return ids
+
+
+def _targets(batch: Batch, ids_BT: Integers, vocabulary: int, needs_labels: bool) -> Integers:
+    """What each position predicts: the label of the next one."""
+    targets_BT = np.full(ids_BT.shape, IGNORE, np.int64)
+    labels_BT = _given(batch, "labels", ids_BT.shape) if needs_labels or batch.get("labels") is not None else None
+    if labels_BT is None:
+        if needs_labels:
+            raise _refusal(
+                "the batch has no labels",
+                "labels=input_ids.clone(), with -100 for no target (padding, prompts); they are shifted here",
+            )
+        return targets_BT
+    _check_range(labels_BT[labels_BT != IGNORE], "labels", vocabulary)
+    targets_BT[:, :-1] = labels_BT[:, 1:]
+    return targets_BT
+
+
+def _padding(mask_BT: Integers, targets_BT: Integers) -> tuple[Integers, Integers]:
+    """Of a mask: how many real tokens each row has, and where they begin."""
+    if bool(((mask_BT != 0) & (mask_BT != 1)).any()):
+        raise _refusal(
+            "attention_mask has other values than 0 and 1", "mark packed documents by position_ids that restart"
+        )
+    real_B, first_B = mask_BT.sum(1), mask_BT.argmax(1)
+    columns = np.arange(mask_BT.shape[1])
+    is_one_run = mask_BT == ((columns >= first_B[:, None]) & (columns < (first_B + real_B)[:, None]))
+    if not bool(is_one_run.all()):
+        row = int(np.flatnonzero(~is_one_run.all(1))[0])
+        raise _refusal(
+            f"attention_mask hides tokens in the middle of row {row}", "padding stands at the beginning or end of a row"
+        )
+    wrong = np.argwhere((mask_BT == 0) & (targets_BT != IGNORE))
+    if len(wrong):
+        row, at = wrong[0].tolist()
+        raise _refusal(
+            f"the label of row {row} at position {at + 1} would be predicted from padding",
+            "set labels to -100 on padding, and on the first token after it where rows are padded on the left",
+        )
+    return real_B, first_B
+
+
+def _given(batch: Batch, key: str, shape: tuple[int, ...]) -> Integers | None:
+    """A tensor of the batch in the shape of its input_ids; None when it is not there."""
+    if batch.get(key) is None:
+        return None
+    values = _integers(batch[key], key, any_type=key == "attention_mask")
+    if key == "position_ids" and values.ndim <= 2 and values.shape[-1:] == shape[1:] and values.size == shape[1]:
+        return np.broadcast_to(values.reshape(1, -1), shape)
+    if values.shape != shape:
+        raise _refusal(f"{key} has shape {list(values.shape)}, input_ids {list(shape)}", f"pass {key} in that shape")
+    return values
+
+
+def _integers(tensor: Any, key: str, *, any_type: bool = False) -> Integers:
+    if not isinstance(tensor, Tensor):
+        raise _refusal(f"{key} is a {type(tensor).__name__}", f"pass a tensor: torch.tensor({key})")
+    if not any_type and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+        raise _refusal(f"{key} is {tensor.dtype}", f"pass integers: {key}.long()")
+    values = tensor.detach().cpu()
+    whole = values.long()
+    if any_type and not bool((whole == values).all()):
+        raise _refusal(f"{key} has other values than 0 and 1", "pass 1 for tokens and 0 for padding")
+    return whole.numpy()
+
+
+def _check_range(values: Integers, key: str, vocabulary: int) -> None:
+    if values.size and not 0 <= values.min() <= values.max() < vocabulary:
+        wrong = int(values.min() if values.min() < 0 else values.max())
+        hint = "a label without a target is -100" if key == "labels" else "is it the model's own tokenizer?"
+        raise _refusal(f"{key} has {wrong}, and the model's vocabulary is {vocabulary}", hint)
+
+
+def _wide(values_BT: Integers, wide: int) -> Integers:
+    """Cut or filled up with zeros to [B, wide]."""
+    kept = values_BT[:, :wide]
+    return np.pad(kept, ((0, 0), (0, wide - kept.shape[1])))
+
+
+def _refusal(what: str, fix: str) -> UserError:
+    return UserError(what, fix=fix, more=READ_MORE)

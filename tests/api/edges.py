@@ -1,0 +1,175 @@
+"""What loops do at the edges, on one rank of a world."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fivefold as ff
+from fivefold.verification.exact import exact
+from tests.api.loop import CLIP, as_numpy, build, mean_loss, plain, share
+
+Arrays = dict[str, np.ndarray]
+
+
+def accumulated(layout: str, name: str) -> Arrays:
+    """Three backward passes without a step between them."""
+    model = ff.parallelize(build(name), layout)
+    for at in range(2):
+        with exact():
+            model.backward(share(at, model.data_rank, model.data_ranks))
+    with exact():
+        model.backward(plain(np.random.default_rng(1), 1, 4))
+    return as_numpy(ff.gather(model, gradients=True))
+
+
+def accumulated_in_one_process(name: str, data_ranks: int) -> Arrays:
+    model = build(name)
+    for at in range(2):
+        with exact():
+            mean_loss(model, share(at, 0, 1)).backward()
+    with exact():
+        mean_loss(model, [plain(np.random.default_rng(1), 1, 4)] * data_ranks).backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: Any) -> Arrays:
+    return {name: (torch.zeros_like(p) if p.grad is None else p.grad).numpy() for name, p in model.named_parameters()}
+
+
+def freeze(model: Any, what: str) -> None:
+    """`what`: the first half of the model, or all but the head."""
+    kept = ("lm_head",) if what == "but the head" else ("layers.1", "layers.2", "norm", "lm_head")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(each in name for each in kept))
+
+
+def frozen(layout: str, what: str, late: bool) -> tuple[float, Arrays, Arrays, list[str]]:
+    """A step of a model of which a part is frozen: before `ff.parallelize`, or after it and a first forward."""
+    model: Any = build("llama")
+    if not late:
+        freeze(model, what)
+    model = ff.parallelize(model, layout)
+    if late:
+        with torch.no_grad():
+            ff.logits(model, plain(np.random.default_rng(1), 1, 4))
+        freeze(model, what)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=1e-2)
+    batch = share(0, model.data_rank, model.data_ranks)
+    with exact():
+        model.backward(batch)
+    odd = [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None]
+    gradients = as_numpy(ff.gather(model, gradients=True))
+    optimizer.zero_grad()
+    with exact():
+        norm = ff.train_step(model, optimizer, batch, max_grad_norm=CLIP).grad_norm
+    return norm, gradients, as_numpy(ff.gather(model)), odd
+
+
+def frozen_in_one_process(what: str) -> tuple[float, Arrays, Arrays]:
+    model = build("llama")
+    freeze(model, what)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with exact():
+        mean_loss(model, share(0, 0, 1)).backward()
+    gradients = {name: values.copy() for name, values in gradients_of(model).items()}
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+    optimizer.step()
+    return norm, gradients, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def skipped(layout: str) -> bool:
+    """Steps that must change nothing: without a target anywhere, and with a gradient that is not finite."""
+    model = ff.parallelize(build("llama"), layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    batch = plain(np.random.default_rng(1), 2, 6)
+    before = ff.gather(model)
+    none = batch | {"labels": torch.full_like(batch["labels"], -100)}
+    result = ff.train_step(model, optimizer, none, max_grad_norm=1.0)
+    assert result.skipped and result.targets == 0 and np.isnan(result.loss)
+    assert all(torch.equal(ff.gather(model)[name], values) for name, values in before.items())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "model.norm.weight":
+                parameter.mul_(1e200)
+    broken = ff.gather(model)
+    result = ff.train_step(model, optimizer, batch, max_grad_norm=1.0)
+    assert result.skipped and result.targets == 10 * model.data_ranks
+    assert all(torch.equal(ff.gather(model)[name], values) for name, values in broken.items())
+    return not optimizer.state
+
+
+def rates(layout: str) -> list[float]:
+    """The optimizer's own rates, and one that is given."""
+    model = ff.parallelize(build("llama"), layout, precision="fp32")
+    named = list(model.parameters())
+    optimizer = torch.optim.SGD([{"params": named[:2], "lr": 0.5}, {"params": named[2:], "lr": 0.25}])
+    batch = plain(np.random.default_rng(1), 2, 6)
+    found = []
+    for rate in (None, 0.125):
+        ff.train_step(model, optimizer, batch, learning_rate=rate)
+        found += [group["lr"] for group in optimizer.param_groups]
+    return found
+
+
+def layouts_of_whole_tensors() -> bool:
+    """Optimizers that look at whole tensors, in copies: the same on both ranks and as in one process."""
+    found = []
+    for make in (lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.1),):
+        alone: Any = build("llama")
+        model = ff.parallelize(build("llama"), "dp2")
+        optimizer, other = make(list(model.parameters())), make(list(alone.parameters()))
+        batch = plain(np.random.default_rng(1), 2, 6)
+        for _ in range(2):
+            with exact():
+                ff.train_step(model, optimizer, batch)
+                mean_loss(alone, [batch]).backward()
+            other.step()
+            alone.zero_grad()
+        ours, theirs = ff.gather(model), dict(alone.named_parameters())
+        with pytest.raises(ff.UserError, match="DTensors"):
+            torch.optim.Adafactor(model.parameters()).step()
+        found += [torch.allclose(ours[name], theirs[name].detach(), rtol=1e-3, atol=1e-5) for name in theirs]
+    return all(found)
+
+
+def looked_at_between(layout: str) -> list[np.ndarray]:
+    """Plain forwards before and after the optimizer's step: what was gathered for one must not serve the next."""
+    model = ff.parallelize(build("llama"), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        model.backward(batch)
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"]).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def looked_at_in_one_process(data_ranks: int) -> list[np.ndarray]:
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        mean_loss(model, [batch] * data_ranks).backward()
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"], use_cache=False).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def packed_forward(layout: str) -> np.ndarray:
+    """A plain call with positions that restart."""
+    model = ff.parallelize(build("llama"), layout)
+    with torch.no_grad(), exact():
+        return np.asarray(model(**packed_rows(), use_cache=False).logits.numpy())
+
+
+def packed_rows() -> dict[str, torch.Tensor]:
+    rows = plain(np.random.default_rng(1), 2, 8)
+    return {"input_ids": rows["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]])}

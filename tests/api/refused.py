@@ -1,0 +1,248 @@
+"""What users may try that cannot be right, on one rank of a world, with what they are told."""
+
+import copy
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fivefold as ff
+from fivefold.parallel.tensor import local
+from fivefold.verification.exact import exact
+from tests.api.loop import CLIP, build, mean_loss, plain
+from tests.parity import VOCABULARY
+
+Batch = dict[str, Any]
+
+
+def model_and_batch(layout: str, name: str = "llama") -> tuple[Any, Batch]:
+    """All ranks have the same rows."""
+    return ff.parallelize(build(name), layout), plain(np.random.default_rng(3), 2, 11)
+
+
+def refuses(match: str) -> Any:
+    return pytest.raises(ff.UserError, match=match)
+
+
+def expected_step(name: str, copies: int) -> tuple[float, float]:
+    """Loss and norm of one process over the rows of all data ranks."""
+    model, batch = build(name), plain(np.random.default_rng(3), 2, 11)
+    with exact():
+        loss = mean_loss(model, [batch] * copies)
+        loss.backward()
+    return loss.item(), float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+
+
+def plain_calls(layout: str, name: str) -> tuple[list[float], int]:
+    """Backward of whatever the model gives; and a step that is right after all of it."""
+    model, batch = model_and_batch(layout, name)
+    piped = model.layout.pp > 1
+    even = {key: value[:, :8] for key, value in batch.items()}
+    calls = [
+        lambda: model(**even).loss.backward(),
+        lambda: (model(**even).logits.float().square().mean() / 4).backward(),
+    ]
+    for call in calls:
+        with refuses("rank has only some of the model's layers" if piped else "outside of fivefold"):
+            call()
+    with refuses("called by itself"):
+        model.model(input_ids=even["input_ids"])
+    with refuses("some of the model's layers" if piped else "output_hidden_states"):
+        model(**even, output_hidden_states=True)
+    with torch.no_grad(), refuses("ff.logits") if piped else torch.no_grad():
+        model(**even)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if piped or model.layout.tp > 1 or model.layout.ep > 1:
+        model.backward(batch)
+        for clip in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+            lambda: next(p.grad for p in model.parameters() if p.grad is not None).norm(),
+        ):
+            with refuses("ff.clip_grad_norm_"):
+                clip()
+        model.zero_grad()
+    hidden = torch.zeros(1, 4, 32, dtype=torch.float64)
+    for part in ("lm_head", "model.layers.0", "model.embed_tokens"):  # calls that end in the middle of something
+        with suppress(Exception):
+            model.get_submodule(part)(hidden if part != "model.embed_tokens" else even["input_ids"][:, :3])
+    with exact():
+        result = ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, max_grad_norm=CLIP)
+    return [result.loss, result.grad_norm], model.data_ranks
+
+
+def methods(layout: str) -> bool:
+    """Methods of `transformers` and torch that would give or take parts for wholes."""
+    model, _ = model_and_batch(layout)
+    for call, line in (
+        (lambda: model.state_dict(), "ff.save"),
+        (lambda: model.load_state_dict({}), "ff.load"),
+        (lambda: model.generate(torch.zeros(1, 3, dtype=torch.int64)), "ff.generate"),
+        (lambda: model.half(), "precision"),
+        (lambda: model.to(torch.bfloat16), "precision"),
+        (lambda: model.gradient_checkpointing_enable(), r"\+full"),
+        (lambda: model.resize_token_embeddings(7), "before ff.parallelize"),
+        (lambda: model.push_to_hub("me/mine"), "save_pretrained"),
+        (lambda: pickle.dumps(model), "ff.export"),
+        (lambda: copy.deepcopy(model), "averages of the weights"),
+        (lambda: model.model.state_dict(), "ff.gather"),
+        (lambda: model.lm_head.state_dict(), "ff.gather"),
+        (lambda: model.get_input_embeddings()(torch.zeros(1, 4, dtype=torch.int64)), "some of its tokens"),
+        (lambda: ff.parallelize(build("llama"), None), "the layout is a NoneType"),
+        (lambda: ff.parallelize(model, layout), "parallelized already"),
+        (lambda: ff.train_step(nn.Linear(2, 2), None, {}), "ff.parallelize"),
+    ):
+        with refuses(line):
+            call()
+    assert model.to("cpu") is model.double()
+    assert model.num_parameters() == sum(p.numel() for p in build("llama").parameters())
+    with refuses("nosp"):
+        model(inputs_embeds=torch.zeros(1, 4, 32, dtype=torch.float64))
+    return True
+
+
+def batches(layout: str) -> bool:
+    """Batches that are not what they should be, on one rank alone or on all: every rank is told."""
+    model, batch = model_and_batch(layout)
+    ids = batch["input_ids"]
+    mask = torch.ones_like(ids)
+    hole, left, odd = mask.clone(), mask.clone(), mask.clone()
+    hole[0, 4], left[0, :2], odd[0, 0] = 0, 0, 2
+    restart = torch.arange(11).remainder(6).expand(2, -1)
+    high, low = ids.clone(), batch["labels"].clone()
+    high[0, 0], low[0, 0] = VOCABULARY, -1
+    for wrong, told in (
+        ({"input_ids": ids}, "no labels"),
+        (batch | {"labels": ids.float()}, r"labels.long\(\)"),
+        (batch | {"labels": ids[:, :4]}, "labels has shape"),
+        ({"input_ids": ids[0], "labels": ids[0]}, "unsqueeze"),
+        (batch | {"input_ids": high}, f"vocabulary is {VOCABULARY}"),
+        (batch | {"labels": low}, "-100"),
+        (batch | {"attention_mask": hole}, "middle of row 0"),
+        (batch | {"attention_mask": left}, "predicted from padding"),
+        (batch | {"attention_mask": odd}, "0 and 1"),
+        (batch | {"attention_mask": mask, "position_ids": restart}, "leave attention_mask out"),
+        (batch | {"token_type_ids": ids}, "token_type_ids"),
+        (batch | {"position_ids": -restart}, "negative"),
+        ({"input_ids": ids.tolist(), "labels": ids}, "torch.tensor"),
+        (ids, "dict of tensors"),
+        ([], "no rank has a micro batch"),
+    ):
+        with refuses(told):
+            model.backward(wrong)
+    with torch.no_grad(), refuses("gradients are off"):
+        model.backward(batch)
+    with refuses("no labels" if dist.get_rank() else "rank 1: the batch has no labels"):
+        model.backward({"input_ids": ids} if dist.get_rank() else batch)
+    mine = {key: value + dist.get_rank() for key, value in batch.items()}
+    if model.data_ranks == 1:
+        for call in (model.backward, lambda each: ff.evaluate(model, each), lambda each: ff.logits(model, each)):
+            with refuses("data rank 0 were given different batches"):
+                call(mine)
+        with refuses("different prompts"):
+            ff.generate(model, [1 + dist.get_rank()])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.isfinite(model.backward(batch))
+    return True
+
+
+def optimizers(layout: str) -> bool:
+    """Optimizers whose update would be lost, or wrong on parts."""
+    plain_model = build("llama")
+    early = torch.optim.AdamW(plain_model.parameters())
+    model, batch = ff.parallelize(plain_model, layout), plain(np.random.default_rng(3), 2, 11)
+    model.backward(batch)
+    with refuses("after the model"):
+        early.step()
+    with refuses("gradients from before"):
+        ff.train_step(model, torch.optim.SGD(model.parameters()), batch)
+    parts = model.layout.dp_replicate == 1
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    if parts:
+        for wrong in (torch.optim.Adafactor(model.parameters()), torch.optim.Muon(matrices)):
+            with refuses("depends on others of the tensor"):
+                wrong.step()
+        with refuses("closure"):
+            torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(()))
+        with refuses("depends on others of the tensor"):
+            GlobalClip(model.parameters(), lr=0.1).step()
+    with refuses("are DTensors"):
+        torch.optim.Rprop(model.parameters()).step()
+    model.zero_grad()
+    extra = nn.Parameter(torch.zeros(2))
+    for wrong, told in (
+        (early, "after the model"),
+        (torch.optim.SGD([*model.parameters(), extra]), "not those of the parallelized model"),
+        (torch.amp.GradScaler("cpu"), "GradScaler is needed"),
+        (None, "NoneType"),
+    ):
+        with refuses(told):
+            ff.train_step(model, wrong, batch)
+    with refuses("no norm"):
+        ff.train_step(model, torch.optim.SGD(model.parameters()), batch, max_grad_norm=-1.0)
+    with refuses("no norm"):
+        ff.clip_grad_norm_(model, 0.0)
+    sign = Sign(model.parameters(), lr=0.1)  # of someone else's making: tried, and right
+    assert not ff.train_step(model, sign, batch).skipped
+    return True
+
+
+class GlobalClip(torch.optim.SGD):
+    """Clips by the norm of all that it was given: on a rank, of parts."""
+
+    def step(self, closure: Any = None) -> Any:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = 0.1 / sum(float(local(p.grad).square().sum()) for p in every) ** 0.5
+        for p in every:
+            p.grad.mul_(min(scale, 1.0))
+        return super().step(closure)
+
+
+def other_weights(layout: str) -> bool:
+    """Ranks that built different models, by another seed, or froze other parameters."""
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += dist.get_rank()
+    with refuses(r"different weights: .*\.weight \(and 0 others"):
+        ff.parallelize(model, layout)
+    model = build("llama")
+    model.model.norm.weight.requires_grad_(dist.get_rank() == 0)
+    with refuses("what is frozen"):
+        ff.parallelize(model, layout)
+    ff.parallelize(build("llama"), layout)
+    return True
+
+
+class Sign(torch.optim.Optimizer):
+    """Moves every element by its gradient's sign."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+def one_process() -> bool:
+    """On one process a plain backward is right, is not refused, and is exactly that of the library."""
+    model, batch = model_and_batch("single")
+    loss: Tensor = model(**batch).loss
+    loss.backward()
+    bare = ff.gather(model, gradients=True)
+    model.zero_grad()
+    assert float(model.backward(batch)) == pytest.approx(float(loss), rel=1e-6)
+    for name, gradient in ff.gather(model, gradients=True).items():
+        torch.testing.assert_close(bare[name], gradient, rtol=1e-5, atol=1e-7)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    made = model.generate(batch["input_ids"][:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert made[0, 11:].tolist() == ff.generate(model, batch["input_ids"][0], max_new_tokens=5, temperature=0)[:5]
+    return True

@@ -1,0 +1,69 @@
+"""Accumulation, frozen parameters, skipped steps, rates."""
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.verification.exact import exact
+from tests.api import edges
+from tests.api.loop import build
+from tests.pool import run_ranks
+
+
+@pytest.mark.parametrize(("layout", "name"), [("tp2", "llama"), ("pp2", "tied"), ("shard2", "llama"), ("dp2", "llama")])
+def test_backward_passes_add_up(layout: str, name: str) -> None:
+    """What is summed over ranks after a pass is not summed again after the next."""
+    for found in run_ranks(2, edges.accumulated, layout, name):
+        assert_close(found, edges.accumulated_in_one_process(name, 2 if layout[:2] in ("sh", "dp") else 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "late"),
+    [
+        ("tp2", "the first half", False), ("shard2", "the first half", True), ("pp2", "the first half", False),
+        ("shard2", "but the head", False), ("pp2", "but the head", True),
+    ],
+)  # fmt: skip
+def test_frozen_parameters_stay(layout: str, what: str, late: bool) -> None:
+    norm, gradients, weights = edges.frozen_in_one_process(what)
+    for found_norm, found_gradients, found_weights, odd in run_ranks(2, edges.frozen, layout, what, late):
+        assert found_norm == pytest.approx(norm, rel=1e-10)
+        assert_close(found_gradients, gradients)
+        assert_close(found_weights, weights)
+        assert not odd, "frozen, and has a gradient"
+
+
+@pytest.mark.parametrize("layout", ["shard2", "tp2"])
+def test_a_step_without_targets_or_with_infinities_changes_nothing(layout: str) -> None:
+    assert all(run_ranks(2, edges.skipped, layout))
+
+
+def test_each_group_keeps_its_rate_unless_one_is_given() -> None:
+    assert run_ranks(1, edges.rates, "single") == [[0.5, 0.25, 0.125, 0.125]]
+
+
+def test_optimizers_of_whole_tensors_run_where_tensors_are_whole() -> None:
+    assert all(run_ranks(2, edges.layouts_of_whole_tensors))
+
+
+@pytest.mark.parametrize("layout", ["shard2+zero1", "tp2"])
+def test_a_plain_forward_sees_the_weights_as_they_are(layout: str) -> None:
+    expected = edges.looked_at_in_one_process(1)
+    for found in run_ranks(2, edges.looked_at_between, layout):
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_a_plain_forward_keeps_packed_documents_apart(layout: str) -> None:
+    model = build("llama")
+    with torch.no_grad(), exact():
+        expected = model(**edges.packed_rows(), use_cache=False).logits.numpy()
+    for found in run_ranks(2, edges.packed_forward, layout):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def assert_close(found: edges.Arrays, expected: edges.Arrays) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-10 * max(1, np.abs(values).max()), err_msg=name)

@@ -1,0 +1,59 @@
+"""What cannot be right is refused, with the line to write instead, and leaves the model as it was."""
+
+import pytest
+from torch import nn
+
+import fivefold as ff
+from tests.api import refused
+from tests.api.loop import build
+from tests.pool import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("shard2", "llama"),
+        ("dp2", "llama"),
+        ("tp2", "llama"),
+        ("cp2", "llama"),
+        ("pp2", "llama"),
+        ("shard2.ep2", "moe"),
+    ],
+)
+def test_a_plain_backward_is_refused_and_the_next_step_is_right(layout: str, name: str) -> None:
+    for found, copies in run_ranks(2, refused.plain_calls, layout, name):
+        assert found == pytest.approx(refused.expected_step(name, copies), rel=1e-10)
+
+
+def test_methods_that_would_give_parts_for_wholes_are_refused() -> None:
+    assert all(run_ranks(2, refused.methods, "tp2"))
+
+
+@pytest.mark.parametrize("layout", ["shard2", "tp2"])
+def test_wrong_batches_are_refused_on_every_rank(layout: str) -> None:
+    assert all(run_ranks(2, refused.batches, layout))
+
+
+@pytest.mark.parametrize("layout", ["shard2", "tp2", "dp2"])
+def test_optimizers_that_would_be_wrong_are_refused(layout: str) -> None:
+    assert all(run_ranks(2, refused.optimizers, layout))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_ranks_that_built_different_models_are_told(layout: str) -> None:
+    assert all(run_ranks(2, refused.other_weights, layout))
+
+
+def test_one_process_needs_none_of_it() -> None:
+    assert all(run_ranks(1, refused.one_process))
+
+
+def test_what_is_no_model_is_refused_before_a_group_is_made() -> None:
+    model = build("llama")
+    with pytest.raises(ff.UserError, match="no wrapper around it"):
+        ff.parallelize(nn.Sequential(model), "single")
+    with pytest.raises(ff.UserError, match="names a precision"):
+        ff.parallelize(model, "single+fp32", precision="bf16")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ff.UserError, match=r"\+full"):
+        ff.parallelize(model, "single")
