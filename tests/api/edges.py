@@ -8,7 +8,7 @@ import torch
 
 import fivefold as ff
 from fivefold.verification.exact import exact
-from tests.api.loop import CLIP, as_numpy, build, mean_loss, plain, share
+from tests.api.loop import CLIP, as_numpy, build, mean_loss, packed, plain, share
 
 Arrays = dict[str, np.ndarray]
 
@@ -111,6 +111,51 @@ def rates(layout: str) -> list[float]:
         ff.train_step(model, optimizer, batch, learning_rate=rate)
         found += [group["lr"] for group in optimizer.param_groups]
     return found
+
+
+def looked_at(layout: str) -> bool:
+    """Plain calls of packed rows between backward and the update, and after it: those of one process, each time."""
+    alone, batch = build("llama"), packed(np.random.default_rng(4))
+    model = ff.parallelize(build("llama"), layout)
+    others = torch.optim.SGD(alone.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)
+    rows = {"input_ids": batch["input_ids"][:, :20], "position_ids": batch["position_ids"][:, :20]}  # tp cuts it evenly
+    for _ in range(2):
+        with exact():
+            mean_loss(alone, [batch] * model.data_ranks).backward()
+            model.backward(batch)
+        for optimizer in (None, *others):
+            if optimizer is not None:
+                optimizer.step()
+            if optimizer is others[0]:
+                continue
+            with torch.no_grad(), exact():
+                expected, found = alone(**rows, use_cache=False).logits, model(**rows, use_cache=False).logits
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        for optimizer in others:
+            optimizer.zero_grad()
+    return True
+
+
+def routed(layout: str, cut: bool) -> tuple[float, float, float, list[list[int]]]:
+    """A step of a model that asks for the loss of uneven experts. `cut`: rows without their padding, one by one."""
+    model: Any = build("moe")
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.7
+    model = ff.parallelize(model, layout)
+    batch = share(0, model.data_rank, model.data_ranks)
+    if cut:
+        batch = [row for each in batch for row in without_padding(each)]
+    with exact():
+        result = ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    assert result.balance is not None
+    rows = [list(layer) for layer in result.balance.rows]
+    return result.grad_norm, result.balance.load, result.balance.z, [[result.tokens, result.targets], *rows]
+
+
+def without_padding(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each row of a batch as a batch of its own."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    kept = {key: values for key, values in batch.items() if key != "attention_mask"}
+    return [{key: values[row][mask[row]][None] for key, values in kept.items()} for row in range(len(mask))]
 
 
 def layouts_of_whole_tensors() -> bool:
