@@ -113,29 +113,6 @@ def rates(layout: str) -> list[float]:
     return found
 
 
-def looked_at(layout: str) -> bool:
-    """Plain calls of packed rows between backward and the update, and after it: those of one process, each time."""
-    alone, batch = build("llama"), packed(np.random.default_rng(4))
-    model = ff.parallelize(build("llama"), layout)
-    others = torch.optim.SGD(alone.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)
-    rows = {"input_ids": batch["input_ids"][:, :20], "position_ids": batch["position_ids"][:, :20]}  # tp cuts it evenly
-    for _ in range(2):
-        with exact():
-            mean_loss(alone, [batch] * model.data_ranks).backward()
-            model.backward(batch)
-        for optimizer in (None, *others):
-            if optimizer is not None:
-                optimizer.step()
-            if optimizer is others[0]:
-                continue
-            with torch.no_grad(), exact():
-                expected, found = alone(**rows, use_cache=False).logits, model(**rows, use_cache=False).logits
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-        for optimizer in others:
-            optimizer.zero_grad()
-    return True
-
-
 def routed(layout: str, cut: bool) -> tuple[float, float, float, list[list[int]]]:
     """A step of a model that asks for the loss of uneven experts. `cut`: rows without their padding, one by one."""
     model: Any = build("moe")

@@ -6,11 +6,7 @@ import torch
 
 from fivefold.verification.exact import exact
 from tests.api import edges
-<<<<<<< HEAD
-from tests.api.loop import build
-=======
-from tests.api.loop import reference
->>>>>>> attack-saboteur
+from tests.api.loop import build, reference
 from tests.pool import run_ranks
 
 
@@ -50,7 +46,6 @@ def test_optimizers_of_whole_tensors_run_where_tensors_are_whole() -> None:
     assert all(run_ranks(2, edges.layouts_of_whole_tensors))
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("layout", ["shard2+zero1", "tp2"])
 def test_a_plain_forward_sees_the_weights_as_they_are(layout: str) -> None:
     expected = edges.looked_at_in_one_process(1)
@@ -66,11 +61,6 @@ def test_a_plain_forward_keeps_packed_documents_apart(layout: str) -> None:
         expected = model(**edges.packed_rows(), use_cache=False).logits.numpy()
     for found in run_ranks(2, edges.packed_forward, layout):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
-=======
-@pytest.mark.parametrize("layout", ["shard2", "tp2"])
-def test_plain_calls_between_the_lines_see_the_weights_as_they_are(layout: str) -> None:
-    """With documents kept apart, as `transformers` does."""
-    assert all(run_ranks(2, edges.looked_at, layout))
 
 
 def test_the_loss_of_uneven_experts_is_that_of_the_rows_however_they_are_dealt() -> None:
@@ -85,7 +75,6 @@ def test_the_loss_of_uneven_experts_is_that_of_the_rows_however_they_are_dealt()
 def expected_norm(name: str) -> float:
     """Of the cross entropy alone."""
     return reference(name).norms[0]
->>>>>>> attack-saboteur
 
 
 def assert_close(found: edges.Arrays, expected: edges.Arrays) -> None:

@@ -235,5 +235,5 @@ def test_the_flag_of_an_earlier_hang_does_not_end_a_run_under_torchrun(
     monkeypatch.setattr(local, "_prepare", lambda *_, **__: None)
     monkeypatch.setattr(local, "execute", lambda *_: seen.append([*logs.glob("hung"), *logs.glob("failure-*")]))
     monkeypatch.setattr(local, "find_world", lambda _: World())
-    local._run_inside(config, World(), is_fresh=False, nproc=None, verify=False)
+    local._run_inside(config, World(), is_fresh=False, nproc=None, verify=False, listener=None)
     assert seen == [[]]
