@@ -8,7 +8,7 @@ import torch
 
 import fivefold as ff
 from fivefold.verification.exact import exact
-from tests.api.loop import CLIP, as_numpy, build, mean_loss, packed, plain, share
+from tests.api.loop import CLIP, as_numpy, build, mean_loss, plain, share
 
 Arrays = dict[str, np.ndarray]
 
