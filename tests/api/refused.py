@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
 import fivefold as ff
 from fivefold.parallel.tensor import local
@@ -247,4 +248,14 @@ def one_process() -> bool:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     made = model.generate(batch["input_ids"][:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert made[0, 11:].tolist() == ff.generate(model, batch["input_ids"][0], max_new_tokens=5, temperature=0)[:5]
+    return True
+
+
+def jetmoe() -> bool:
+    options = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "kv_channels": 8}
+    config = JetMoeConfig(**options, num_key_value_heads=2, num_local_experts=4, output_router_logits=True)
+    with refuses("no routers that give logits"):
+        ff.parallelize(JetMoeForCausalLM(config), "single")
+    config.output_router_logits = False
+    ff.parallelize(JetMoeForCausalLM(config), "single")
     return True

@@ -5,9 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
+import fivefold as ff
 from fivefold.data.batch import MicroBatch
 from fivefold.training.batches import checksum, micro_batch
+from tests.pool import run_ranks
 
 NONE = -100
 IDS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
@@ -77,3 +80,29 @@ def test_whatever_differs_between_ranks_is_in_the_checksum() -> None:
     assert len(set(sums)) == len(sums)
     assert sums[0] == checksum([read({key: value.clone() for key, value in base.items()})])
     assert all(0 <= each < np.iinfo(np.int64).max for each in sums), "its negative has to fit as well"
+
+
+def test_padding_on_the_left_of_a_model_that_counts_by_the_mask_needs_positions() -> None:
+    """OPT: by place in the row the loss was another one than that of `transformers`, without a word."""
+    assert run_ranks(1, counted_by_the_mask) == [True]
+
+
+def counted_by_the_mask() -> bool:
+    options = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 53}
+    config = OPTConfig(**options, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.0)
+    torch.manual_seed(3)
+    model: Any = OPTForCausalLM(config).double()
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    labels = IDS.masked_fill(mask == 0, NONE)
+    labels[0, 2] = NONE
+    batch = {"input_ids": IDS, "labels": labels, "attention_mask": mask}
+    expected = float(model(**batch).loss)
+    model = ff.parallelize(model, "single")
+    with pytest.raises(ff.UserError, match="counts positions by the attention_mask"):
+        model.backward(batch)
+    positions = mask.cumsum(1).sub(1).clamp(min=0)
+    assert float(model.backward(batch | {"position_ids": positions})) == pytest.approx(expected, rel=1e-6)
+    right = batch | {"attention_mask": mask.flip(1), "labels": labels.flip(1)}
+    right["labels"][0, 2:] = NONE
+    assert torch.isfinite(model.backward(right))
+    return True

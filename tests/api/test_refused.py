@@ -57,3 +57,8 @@ def test_what_is_no_model_is_refused_before_a_group_is_made() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(ff.UserError, match=r"\+full"):
         ff.parallelize(model, "single")
+
+
+def test_a_loss_of_uneven_experts_that_would_be_left_out_is_refused() -> None:
+    """JetMoE has another name for its coefficient, and its routers give too little."""
+    assert run_ranks(1, refused.jetmoe) == [True]

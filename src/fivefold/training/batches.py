@@ -7,6 +7,7 @@ no part, and documents begin where `position_ids` restart. (`transformers` itsel
 Legend: B rows, T positions of a row as given, L positions as computed.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from xxhash import xxh3_64_intdigest
 
 from fivefold.data.batch import IGNORE, MicroBatch
@@ -48,6 +49,7 @@ def micro_batches(
             raise _refusal(f"the batch is a {type(batch).__name__}", "pass a dict of tensors, or a list of such dicts")
         also()
         options: Any = {"row_multiple": multiple, "vocabulary": vocabulary, "needs_labels": needs_labels}
+        options["reads_mask"] = _reads_mask(model)
         return [micro_batch(one, **options) for one in each]
 
     own, error = _tried(read)
@@ -55,8 +57,11 @@ def micro_batches(
     return (own or []) + [_nothing(multiple)] * (most - len(own or []))
 
 
-def micro_batch(batch: Batch, *, row_multiple: int, vocabulary: int, needs_labels: bool = True) -> MicroBatch:
+def micro_batch(
+    batch: Batch, *, row_multiple: int, vocabulary: int, needs_labels: bool = True, reads_mask: bool = False
+) -> MicroBatch:
     """One micro batch of tensors: any T is padded up to a multiple of `row_multiple`, and padding carries no loss.
+    `reads_mask`: the model makes positions of the attention mask where it is given none.
 
     Raises `UserError` for what is missing, of another shape or type, out of range, or would be computed otherwise than
     `transformers` does.
@@ -75,6 +80,11 @@ def micro_batch(batch: Batch, *, row_multiple: int, vocabulary: int, needs_label
     real_B = np.full(rows, length)
     if mask_BT is not None:
         real_B, first_B = _padding(mask_BT, targets_BT)
+        if reads_mask and first_B.any() and batch.get("position_ids") is None:
+            raise _refusal(
+                "rows are padded on the left, and this model counts positions by the attention_mask",
+                "pass position_ids, as attention_mask.cumsum(1).sub(1).clamp(min=0), or pad on the right",
+            )
         columns_BT = (np.arange(length) + first_B[:, None]) % max(length, 1)  # real tokens first
         ids_BT, targets_BT, positions_BT = (
             np.take_along_axis(each, columns_BT, 1) for each in (ids_BT, targets_BT, positions_BT)
@@ -272,6 +282,13 @@ def _check_range(values: Integers, key: str, vocabulary: int) -> None:
         wrong = int(values.min() if values.min() < 0 else values.max())
         hint = "a label without a target is -100" if key == "labels" else "is it the model's own tokenizer?"
         raise _refusal(f"{key} has {wrong}, and the model's vocabulary is {vocabulary}", hint)
+
+
+def _reads_mask(model: nn.Module) -> bool:
+    """Whether an embedding of `model` is given the mask, as that of the positions of OPT: a token after padding on the
+    left has another position there than its place in the row, which is what it has in other models."""
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return any("attention_mask" in inspect.signature(type(each).forward).parameters for each in embeddings)
 
 
 def _wide(values_BT: Integers, wide: int) -> Integers:
