@@ -194,7 +194,8 @@ def parallelize(
     given = _check_model(model)
     before = list(model.parameters())
     layout = _with_precision(layout, precision, given)
-    load = own_coefficient(model.config.get_text_config())
+    settings: Any = model.config
+    load = own_coefficient(settings.get_text_config())
     open_world()
     _check_same_everywhere(model, values=source is None)
     apply.parallelize(
