@@ -37,6 +37,7 @@ from fivefold.parallel.data import put_in_order, reshard, settle_root
 from fivefold.parallel.spread import Spread, spread_of
 from fivefold.training.batches import Batch, differing, micro_batches, on_every_rank
 from fivefold.training.evaluate import evaluating, mean_loss
+from fivefold.training.model import own_coefficient
 from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
 from fivefold.training.own_optimizer import check_optimizer, watch_optimizers
 from fivefold.training.step import StepResult, accumulate, to_device
@@ -193,7 +194,7 @@ def parallelize(
     given = _check_model(model)
     before = list(model.parameters())
     layout = _with_precision(layout, precision, given)
-    load = _balance_of(model)
+    load = own_coefficient(model.config.get_text_config())
     open_world()
     _check_same_everywhere(model, values=source is None)
     apply.parallelize(
@@ -280,13 +281,6 @@ def _with_precision(layout: Layout, precision: Precision | None, given: torch.dt
     if layout.precision == default:
         layout = replace(layout, precision=precision or _PRECISIONS[given])
     return layout
-
-
-def _balance_of(model: Any) -> float:
-    """The coefficient of the loss of uneven experts that `transformers` adds where `output_router_logits` is on."""
-    config = model.config.get_text_config()
-    is_on = getattr(config, "output_router_logits", False)
-    return float(getattr(config, "router_aux_loss_coef", 0.0)) if is_on else 0.0
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------

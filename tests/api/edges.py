@@ -132,3 +132,10 @@ def layouts_of_whole_tensors() -> bool:
             torch.optim.Adafactor(model.parameters()).step()
         found += [torch.allclose(ours[name], theirs[name].detach(), rtol=1e-3, atol=1e-5) for name in theirs]
     return all(found)
+
+
+def coefficient_by_another_name() -> float:
+    """Of the loss for uneven experts, as JetMoE's config has it."""
+    model: Any = build("moe")
+    model.config.output_router_logits, model.config.router_aux_loss_coef, model.config.aux_loss_coef = True, None, 0.04
+    return ff.parallelize(model, "single").fivefold.balance.options.load

@@ -55,15 +55,16 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
 def balance_options(config: RunConfig, hf_config: Any) -> BalanceOptions:
     """What `balance` asks for. `auto`: `transformers` adds its loss where the config has `output_router_logits`."""
     section = config.balance
-    follows = _own_coefficient(hf_config) if getattr(hf_config, "output_router_logits", False) else 0.0
-    load = follows if section.aux_loss == "auto" else section.aux_loss
+    load = own_coefficient(hf_config) if section.aux_loss == "auto" else section.aux_loss
     return BalanceOptions(
         load=float(load), z=section.z_loss, bias_rate=section.bias_rate, capacity_factor=section.capacity_factor
     )
 
 
-def _own_coefficient(hf_config: Any) -> float:
-    """Of the loss for uneven load; JetMoE and DBRX have other names for it."""
+def own_coefficient(hf_config: Any) -> float:
+    """Of the loss for uneven load, 0 where `output_router_logits` is off; JetMoE and DBRX have other names for it."""
+    if not getattr(hf_config, "output_router_logits", False):
+        return 0.0
     experts = getattr(hf_config, "ffn_config", None)
     for holder, key in (
         (hf_config, "router_aux_loss_coef"),
