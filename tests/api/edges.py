@@ -113,6 +113,28 @@ def rates(layout: str) -> list[float]:
     return found
 
 
+def routed(layout: str, cut: bool) -> tuple[float, float, float, list[list[int]]]:
+    """A step of a model that asks for the loss of uneven experts. `cut`: rows without their padding, one by one."""
+    model: Any = build("moe")
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.7
+    model = ff.parallelize(model, layout)
+    batch = share(0, model.data_rank, model.data_ranks)
+    if cut:
+        batch = [row for each in batch for row in without_padding(each)]
+    with exact():
+        result = ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    assert result.balance is not None
+    rows = [list(layer) for layer in result.balance.rows]
+    return result.grad_norm, result.balance.load, result.balance.z, [[result.tokens, result.targets], *rows]
+
+
+def without_padding(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each row of a batch as a batch of its own."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    kept = {key: values for key, values in batch.items() if key != "attention_mask"}
+    return [{key: values[row][mask[row]][None] for key, values in kept.items()} for row in range(len(mask))]
+
+
 def layouts_of_whole_tensors() -> bool:
     """Optimizers that look at whole tensors, in copies: the same on both ranks and as in one process."""
     found = []
@@ -139,3 +161,44 @@ def coefficient_by_another_name() -> float:
     model: Any = build("moe")
     model.config.output_router_logits, model.config.router_aux_loss_coef, model.config.aux_loss_coef = True, None, 0.04
     return ff.parallelize(model, "single").fivefold.balance.options.load
+
+
+def looked_at_between(layout: str) -> list[np.ndarray]:
+    """Plain forwards before and after the optimizer's step: what was gathered for one must not serve the next."""
+    model = ff.parallelize(build("llama"), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        model.backward(batch)
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"]).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def looked_at_in_one_process(data_ranks: int) -> list[np.ndarray]:
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        mean_loss(model, [batch] * data_ranks).backward()
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"], use_cache=False).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def packed_forward(layout: str) -> np.ndarray:
+    """A plain call with positions that restart."""
+    model = ff.parallelize(build("llama"), layout)
+    with torch.no_grad(), exact():
+        return np.asarray(model(**packed_rows(), use_cache=False).logits.numpy())
+
+
+def packed_rows() -> dict[str, torch.Tensor]:
+    rows = plain(np.random.default_rng(1), 2, 8)
+    return {"input_ids": rows["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]])}

@@ -144,6 +144,8 @@ def batches(layout: str) -> bool:
         for call in (model.backward, lambda each: ff.evaluate(model, each), lambda each: ff.logits(model, each)):
             with refuses("data rank 0 were given different batches"):
                 call(mine)
+        with refuses("data rank 0 were given different batches"):
+            model.backward(batch | {"labels": mine["labels"]})
         with refuses("different prompts"):
             ff.generate(model, [1 + dist.get_rank()])
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import fivefold as ff
+from fivefold.parallel.tensor import local
 from fivefold.verification.exact import exact
 from tests.api.loop import CLIP, OPTIMIZERS, as_numpy, build, plain, share
 from tests.parity import Case, reference_model
@@ -39,7 +40,7 @@ def load(layout: str, kind: str, path: Path) -> tuple[Arrays, Arrays, list[dict[
     model = ff.parallelize(reference_model(Case("single")).apply(other_values), layout)
     optimizer = OPTIMIZERS[kind](model)
     for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 7.0, 7.0
+        group |= {"lr": 7.0, "weight_decay": 7.0} | ({"betas": (0.7, 0.7)} if "betas" in group else {})
     with torch.no_grad():
         ff.logits(model, plain(np.random.default_rng(0), 1, 5))  # what is gathered must not outlive the loading
     assert ff.load(model, optimizer, path) == {"step": 2, "note": "ü"}
@@ -52,6 +53,49 @@ def load(layout: str, kind: str, path: Path) -> tuple[Arrays, Arrays, list[dict[
 def other_values(module: Any) -> None:
     for parameter in module.parameters(recurse=False):
         parameter.data.add_(1.0)
+
+
+class Keeper(torch.optim.Optimizer):
+    """Descends, and keeps what optimizers of someone else's making may keep: numbers, and tensors of odd types."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"count": 0, "share": 0.0, "seen": torch.zeros((), dtype=torch.int64)}
+                    state |= {"moment": torch.zeros_like(p, dtype=torch.bfloat16), "pair": torch.zeros(2)}
+                state["count"] += 1
+                state["share"] = 1 / (2 + state["count"])
+                state["seen"] += 3
+                state["moment"].copy_(p.grad)
+                state["pair"] += torch.tensor([1.0, 0.25])
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+def odd_state(layout: str, path: Path) -> bool:
+    """Everything that an optimizer keeps, saved and loaded: of the same type, of the same value."""
+    model = ff.parallelize(build("llama"), layout)
+    optimizer, other = Keeper(model.parameters()), Keeper(model.parameters())
+    run(model, optimizer, range(2))
+    ff.save(model, optimizer, path)
+    ff.load(model, other, path)
+    for parameter in model.parameters():
+        before, after = optimizer.state[parameter], other.state[parameter]
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            loaded = local(after[key]) if isinstance(value, torch.Tensor) else after[key]
+            assert type(loaded) is (torch.Tensor if isinstance(value, torch.Tensor) else type(value)), key
+            if isinstance(value, torch.Tensor):
+                assert loaded.dtype == value.dtype and torch.equal(loaded, local(value)), key
+            else:
+                assert loaded == value, key
+        assert before["count"] == 2
+    return True
 
 
 def wrong_states(path: Path) -> bool:

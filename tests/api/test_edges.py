@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
+from fivefold.verification.exact import exact
 from tests.api import edges
+from tests.api.loop import build, reference
 from tests.pool import run_ranks
 
 
@@ -41,6 +44,37 @@ def test_each_group_keeps_its_rate_unless_one_is_given() -> None:
 
 def test_optimizers_of_whole_tensors_run_where_tensors_are_whole() -> None:
     assert all(run_ranks(2, edges.layouts_of_whole_tensors))
+
+
+@pytest.mark.parametrize("layout", ["shard2+zero1", "tp2"])
+def test_a_plain_forward_sees_the_weights_as_they_are(layout: str) -> None:
+    expected = edges.looked_at_in_one_process(1)
+    for found in run_ranks(2, edges.looked_at_between, layout):
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_a_plain_forward_keeps_packed_documents_apart(layout: str) -> None:
+    model = build("llama")
+    with torch.no_grad(), exact():
+        expected = model(**edges.packed_rows(), use_cache=False).logits.numpy()
+    for found in run_ranks(2, edges.packed_forward, layout):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_the_loss_of_uneven_experts_is_that_of_the_rows_however_they_are_dealt() -> None:
+    """Unequal micro batches, an empty one among them, and padding change nothing; the coefficient is the config's."""
+    (norm, load, z, counts), *_ = run_ranks(1, edges.routed, "single", True)
+    for found in (*run_ranks(2, edges.routed, "shard2", False), *run_ranks(2, edges.routed, "shard2.ep2", False)):
+        assert found[:3] == pytest.approx((norm, load, z), rel=1e-10)
+        assert found[3] == counts
+    assert norm != pytest.approx(expected_norm("moe"), rel=1e-3)
+
+
+def expected_norm(name: str) -> float:
+    """Of the cross entropy alone."""
+    return reference(name).norms[0]
 
 
 def assert_close(found: edges.Arrays, expected: edges.Arrays) -> None:

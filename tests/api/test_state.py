@@ -28,6 +28,13 @@ def test_saved_under_one_layout_goes_on_under_another(kind: str, before: str, af
             np.testing.assert_allclose(next_step[name], values, rtol=0, atol=1e-10, err_msg=name)
         assert [group["weight_decay"] for group in options] == [0.1, 0.0, 0.03]
         assert all(group["lr"] != 7.0 for group in options)
+        assert [group.get("betas") for group in options] == [(0.9, 0.999) if kind == "adamw" else None] * 3
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+def test_whatever_an_optimizer_keeps_comes_back_as_it_was(layout: str, tmp_path: Path) -> None:
+    """Counts stay integers, a moment in bf16 stays in bf16, and what has a shape of its own is there."""
+    assert all(run_ranks(2, state.odd_state, layout, tmp_path / "a"))
 
 
 def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:

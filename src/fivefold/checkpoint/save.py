@@ -255,7 +255,8 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterat
         for kind, tensor in tensors.items():
             _check_type(kind, name, tensor)
             if tensor.shape != parameter.shape:
-                if spread.cut(name).row == 0:
+                cut = spread.cut(name)
+                if cut.part == cut.row == 0:
                     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                     yield OwnedSlice(kind, name, (0,) * tensor.ndim, whole, is_whole=True)
                 continue
