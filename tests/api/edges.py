@@ -156,13 +156,6 @@ def layouts_of_whole_tensors() -> bool:
     return all(found)
 
 
-def coefficient_by_another_name() -> float:
-    """Of the loss for uneven experts, as JetMoE's config has it."""
-    model: Any = build("moe")
-    model.config.output_router_logits, model.config.router_aux_loss_coef, model.config.aux_loss_coef = True, None, 0.04
-    return ff.parallelize(model, "single").fivefold.balance.options.load
-
-
 def looked_at_between(layout: str) -> list[np.ndarray]:
     """Plain forwards before and after the optimizer's step: what was gathered for one must not serve the next."""
     model = ff.parallelize(build("llama"), layout)

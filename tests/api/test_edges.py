@@ -81,7 +81,3 @@ def assert_close(found: edges.Arrays, expected: edges.Arrays) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-10 * max(1, np.abs(values).max()), err_msg=name)
-
-
-def test_the_loss_for_uneven_experts_is_found_under_whatever_name() -> None:
-    assert run_ranks(1, edges.coefficient_by_another_name) == [0.04]
