@@ -31,6 +31,7 @@ from tiny_configs import causal_classes, switches
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- tables: python benchmarks/models.py --write-docs -->", "<!-- end of tables -->"
+MOST_WORDS = 220  # letters of a reason in a table
 SINGLE, SPREAD = "single", ("tp2", "pp2", "cp2", "ep2")
 NOT_IN_WORDS = re.compile(
     r"NoneType|has no attribute|object is not|takes \d+|unexpected keyword|didn't match|not implemented for|KeyError"
@@ -96,7 +97,7 @@ def _tried(model_class: str, model_type: str, row: Results, args: Any) -> Iterat
         yield "layouts", layout, _verdict(tried, args.timeout) if values is not None else Verdict(**why)
     if not args.switches or values is None:
         return
-    for switch, changed in switches(values):
+    for switch, changed in switches(values, model_type):
         if args.again or switch not in row["switches"]:
             tried = Tried(model_class, model_type, changed, SINGLE, steps=0)
             yield "switches", switch, _verdict(tried, args.timeout)
@@ -233,9 +234,11 @@ def _of_switches(results: Results) -> str:
 
 def _short(name: str, reason: str) -> str:
     """A reason without the name of the class, on one line of a table."""
-    words = re.sub(rf"^{name}( cannot be trained here)?: ", "", reason.splitlines()[0] if reason else "")
+    words = re.sub(r"^(tp \d+|sequence parallel) is refused: ", "", reason.splitlines()[0] if reason else "")
+    words = re.sub(rf"^{name}( cannot be trained here)?: ", "", words)
     words = re.sub(r"\b(layers|h|blocks)\.\d+\b", r"\1.*", words)
-    return words.replace(name, "it").replace("|", "\\|")
+    words = words.replace(name, "it").replace("|", "\\|")
+    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Is the demo's loss curve that of a plain PyTorch loop? The same rows, weights, schedule and clipping, step by step.
 
-    python benchmarks/same_curve.py                  100 steps of the demo, fp32 and (where the CPU has
+    python benchmarks/same_curve.py                  100 steps of the demo with AdamW, fp32 and (where the CPU has
                                                     instructions for it) bf16; writes benchmarks/results/
     python benchmarks/same_curve.py --quick          a toy run in a temporary folder: does it run?
     python benchmarks/same_curve.py --steps 200 optimizer.learning_rate=1e-3       other keys of the run file
@@ -31,6 +31,7 @@ from fivefold.launch.world import threads_per_worker
 from fivefold.training.model import build_model
 from fivefold.training.schedule import learning_rate
 
+ADAMW = ["optimizer.name=adamw", "optimizer.learning_rate=2e-3"]  # what the plain loop has; the demo's is Muon
 PARITY_STEPS, FIRST, FOLLOWING = 20, 1e-6, 1e-4  # of the design: fp32 at step 1, and over 20 steps
 QUICK = [
     "tokenizer.name_or_path=byte", "data.seq_length=64", "train.global_batch_size=4", "train.micro_batch_size=2",
@@ -44,7 +45,7 @@ def main() -> int:
     args = arguments()
     torch.set_num_threads(threads_per_worker(1))
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [*args.overrides, f"train.max_steps={args.steps}"]
+        overrides = [*ADAMW, *args.overrides, f"train.max_steps={args.steps}"]
         if args.quick:
             overrides = [*QUICK, f"data.train={_small_text(Path(folder))}", *overrides]
         curves = {f"plain {p}": plain_curve(overrides, p) for p in args.precisions}
@@ -192,7 +193,7 @@ def plot(result: dict[str, Any], target: Path) -> None:
     if "plain bf16" in curves:
         apart = abs(relative(curves["plain bf16"], curves["plain fp32"]))
         below.semilogy(steps, apart, label="plain bf16 from plain fp32", linestyle=":")
-    above.set(ylabel="loss, nats per token", title="The demo's loss: fivefold and a plain PyTorch loop")
+    above.set(ylabel="loss, nats per token", title="The demo's model under AdamW: fivefold and a plain PyTorch loop")
     below.set(ylabel="relative difference", xlabel="optimizer step")
     for panel in (above, below):
         panel.legend(frameon=False)

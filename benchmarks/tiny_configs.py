@@ -5,12 +5,15 @@ mistaken for one another. Of the layers those are kept that differ in kind, and 
 cut to them, at every depth of the config. Dropout and jitter are off, windows are shorter than the rows.
 """
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 107  # the last few ids stand for special tokens, which no document holds
@@ -257,8 +260,11 @@ def _with_few_layers(values: Values) -> Values:
 # Switches -------------------------------------------------------------------------------------------------------------
 
 
-def switches(values: Values) -> Iterator[tuple[str, Values]]:
-    """(what is switched, values): every boolean the other way once, windows and chunks on, dropout and jitter on."""
+def switches(values: Values, model_type: str = "") -> Iterator[tuple[str, Values]]:
+    """(what is switched, values): every boolean the other way once, windows and chunks on, dropout and jitter on, and
+    the last layer of each kind that the class knows and has none of by default."""
+    for kind in _other_kinds(values, model_type):
+        yield f"layer_types: {kind}", {**values, "layer_types": [*values["layer_types"][:-1], kind]}
     for path, value in _leaves(values):
         if NOT_SWITCHES.fullmatch(path) or NOT_SWITCHES.fullmatch(path.rpartition(".")[2]):
             continue
@@ -276,6 +282,17 @@ def switches(values: Values) -> Iterator[tuple[str, Values]]:
             yield f"{path}: 2", _with(values, path, 2)
         elif re.search(r"softcap(ping)?$", leaf) and value is None:
             yield f"{path}: 2.0", _with(values, path, 2.0)
+
+
+def _other_kinds(values: Values, model_type: str) -> list[str]:
+    """Kinds of layers that the code of the class speaks of, beside those that the config has."""
+    kinds = values.get("layer_types")
+    if not model_type or not isinstance(kinds, list):
+        return []
+    config = CONFIG_MAPPING[model_type]
+    modules = [sys.modules[cls.__module__] for cls in (config, MODEL_FOR_CAUSAL_LM_MAPPING[config])]
+    source = "".join(map(inspect.getsource, modules))
+    return [kind for kind in ALLOWED_ATTN_LAYER_TYPES if kind not in kinds and re.search(rf"[\"']{kind}[\"']", source)]
 
 
 def _derived(values: Values) -> Values:

@@ -74,6 +74,12 @@ def test_a_file_that_says_that_it_says_nothing_has_every_default(tmp_path: Path)
     assert load_config(tmp_path / "run.yaml").run.name == "demo"
 
 
+@pytest.mark.parametrize("value", ["a\x85b", "a\u2028b", "'a\u2029b'", '["a\x85b"]'])
+def test_line_breaks_of_unicode_in_an_override_stay_what_they_are(value: str) -> None:
+    read = load_config(None, [f"sample.prompts=[{value}]" if "[" not in value else f"sample.prompts={value}"])
+    assert [len(prompt) for prompt in read.sample.prompts] == [3] and set(value) & set(read.sample.prompts[0][1])
+
+
 # ---- overrides: any value for any key, as far as the start of the workers --------------------------------------------
 
 VALUES = (

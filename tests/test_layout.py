@@ -132,6 +132,12 @@ def test_a_world_that_does_not_fit_shows_the_arithmetic(text: str, world: int, w
     assert caught.value.what == what
 
 
+def test_experts_alone_add_no_ranks_and_the_layout_to_write_is_said() -> None:
+    with pytest.raises(UserError) as caught:
+        Layout.parse("ep2").resolve(2)
+    assert str(caught.value.fix).endswith("shard2.ep2")
+
+
 def test_accumulation() -> None:
     layout = Layout.parse("dp2.shard2.tp2+mb4")
     assert layout.accumulation(64) == 4

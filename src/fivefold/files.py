@@ -5,6 +5,7 @@ No torch. The files of a checkpoint are written by `checkpoint/disk.py`.
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,14 @@ from fivefold.errors import UserError
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MISNAMED = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def expanded(name: str) -> Path:
+    """A path as the user wrote it, with `~` as the home folder. Raises `UserError` where that is not known."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # no such user, or one without an entry in the list of users and without HOME
+        raise UserError(f"{name}: the home folder that ~ stands for is not known", fix="write the path out") from None
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -70,6 +79,14 @@ def cannot_write(path: Path | str, error: OSError, *, instead: str = "") -> User
     else:
         advice = []
     return UserError(f"cannot write {path}: {why}{place}", fix=", or ".join(filter(None, (*advice, instead))) or None)
+
+
+def of_system(error: Exception) -> OSError | None:
+    """The error of the system behind an exception of a library in Rust, which tells of it in its text alone."""
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
 
 
 def is_users(error: OSError) -> bool:

@@ -198,7 +198,13 @@ class Layout:
         product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in MESH_AXES if getattr(self, axis) != 1)
         total = "" if self.dp_shard == -1 else f" = {self.world}"
         fits = f"dp_shard {world // fixed} fits" if world % fixed == 0 else f"{fixed} does not divide {world}"
-        raise UserError(f"{product or 'single'}{total}, but {world} workers started; {fits}")
+        only_ep = self.ep > 1 and self.world == 1
+        raise UserError(
+            f"{product or 'single'}{total}, but {world} workers started; {fits}",
+            fix=f"ep deals experts to the ranks of dp_shard and cp, and adds none: shard{world}.ep{self.ep}"
+            if only_ep
+            else None,
+        )
 
     def _check_experts(self) -> None:
         """Raise `UserError` with the arithmetic when `ep` does not divide the ranks that it is taken from."""

@@ -7,12 +7,14 @@ too: the same step, the same passes, the same checkpoints. What would be wrong i
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,18 +22,20 @@ from fivefold.checkpoint import About, Checkpoint, find_checkpoint
 from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
+from fivefold.checkpoint.manifest import WEIGHT
 from fivefold.checkpoint.save import on_first_rank, save_as
 from fivefold.data.batch import MicroBatch
 from fivefold.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
+from fivefold.launch.world import open_world
 from fivefold.layout import Layout
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import apply, guard, passes, plain
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.data import put_in_order, reshard, settle_root
 from fivefold.parallel.spread import Spread, spread_of
-from fivefold.training.batches import Batch, micro_batches, on_every_rank
+from fivefold.training.batches import Batch, differing, micro_batches, on_every_rank
 from fivefold.training.evaluate import evaluating, mean_loss
 from fivefold.training.model import own_coefficient
 from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
@@ -135,6 +139,13 @@ class ParallelModel(nn.Module):
         """Refused: what pickles a model has the parts of one rank."""
         raise _refused("pickling", "ff.save(model, optimizer, path), or ff.export(model, path)")
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refused: torch has no copies of what FSDP keeps."""
+        raise _refused(
+            "copying",
+            "[p.detach().clone() for p in model.parameters()] for averages of the weights, or ff.gather(model)",
+        )
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
         raise _refused("push_to_hub()", "model.save_pretrained(path), and push the folder")
@@ -178,10 +189,15 @@ def parallelize(
     Build the optimizer after this. Raises `UserError` when the layout does not fit the world or the model.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if not isinstance(layout, Layout):
+        raise UserError(f"the layout is a {type(layout).__name__}", fix='pass a Layout, or its text: "shard2.tp2"')
     given = _check_model(model)
     before = list(model.parameters())
     layout = _with_precision(layout, precision, given)
-    load = own_coefficient(model.config.get_text_config())
+    settings: Any = model.config
+    load = own_coefficient(settings.get_text_config())
+    open_world()
+    _check_same_everywhere(model, values=source is None)
     apply.parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
         compile_blocks=compile_blocks,
@@ -236,6 +252,34 @@ def _check_model(model: nn.Module) -> torch.dtype:
     return dtype
 
 
+def _check_same_everywhere(model: nn.Module, *, values: bool) -> None:
+    """Raise `UserError` where ranks built different models: each keeps its part of its own, and copies would drift
+    apart. `values`: whether those of the tensors are compared too."""
+    if dist.get_world_size() == 1:
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
+    if differing([zlib.crc32(repr(kinds).encode())]):
+        raise UserError(
+            "ranks were given different models: names, shapes, types or what is frozen",
+            fix="build the same model on every rank",
+            more=READ_MORE,
+        )
+    names = [name for name, t in tensors.items() if values and not t.is_meta]
+    if different := differing([_bits_sum(tensors[name]) for name in names]):
+        raise UserError(
+            f"ranks were given different weights: {names[different[0]]} (and {len(different) - 1} others)",
+            fix="the same on every rank: torch.manual_seed(1) before the model is made, or from_pretrained",
+            more=READ_MORE,
+        )
+
+
+def _bits_sum(tensor: Tensor) -> int:
+    """Of the elements, read as integers: a checksum in one pass and without a copy."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8)
+    return int(tensor.detach().view(bits).sum(dtype=torch.int64)) % 2**62
+
+
 def _with_precision(layout: Layout, precision: Precision | None, given: torch.dtype) -> Layout:
     """`layout` with what the model computes in. In a `Layout`, bf16 is what stands where nothing was named."""
     default = Layout().precision
@@ -270,6 +314,7 @@ def train_step(
     _check_parallel(model)
 
     def ready_to_step() -> None:
+        _check_grad_enabled()
         check_optimizer(optimizer, model)
         if max_grad_norm is not None and not _is_number(max_grad_norm):
             raise UserError(
@@ -298,7 +343,7 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
     micro batches of one step are better passed together, as a list. Raises `UserError`.
     """
     _check_parallel(model)
-    loss = accumulate(model, _some(micro_batches(model, batch)))
+    loss = accumulate(model, _some(micro_batches(model, batch, also=_check_grad_enabled)))
     if _has_parts(model.fivefold):
         guard.mark_gradients(model)
     return loss
@@ -357,6 +402,15 @@ def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor
     """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one."""
     _check_parallel(model)
     return gathered(model, gradients=gradients)
+
+
+def _check_grad_enabled() -> None:
+    if not torch.is_grad_enabled():
+        raise UserError(
+            "gradients are off here: torch.no_grad()",
+            fix="train outside of it; ff.evaluate(model, batches) gives a loss alone",
+            more=READ_MORE,
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -574,6 +628,12 @@ def _like(now: Any, saved: Any) -> Any:
 
 def _check_fits(model: nn.Module, optimizer: torch.optim.Optimizer, opened: Checkpoint) -> None:
     saved = opened.state.get("optimizer")
+    if not saved and set(opened.kinds) <= {WEIGHT} and not opened.manifest.scalars:
+        raise UserError(
+            f"{opened.path} was saved without an optimizer: this one would begin anew",
+            fix="load the weights alone: ff.load(model, None, path)",
+            more=READ_MORE,
+        )
     if not saved:
         return
     if saved["class"] != type(optimizer).__name__:

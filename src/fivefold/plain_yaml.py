@@ -17,6 +17,7 @@ MOST_DEPTH = 50
 MOST_DIGITS = 19  # of an integer: what 64 bits hold
 
 Path = tuple[str | int, ...]  # a place inside the tree: ("data", "train", 0, "path")
+_STAND_INS = {0x85: 0xFDD0, 0x2028: 0xFDD1, 0x2029: 0xFDD2}  # by code points that are no characters
 _TAG = "tag:yaml.org,2002:"
 _TEXTS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}  # `2026-01-31` is a name like any other
 _SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float")}
@@ -94,8 +95,9 @@ class Repeated(NotPlain):
 
 
 def read(text: str) -> Any:
-    """The plain value of a YAML text. Raises `yaml.YAMLError` and `NotPlain`."""
-    node = compose(text)
+    """The plain value of a YAML text of one line, in which U+0085, U+2028 and U+2029 are characters like any other:
+    YAML takes them for line breaks, and would make them spaces. Raises `yaml.YAMLError` and `NotPlain`."""
+    node = compose(text.translate(_STAND_INS))
     return None if node is None else Builder().build(node)
 
 
@@ -119,7 +121,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 
 def _text(node: yaml.ScalarNode) -> str:
-    text = str(node.value)
+    text = str(node.value).translate({stand_in: character for character, stand_in in _STAND_INS.items()})
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise NotPlain("a text holds a NUL byte or half of a character (a lone surrogate)", node)
     return text

@@ -60,7 +60,7 @@ class RoleReport(Report[RoleRow]):
         table.add_column("reason", overflow="fold")
         for name, row in zip(short_names([row.parameter for row in self.rows]), self.rows, strict=True):
             table.add_row(*map(Text, (name, row.role, row.shard, row.reason)))
-        console.print(table)
+        console.print(table if self.rows else Text(self.title, style="bold"))
         console.print(self.closing, highlight=False)
 
 

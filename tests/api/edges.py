@@ -8,7 +8,7 @@ import torch
 
 import fivefold as ff
 from fivefold.verification.exact import exact
-from tests.api.loop import CLIP, as_numpy, build, mean_loss, packed, plain, share
+from tests.api.loop import CLIP, as_numpy, build, mean_loss, plain, share
 
 Arrays = dict[str, np.ndarray]
 
@@ -113,29 +113,6 @@ def rates(layout: str) -> list[float]:
     return found
 
 
-def looked_at(layout: str) -> bool:
-    """Plain calls of packed rows between backward and the update, and after it: those of one process, each time."""
-    alone, batch = build("llama"), packed(np.random.default_rng(4))
-    model = ff.parallelize(build("llama"), layout)
-    others = torch.optim.SGD(alone.parameters(), lr=0.5), torch.optim.SGD(model.parameters(), lr=0.5)
-    rows = {"input_ids": batch["input_ids"][:, :20], "position_ids": batch["position_ids"][:, :20]}  # tp cuts it evenly
-    for _ in range(2):
-        with exact():
-            mean_loss(alone, [batch] * model.data_ranks).backward()
-            model.backward(batch)
-        for optimizer in (None, *others):
-            if optimizer is not None:
-                optimizer.step()
-            if optimizer is others[0]:
-                continue
-            with torch.no_grad(), exact():
-                expected, found = alone(**rows, use_cache=False).logits, model(**rows, use_cache=False).logits
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-        for optimizer in others:
-            optimizer.zero_grad()
-    return True
-
-
 def routed(layout: str, cut: bool) -> tuple[float, float, float, list[list[int]]]:
     """A step of a model that asks for the loss of uneven experts. `cut`: rows without their padding, one by one."""
     model: Any = build("moe")
@@ -177,3 +154,44 @@ def layouts_of_whole_tensors() -> bool:
             torch.optim.Adafactor(model.parameters()).step()
         found += [torch.allclose(ours[name], theirs[name].detach(), rtol=1e-3, atol=1e-5) for name in theirs]
     return all(found)
+
+
+def looked_at_between(layout: str) -> list[np.ndarray]:
+    """Plain forwards before and after the optimizer's step: what was gathered for one must not serve the next."""
+    model = ff.parallelize(build("llama"), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        model.backward(batch)
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"]).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def looked_at_in_one_process(data_ranks: int) -> list[np.ndarray]:
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = plain(np.random.default_rng(1), 2, 8)
+    found = []
+    with exact():
+        mean_loss(model, [batch] * data_ranks).backward()
+        for _ in range(2):
+            with torch.no_grad():
+                found.append(model(input_ids=batch["input_ids"], use_cache=False).logits.numpy())
+            optimizer.step()
+    return found
+
+
+def packed_forward(layout: str) -> np.ndarray:
+    """A plain call with positions that restart."""
+    model = ff.parallelize(build("llama"), layout)
+    with torch.no_grad(), exact():
+        return np.asarray(model(**packed_rows(), use_cache=False).logits.numpy())
+
+
+def packed_rows() -> dict[str, torch.Tensor]:
+    rows = plain(np.random.default_rng(1), 2, 8)
+    return {"input_ids": rows["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]])}

@@ -1,5 +1,6 @@
 """What users may try that cannot be right, on one rank of a world, with what they are told."""
 
+import copy
 import pickle
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
 import fivefold as ff
+from fivefold.parallel.tensor import local
 from fivefold.verification.exact import exact
 from tests.api.loop import CLIP, build, mean_loss, plain
 from tests.parity import VOCABULARY
@@ -88,6 +90,11 @@ def methods(layout: str) -> bool:
         (lambda: model.resize_token_embeddings(7), "before ff.parallelize"),
         (lambda: model.push_to_hub("me/mine"), "save_pretrained"),
         (lambda: pickle.dumps(model), "ff.export"),
+        (lambda: copy.deepcopy(model), "averages of the weights"),
+        (lambda: model.model.state_dict(), "ff.gather"),
+        (lambda: model.lm_head.state_dict(), "ff.gather"),
+        (lambda: model.get_input_embeddings()(torch.zeros(1, 4, dtype=torch.int64)), "some of its tokens"),
+        (lambda: ff.parallelize(build("llama"), None), "the layout is a NoneType"),
         (lambda: ff.parallelize(model, layout), "parallelized already"),
         (lambda: ff.train_step(nn.Linear(2, 2), None, {}), "ff.parallelize"),
     ):
@@ -129,6 +136,8 @@ def batches(layout: str) -> bool:
     ):
         with refuses(told):
             model.backward(wrong)
+    with torch.no_grad(), refuses("gradients are off"):
+        model.backward(batch)
     with refuses("no labels" if dist.get_rank() else "rank 1: the batch has no labels"):
         model.backward({"input_ids": ids} if dist.get_rank() else batch)
     mine = {key: value + dist.get_rank() for key, value in batch.items()}
@@ -163,6 +172,10 @@ def optimizers(layout: str) -> bool:
                 wrong.step()
         with refuses("closure"):
             torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(()))
+        with refuses("depends on others of the tensor"):
+            GlobalClip(model.parameters(), lr=0.1).step()
+    with refuses("are DTensors"):
+        torch.optim.Rprop(model.parameters()).step()
     model.zero_grad()
     extra = nn.Parameter(torch.zeros(2))
     for wrong, told in (
@@ -179,6 +192,32 @@ def optimizers(layout: str) -> bool:
         ff.clip_grad_norm_(model, 0.0)
     sign = Sign(model.parameters(), lr=0.1)  # of someone else's making: tried, and right
     assert not ff.train_step(model, sign, batch).skipped
+    return True
+
+
+class GlobalClip(torch.optim.SGD):
+    """Clips by the norm of all that it was given: on a rank, of parts."""
+
+    def step(self, closure: Any = None) -> Any:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = 0.1 / sum(float(local(p.grad).square().sum()) for p in every) ** 0.5
+        for p in every:
+            p.grad.mul_(min(scale, 1.0))
+        return super().step(closure)
+
+
+def other_weights(layout: str) -> bool:
+    """Ranks that built different models, by another seed, or froze other parameters."""
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += dist.get_rank()
+    with refuses(r"different weights: .*\.weight \(and 0 others"):
+        ff.parallelize(model, layout)
+    model = build("llama")
+    model.model.norm.weight.requires_grad_(dist.get_rank() == 0)
+    with refuses("what is frozen"):
+        ff.parallelize(model, layout)
+    ff.parallelize(build("llama"), layout)
     return True
 
 

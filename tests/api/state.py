@@ -128,6 +128,8 @@ def wrong_states(path: Path) -> bool:
     ff.load(model, turned, path / "a")
     ff.save(model, None, path / "weights", state={"step": 5})
     assert ff.load(model, None, path / "weights") == {"step": 5}
+    with pytest.raises(ff.UserError, match="without an optimizer"):
+        ff.load(model, one, path / "weights")
     return True
 
 

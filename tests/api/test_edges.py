@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
+from fivefold.verification.exact import exact
 from tests.api import edges
-from tests.api.loop import reference
+from tests.api.loop import build, reference
 from tests.pool import run_ranks
 
 
@@ -44,10 +46,21 @@ def test_optimizers_of_whole_tensors_run_where_tensors_are_whole() -> None:
     assert all(run_ranks(2, edges.layouts_of_whole_tensors))
 
 
-@pytest.mark.parametrize("layout", ["shard2", "tp2"])
-def test_plain_calls_between_the_lines_see_the_weights_as_they_are(layout: str) -> None:
-    """With documents kept apart, as `transformers` does."""
-    assert all(run_ranks(2, edges.looked_at, layout))
+@pytest.mark.parametrize("layout", ["shard2+zero1", "tp2"])
+def test_a_plain_forward_sees_the_weights_as_they_are(layout: str) -> None:
+    expected = edges.looked_at_in_one_process(1)
+    for found in run_ranks(2, edges.looked_at_between, layout):
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_a_plain_forward_keeps_packed_documents_apart(layout: str) -> None:
+    model = build("llama")
+    with torch.no_grad(), exact():
+        expected = model(**edges.packed_rows(), use_cache=False).logits.numpy()
+    for found in run_ranks(2, edges.packed_forward, layout):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_the_loss_of_uneven_experts_is_that_of_the_rows_however_they_are_dealt() -> None:

@@ -39,6 +39,11 @@ def test_optimizers_that_would_be_wrong_are_refused(layout: str) -> None:
     assert all(run_ranks(2, refused.optimizers, layout))
 
 
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_ranks_that_built_different_models_are_told(layout: str) -> None:
+    assert all(run_ranks(2, refused.other_weights, layout))
+
+
 def test_one_process_needs_none_of_it() -> None:
     assert all(run_ranks(1, refused.one_process))
 

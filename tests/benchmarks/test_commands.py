@@ -47,6 +47,7 @@ def test_the_docs_have_the_place_for_the_tables(speed_report: ModuleType) -> Non
     assert text.count(speed_report.BEGIN) == text.count(speed_report.END) == 1
 
 
+@pytest.mark.campaign
 def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     done = run("same_curve", "--quick", "--precisions", "fp32", "--steps", "3", "--out", str(tmp_path / "out"))

@@ -1,6 +1,8 @@
 """The command line: fast, one voice for errors, and each verb one call."""
 
+import errno
 import json
+import os
 import re
 import resource
 import subprocess
@@ -205,14 +207,16 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
 
 def test_generate_has_one_set_of_defaults() -> None:
     import inspect
+    from typing import get_overloads
 
     import fivefold
+    from fivefold import own_loop
     from fivefold.cli.generate import generate
     from fivefold.generation import main
     from fivefold.generation.run import GenerateRequest
 
     for name in ("temperature", "top_k", "seed", "max_new_tokens"):
-        functions = (generate, main, fivefold.generate, GenerateRequest)
+        functions = (generate, main, own_loop.generate, GenerateRequest, *get_overloads(fivefold.generate))
         assert len({inspect.signature(each).parameters[name].default for each in functions}) == 1, name
 
 
@@ -277,3 +281,13 @@ def test_versions_are_compared_as_numbers(version: str, bound: str, meets: bool)
     from fivefold.doctor import _meets
 
     assert _meets(version, bound) is meets
+
+
+def test_a_removed_current_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    monkeypatch.setattr(local, "run", fails_with(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+    assert run("train") == 2
+    assert "the folder that this command was started in has been removed" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The cache: made once, found again, made anew when what it came from changed or it is damaged."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -10,8 +11,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
-from fivefold.data import PreparedData, cache, cache_root, prepare
+from fivefold.data import PreparedData, cache, cache_root, integrity, prepare, tokenizer
 from fivefold.errors import UserError
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole, write_jsonl
 
@@ -162,3 +165,59 @@ def test_reading_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+def test_without_a_home_it_is_said_where_the_cache_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for environ in ({}, {"FIVEFOLD_CACHE": "~/cache"}):
+        with pytest.raises(UserError, match="home folder"):
+            cache_root(environ=environ)
+    with pytest.raises(UserError, match="home folder that ~ stands for"):
+        prepare(config_for("~nobody-of-this-name/texts.jsonl"), cache=tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"0" * 32, None])
+def test_a_damaged_note_of_a_digest_is_not_believed(
+    damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_REMEMBER_DIGEST_FROM", 0)
+    monkeypatch.setattr(cache, "_SETTLED_SECONDS", 0.0)
+    files = [tmp_path / name for name in "ab"]
+    for number, file in enumerate(files):
+        file.write_text("text" * (number + 1))
+        os.utime(file, (0, 0))
+    right = [cache.file_digest(file, tmp_path) for file in files]
+    one, other = (tmp_path / "digests").iterdir()
+    texts = one.read_bytes(), other.read_bytes()
+    one.write_bytes(texts[1] if damage is None else damage)  # None: they change places
+    other.write_bytes(texts[0] if damage is None else damage)
+    assert [cache.file_digest(file, tmp_path) for file in files] == right
+
+
+def test_notes_that_cannot_be_written_are_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_REMEMBER_DIGEST_FROM", 0)
+    monkeypatch.setattr(integrity, "_TRUSTED_FROM", 0)
+    (tmp_path / "text").write_text("text")
+    os.utime(tmp_path / "text", (0, 0))
+    for name in ("digests", "whole"):
+        (tmp_path / name).write_text("in the way, as a cache that is read-only")
+    assert len(cache.file_digest(tmp_path / "text", tmp_path)) == 32
+    integrity.check_file(tmp_path / "text", integrity.file_checksum(tmp_path / "text"), tmp_path)
+
+
+def test_a_filesystem_without_locks_is_the_user_s_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(UserError, match=r"No locks available\n.*FIVEFOLD_CACHE"):
+        cache.entry(tmp_path / "entry", is_valid=Path.exists, build=lambda folder: None)
+
+
+def test_a_tokenizer_that_finds_no_space_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(OSError):  # tokenizers has a bare Exception
+        tokenizer._save(Tokenizer(BPE()), tmp_path / "absent")

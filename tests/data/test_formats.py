@@ -1,6 +1,7 @@
 """What can be read, in which order, and what is said about what cannot."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,12 @@ def test_a_long_text_is_one_document(tmp_path: Path) -> None:
     assert data.validation is not None
     assert (data.counts.documents, data.counts.tokens) == (1, len(byte_tokens(SHAKESPEARE.read_text())))
     assert data.counts.train.tokens + data.validation.counts.tokens >= data.counts.tokens - 3
+
+
+def test_a_pipe_or_a_device_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "texts.txt")
+    for path in (tmp_path / "texts.txt", Path(os.devnull)):
+        with pytest.raises(UserError, match="is no file but a pipe or a device"):
+            prepare(config_for(path), cache=tmp_path / "cache")
+    (tmp_path / "b.txt").write_text("a text")
+    assert read(tmp_path, tmp_path) == [b"a text"]

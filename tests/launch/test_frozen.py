@@ -13,6 +13,7 @@ import pytest
 from fivefold.launch import failure
 from fivefold.launch.local import WorkerCrashed, start_workers
 from fivefold.launch.processes import keep, scratch_folder
+from fivefold.launch.watch import Beat
 from fivefold.training.moves import Moves
 from tests.launch.test_local import ROOT, body
 from tests.launch.test_restart import Command, file_of
@@ -122,3 +123,16 @@ def test_an_impatient_run_that_is_well_is_left_alone(tmp_path: Path) -> None:
     tree = file_of(tmp_path, "impatient", train__collective_timeout=2, sample__every=20)
     code, out = Command(tree).end()
     assert code == 0, out
+
+
+def test_a_beat_needs_no_room_that_a_full_disk_may_not_have(tmp_path: Path) -> None:
+    beat = Beat(str(tmp_path), 0)
+    beat.write(still=0.0, waits=False)
+    (file,) = tmp_path.iterdir()
+    before = file.stat()
+    for seconds in (1.0, 1234567.8912345):
+        beat.write(still=seconds, waits=True)
+        assert json.loads(file.read_text())["still"] == seconds
+    beat.end()
+    assert (file.stat().st_ino, file.stat().st_size) == (before.st_ino, before.st_size)
+    assert json.loads(file.read_text()) == {}

@@ -14,8 +14,11 @@ import pytest
 
 from fivefold.config import load_config
 from fivefold.errors import RunFailed, UserError
+from fivefold.launch import local
+from fivefold.launch.failure import failure_file, hang_flag
 from fivefold.launch.folder import claim_fresh, open_folder
 from fivefold.launch.local import WorkerCrashed, start_workers, worker_count
+from fivefold.launch.world import World
 from fivefold.layout import Layout
 
 ROOT = Path(__file__).parents[2]
@@ -219,3 +222,18 @@ def test_the_environment_is_as_it_was(tmp_path: Path) -> None:
     start("sum_ranks", tmp_path, workers=1)
     assert dict(os.environ) == before
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_flag_of_an_earlier_hang_does_not_end_a_run_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}", "run.name=one"])
+    logs = open_folder(config)
+    hang_flag(logs).touch()
+    failure_file(logs, 0).write_text("{}")
+    seen: list[list[Path]] = []
+    monkeypatch.setattr(local, "_prepare", lambda *_, **__: None)
+    monkeypatch.setattr(local, "execute", lambda *_: seen.append([*logs.glob("hung"), *logs.glob("failure-*")]))
+    monkeypatch.setattr(local, "find_world", lambda _: World())
+    local._run_inside(config, World(), is_fresh=False, nproc=None, verify=False, listener=None)
+    assert seen == [[]]

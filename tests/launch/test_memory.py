@@ -1,5 +1,6 @@
 """Memory: what there is, what a run needs of it by arithmetic, and a death for want of it, which is not tried again."""
 
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ LAYOUTS = [("single", 1, 1), ("shard4", 4, 1), ("shard4", 1, 0.25), ("dp2.shard2
 
 @pytest.mark.parametrize(("layout", "ranks", "copies"), [*LAYOUTS, ("dp4", 4, 4)])
 def test_what_a_run_needs(layout: str, ranks: int, copies: float) -> None:
-    config = load_config(None, ["data.seq_length=16"])
+    config = load_config(None, ["data.seq_length=16", "optimizer.name=adamw"])
     needs = needs_of(Shape(1000), config, Layout.parse(layout), ranks=ranks)
     assert (needs.weights, needs.gradients, needs.optimizer) == (4000 * copies, 4000 * copies, 8000 * copies)
     muon = load_config(None, ["data.seq_length=16", "optimizer.name=muon"])
@@ -146,7 +147,7 @@ def test_what_a_run_needs(layout: str, ranks: int, copies: float) -> None:
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: Any, tmp_path: Path) -> None:
-    config, layout = load_config(None), Layout.parse("shard2")
+    config, layout = load_config(None, ["optimizer.name=adamw"]), Layout.parse("shard2")
     world = World(size=2, local_size=2, folder=str(tmp_path))
     monkeypatch.setattr(needs_module, "room", lambda: Room(20 * GIB, 10 * GIB))
     with pytest.raises(UserError, match=r"does not fit: weights 29\.80, gradients 29\.80, optimizer 59\.60") as caught:
@@ -157,3 +158,9 @@ def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: 
         check_memory(Shape(10**9), config, layout, world)
     )
     assert check_memory(Shape(10**6), config, layout, world) is None
+
+
+def test_a_limit_of_addresses_is_named_where_memory_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, said in ((6 * GIB, True), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert ("ulimit -v gives each process 6.00 GiB" in local._memory_advice(Pressure(), None)) is said

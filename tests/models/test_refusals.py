@@ -53,7 +53,7 @@ def failing(mlp, x):
     [
         (noisy, "model.layers.0.mlp computes with random numbers in training"),
         (counting, "model.layers.0.mlp counts the tokens of a row"),
-        (failing, r"model.layers.0.mlp cannot be followed \(KeyError"),
+        (failing, r"model.layers.0.mlp computes in a way that cannot be followed without weights \(KeyError"),
     ],
 )
 def test_what_a_module_does_is_refused_by_its_name(change, said, monkeypatch):

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from fivefold.models import attention, masks, surfaces
@@ -118,15 +117,15 @@ def test_there_are_families():
 
 
 def test_interception_reaches_every_initialiser_and_ends():
-    for space in (transformers.initialization, nn.init):
+    for space in (surfaces.hf_initialization, nn.init):
         for name in surfaces.INITIALISERS:
             assert hasattr(space, name) or name == "copy_"
-    before = transformers.initialization.normal_
+    before = surfaces.hf_initialization.normal_
     with pytest.raises(RuntimeError), surfaces.intercepted_initialisers(lambda *_: None):
         tensor = torch.ones(2)
-        assert transformers.initialization.normal_(tensor) is tensor and torch.equal(tensor, torch.ones(2))
+        assert surfaces.hf_initialization.normal_(tensor) is tensor and torch.equal(tensor, torch.ones(2))
         raise RuntimeError
-    assert transformers.initialization.normal_ is before
+    assert surfaces.hf_initialization.normal_ is before
 
 
 def test_no_other_file_reads_private_surfaces():

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from fivefold import json_lines
+from fivefold import files, json_lines
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
 from fivefold.history import load
@@ -223,3 +223,9 @@ def test_a_log_that_cannot_be_written_shows_no_traceback(tmp_path: Path, capfd: 
         logging.getLogger().handlers[:], logging.raiseExceptions = before, raises
         logging.captureWarnings(False)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_full_disk_under_a_library_in_rust_is_known() -> None:
+    said = files.of_system(Exception("Error while serializing: I/O error: No space left (os error 28)"))
+    assert said is not None and files.is_users(said) and said.errno == errno.ENOSPC
+    assert files.of_system(Exception("another")) is None and files.of_system(NO_SPACE) is NO_SPACE

@@ -136,12 +136,12 @@ def test_another_optimizer_does_not_go_on(tmp_path: Path) -> None:
 def test_keys_of_muon() -> None:
     options = load_config(None, ["optimizer.name=muon", "optimizer.ns_steps=6"]).optimizer
     assert (options.momentum, options.ns_steps) == (0.95, 6)
-    plain = load_config(None, []).optimizer
+    plain = load_config(None, ["optimizer.name=adamw"]).optimizer
     assert (plain.name, plain.momentum, plain.ns_steps) == ("adamw", None, None)
 
 
 @pytest.mark.parametrize("key", ["momentum=0.9", "ns_steps=5"])
 def test_keys_of_muon_are_refused_for_adamw(key: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_config(None, [f"optimizer.{key}"])
+        load_config(None, ["optimizer.name=adamw", f"optimizer.{key}"])
     assert f"{key.split('=')[0]} is set, which only muon has; set name: muon, or leave it out" in caught.value.what

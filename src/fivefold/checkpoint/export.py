@@ -21,7 +21,7 @@ from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.errors import RunFailed, UserError
-from fivefold.files import cannot_write, is_users
+from fivefold.files import cannot_write, is_users, of_system
 from fivefold.models import surfaces
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
@@ -117,8 +117,9 @@ def write_folder(
         size = _write_weights(source, temporary, dtype, file_bytes, known)
         publish(temporary, out)
     except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
-        if isinstance(error, OSError) and is_users(error):
-            raise cannot_write(out, error, instead="name another folder") from error
+        said = of_system(error)
+        if said and is_users(said):
+            raise cannot_write(out, said, instead="name another folder") from error
         raise RunFailed(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -156,7 +157,7 @@ def _check_free(out: Path, force: bool) -> None:
     if not is_model:
         raise UserError(f"{out} exists and is not a model folder", fix="name a new folder")
     if not force:
-        raise UserError(f"{out} exists and is not empty", fix="name a new folder, or add --force to replace this one")
+        raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force (force=True) replaces it")
 
 
 def _publish(temporary: Path, out: Path) -> None:

@@ -4,6 +4,7 @@ Errors are three lines on standard error: what is wrong and where, the likely fi
 appears under `--debug` only. Exit codes: 0 fine, 1 the thing asked about failed, 2 the request is wrong.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -104,7 +105,17 @@ def _say(error: UserError, *, debug: bool) -> int:
     return error.exit_code
 
 
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
+
+
 def _unexpected(error: Exception) -> UserError:
+    if isinstance(error, FileNotFoundError) and _is_nowhere():
+        return UserError("the folder that this command was started in has been removed", fix="cd to one that is there")
     if isinstance(error, OSError) and error.filename is not None and is_users(error):
         return cannot_write(error.filename, error, instead="choose another place")
     first_line = (str(error).strip().splitlines() or [""])[0]

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
 from fivefold.errors import UserError
-from fivefold.files import cannot_write, replace, writing
+from fivefold.files import cannot_write, expanded, replace, writing
 
 # (stage in words, done, total): the unit is bytes of text; `done` never passes `total`.
 Progress = Callable[[str, int, int], None]
@@ -37,10 +37,15 @@ def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.env
     if override is not None:
         return override
     if named := environ.get("FIVEFOLD_CACHE"):
-        return Path(named).expanduser()
+        return expanded(named)
     if xdg := environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "fivefold"
-    return Path.home() / ".cache" / "fivefold"
+    try:
+        return Path.home() / ".cache" / "fivefold"
+    except RuntimeError:  # a container that runs as a number without a name
+        raise UserError(
+            "this user has no home folder, where the cache would be", fix=f"set HOME, or {INSTEAD}"
+        ) from None
 
 
 def key_of(*parts: object) -> str:
@@ -68,11 +73,13 @@ def file_digest(path: Path, root: Path) -> str:
     if stat.st_size < _REMEMBER_DIGEST_FROM or time.time() - stat.st_mtime < _SETTLED_SECONDS:
         return _hash_file(path)
     note = root / "digests" / key_of(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
-    try:
-        return note.read_text()
-    except FileNotFoundError:
-        digest = _hash_file(path)
-    write_atomically(note, digest)
+    with suppress(OSError, ValueError):
+        digest, checksum = note.read_text(encoding="ascii").split()
+        if checksum == key_of(note.name, digest):  # a damaged one could name the tokens of another file
+            return digest
+    digest = _hash_file(path)
+    with suppress(UserError):  # of a cache that is read-only or full, what is there can be used all the same
+        write_atomically(note, f"{digest} {key_of(note.name, digest)}")
     return digest
 
 
@@ -99,7 +106,10 @@ def _locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise cannot_write(f"to the cache folder {folder.parent}", error, instead=INSTEAD) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # of a filesystem that knows no locks
+            raise cannot_write(f"to the cache folder {folder.parent}", error, instead=INSTEAD) from error
         yield
 
 

@@ -7,6 +7,7 @@ last hour, and has not been written to since, is not read again: the workers of 
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,9 @@ def trust(path: Path, root: Path) -> None:
     """Remember that a large file was found whole."""
     if path.stat().st_size >= _TRUSTED_FROM:
         note = _note(path, root)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
+        with suppress(OSError):  # a cache that is read-only or full: it is read again next time
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
 
 
 def _note(path: Path, root: Path) -> Path:

@@ -15,6 +15,7 @@ from fivefold import plain_yaml
 from fivefold.data.cache import file_digest
 from fivefold.data.compression import ending, is_compressed, opened
 from fivefold.errors import UserError
+from fivefold.files import expanded
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins
 _INDEX = re.compile(r"\[(\d+)\]")
@@ -119,13 +120,16 @@ class FileList:
 
 def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
     """The files `source` names. Raises UserError for what is not there, what no format reads."""
-    path = Path(source.path).expanduser()
+    path = expanded(source.path)
     forced = _named_format(source, formats)
     for form in formats if forced is None else (forced,):
         if (files := form.files(path, source, root)) is not None:
             return FileList(source, tuple((file, form) for file in files))
     if path.is_dir():
         return _pick(source, _walk(path), formats, forced, strict=False)
+    if path.exists() and not path.is_file():  # the text is read more than once, and by each worker
+        what = f"{source.label}: {source.path} is no file but a pipe or a device"
+        raise UserError(what, fix="write its text to a file, and name that", more=MORE)
     if path.exists():
         return _pick(source, [path], formats, forced, strict=True)
     if glob.has_magic(source.path):
@@ -154,7 +158,7 @@ def _walk(folder: Path) -> list[Path]:
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(where, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+    return sorted(path for path in found if path.is_file() or not path.exists())  # no pipe, no device
 
 
 def _pick(

@@ -18,6 +18,7 @@ from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud,
 from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
 from fivefold.errors import UserError
+from fivefold.files import expanded
 from fivefold.hub import MODEL, is_hub_id, snapshot
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _vocabulary_size(name: str) -> int:
 
 
 def _folder_of(name: str, *, auto: bool) -> Path:
-    path = Path(name).expanduser()
+    path = expanded(name)
     folder = path.parent if path.is_file() else path
     if folder.is_dir():
         if (folder / "tokenizer.json").is_file():
@@ -371,7 +372,8 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
 
 
 def _save(tokenizer: "Tokenizer", folder: Path) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not by `save`, whose errors, as of a full disk, are a bare Exception.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS,

@@ -26,6 +26,13 @@ def hang_flag(logs: Path) -> Path:
     return logs / "hung"
 
 
+def put_aside(logs: Path) -> None:
+    """What an earlier start left in `logs`: its flag is removed, as it would end this one; the rest is renamed."""
+    for old in (*logs.glob("failure-*.json"), *logs.glob("rank-*.log")):
+        old.replace(old.with_name(f"before-{old.name}"))
+    hang_flag(logs).unlink(missing_ok=True)
+
+
 def leave_failure(
     logs: Path, rank: int, error: Exception, stack: str | None = None, *, waits: bool = False, last: str = ""
 ) -> None:

@@ -17,9 +17,9 @@ from fivefold import history
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.errors import RunFailed, UserError
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place
+from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
-from fivefold.launch.memory import GIB, Needs, Pressure, room
+from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.restart import WorkerDied, with_restarts
@@ -92,9 +92,7 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     worker's `UserError`, `WorkerCrashed` when it was no user's error, `KeyboardInterrupt` on Ctrl-C.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    for old in (*logs.glob("failure-*.json"), *logs.glob("rank-*.log")):
-        old.replace(old.with_name(f"before-{old.name}"))
-    hang_flag(logs).unlink(missing_ok=True)
+    put_aside(logs)
     request_file = logs / "request.json"
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
     command = [sys.executable, "-m", "fivefold.worker", verb, str(request_file)]
@@ -144,12 +142,13 @@ def _run_inside(
             layout.accumulation(config.train.global_batch_size)
         check_model(config)
         _prepare(config, show=world.is_first)
+    from fivefold import checkpoint  # imports torch
+
     here = find_world(config.train.device) or world
     with join(here):
         config = _agreed_name(config, here) if is_fresh else config
-        if here.is_first:
-            open_folder(config)
         with said_once(here):
+            checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
             if verify:
                 before_training(config, layout)
             execute("train", {"config": config.to_yaml(), "events": listener}, here)
@@ -262,9 +261,11 @@ def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
     there = room()
     held = f"the workers held {pressure.held / GIB:.2f} GiB at most" if pressure.held else ""
     total = f"this machine has {there.total / GIB:.2f}" if there else ""
+    limit = address_limit()
+    addresses = f"ulimit -v gives each process {limit / GIB:.2f} GiB of addresses: raise that first" if limit else ""
     helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
     advice = needs.advice(there.total if there else 2**62) if needs else helps
-    return "; ".join(part for part in (", ".join(filter(None, (held, total))), advice) if part)
+    return "; ".join(part for part in (", ".join(filter(None, (held, total))), addresses, advice) if part)
 
 
 def _show_cursor() -> None:

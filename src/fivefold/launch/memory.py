@@ -86,6 +86,16 @@ def room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> R
     return found
 
 
+def address_limit() -> int | None:
+    """Bytes of addresses that each process may have (`ulimit -v`), more than it has memory for; None: no limit."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 class Pressure:
     """Whether memory ran out while it was looked at."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
+from fivefold.files import expanded
 from fivefold.heads import check_heads, context_method
 from fivefold.hub import config_file, is_hub_id
 from fivefold.layout import Layout
@@ -25,7 +26,7 @@ def check_model(config: RunConfig, *, weights: bool = True) -> None:
     `weights`: those that it starts from are looked for as well.
     """
     name = config.model.name_or_path
-    path = shape_folder(name) or Path(name).expanduser()
+    path = shape_folder(name) or expanded(name)
     if not path.exists():
         if not is_hub_id(name):
             raise UserError(

@@ -18,6 +18,7 @@ from fivefold.launch.processes import Workers
 
 TELL = getattr(signal, "SIGUSR2", None)  # a worker that gets it writes its stacks to `stack_file`
 TELL_SECONDS = 2.0  # how long a rank has for that
+_BEAT_BYTES = 128  # more than any beat takes
 COMPUTES = 0.1  # the part of a core
 
 
@@ -50,10 +51,13 @@ class Beat:
     def _put(self, said: Mapping[str, Any]) -> None:
         if self._file is None:
             return
-        with suppress(OSError):  # a full disk, or the launcher is gone with its folder
-            beside = self._file.with_suffix(".new")
-            beside.write_text(json.dumps(said), encoding="utf-8")
-            beside.replace(self._file)
+        with suppress(OSError):  # the launcher is gone with its folder
+            # In place, always as long: a temporary folder that has filled up since takes it, and it is read whole.
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(descriptor, json.dumps(said).ljust(_BEAT_BYTES).encode(), 0)
+            finally:
+                os.close(descriptor)
 
 
 class Watch:
@@ -117,7 +121,7 @@ class Watch:
         computes = cpu - self._cpu.get(rank, 0.0) > COMPUTES * seconds
         is_new = beat != self._beats.get(rank)
         self._beats[rank], self._cpu[rank] = beat, cpu
-        if beat in ("", "{}"):  # it has not begun, or has ended, and may take its time, but not be stopped
+        if beat.strip() in ("", "{}"):  # it has not begun, or has ended, and may take its time, but not be stopped
             return state not in ("T", "t")
         return is_new or computes
 

@@ -95,12 +95,12 @@ def _run_of(file: Path) -> str:
 
 def page(config: RunConfig, run: Path, rows: Rows) -> str:
     """The HTML of a run. `rows`: its metrics."""
-    spread = json.loads(text) if (text := _text(run / "spread.json")) else {}
+    spread, torn = _spread(run / "spread.json")
     slices = slice_map(spread.get("holds", {}))
     past, samples = history.load(run), read(run / "samples.jsonl")
     newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
     seen, marks = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows)
-    damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged]
+    damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
     return render(
         "run.html.j2", "fivefold.pages", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past), slices=slices,
@@ -111,6 +111,14 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
         timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
         changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],
     )  # fmt: skip
+
+
+def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """What `spread.json` says, nothing where it is not there; and, in words, that it is damaged."""
+    try:
+        return (dict(json.loads(text)) if (text := _text(path)) else {}), []
+    except (ValueError, TypeError, RecursionError):
+        return {}, [f"{path} is not an object of JSON"]
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

@@ -97,6 +97,14 @@ def install(
             )
         return args, _with_bounds(kwargs)
 
+    def before_part(part: nn.Module, args: tuple[Any, ...]) -> None:
+        if not (guard.is_library or guard.is_called):
+            raise UserError(
+                f"{type(part).__name__} cannot be called by itself: a rank has some of its tokens, or nothing of it",
+                fix="ff.logits(model, batch), or a layout with +nosp and without pp",
+                more=READ_MORE,
+            )
+
     def after(_: nn.Module, args: Any, output: Any) -> None:
         if guard.is_library or not torch.is_grad_enabled() or dist.get_world_size() == 1:
             return
@@ -112,9 +120,23 @@ def install(
     for name in dict.fromkeys(("", base, *parts)):
         # Prepended: refused before FSDP's own hooks begin a backward that would be left half done.
         model.get_submodule(name).register_forward_hook(after, prepend=True)
+    for name, module in model.named_modules():
+        if name:
+            module.register_state_dict_pre_hook(refuse_state_dict)
+    for name in parts if pipelined or splits_tokens else ():
+        model.get_submodule(name).register_forward_pre_hook(before_part, prepend=True)
     model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     model.get_submodule(base).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
     model.register_forward_hook(drop, always_call=True)
+
+
+def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """As a hook of a part of the model: raises `UserError`, for it would give parts in shapes that look whole."""
+    raise UserError(
+        f"state_dict() of a part ({type(module).__name__}) of a parallelized model is refused",
+        fix="ff.gather(model) has whole tensors by name",
+        more=READ_MORE,
+    )
 
 
 def refuse_backward(_: Tensor) -> None:

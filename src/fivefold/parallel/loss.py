@@ -8,7 +8,7 @@ head under tensor parallelism).
 Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,7 +71,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
-        sums: list[Tensor] = []
+        sums: list[Tensor | None] = []  # None: of a parameter that the logits do not depend on
         for h, y, grad in zip(
             *(torch.split(t, list(sizes), d) for t, d in ((hidden, 1), (labels, 0), (hidden_grad, 1))), strict=True
         ):
@@ -80,17 +80,19 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = logits_of(leaf)
             free = not _is_saved(logits)  # then their memory becomes that of their gradient
             loss, logits_grad = _cross_entropy(logits.detach(), y, fold, scale, gradient=True, overwrite=free)
-            chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad)
+            chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad, allow_unused=True)
             total += loss
             grad.copy_(chunk_grad)
-            sums = list(grads) if len(sizes) == 1 else _accumulate(sums, grads)
-        ctx.save_for_backward(hidden_grad, *(s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)))
+            sums = [*grads] if len(sizes) == 1 else _accumulate(sums, grads)
+        typed = (s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
+        ctx.save_for_backward(hidden_grad, *typed)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden_grad, *sums = ctx.saved_tensors
-        return (None, hidden_grad * grads[0], None, None, None, None, *(s * grads[0] for s in sums))
+        scaled = (s if s is None else s * grads[0] for s in sums)
+        return (None, hidden_grad * grads[0], None, None, None, None, *scaled)
 
 
 def _is_saved(output: Tensor) -> bool:
@@ -105,12 +107,13 @@ def _is_saved(output: Tensor) -> bool:
     return False
 
 
-def _accumulate(sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+def _accumulate(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Add a chunk's parameter gradients, in fp32 or better: bf16 sums over many chunks lose the small ones."""
     if not sums:
-        return [g.to(_accumulator(g.dtype)) for g in grads]
+        return [g if g is None else g.to(_accumulator(g.dtype)) for g in grads]
     for s, g in zip(sums, grads, strict=True):
-        s += g
+        if s is not None and g is not None:
+            s += g
     return sums
 
 

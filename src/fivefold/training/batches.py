@@ -9,7 +9,7 @@ Legend: B rows, T positions of a row as given, L positions as computed.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -52,9 +52,9 @@ def micro_batches(
         options["reads_mask"] = _reads_mask(model)
         return [micro_batch(one, **options) for one in each]
 
-    own = on_every_rank(read)
-    most = _agree(spread, own, next(model.parameters()).device)
-    return own + [_nothing(multiple)] * (most - len(own))
+    own, error = _tried(read)
+    most = _agree(spread, own or [], error)
+    return (own or []) + [_nothing(multiple)] * (most - len(own or []))
 
 
 def micro_batch(
@@ -118,16 +118,24 @@ def on_every_rank(read: Callable[[], Checked]) -> Checked:
 
     Otherwise a rank with a wrong batch would leave the others waiting for it.
     """
-    found: Checked | None = None
-    error: UserError | None = None
-    try:
-        found = read()
-    except UserError as raised:
-        error = raised
+    found, error = _tried(read)
     failed = torch.tensor(int(error is not None), device=_device())
     dist.all_reduce(failed)
-    if not int(failed):
-        return found  # type: ignore[return-value]
+    if int(failed):
+        _raise_everywhere(error)
+    return found  # type: ignore[return-value]
+
+
+def _tried(read: Callable[[], Checked]) -> tuple[Checked | None, UserError | None]:
+    """What it gives, or raises."""
+    try:
+        return read(), None
+    except UserError as error:
+        return None, error
+
+
+def _raise_everywhere(error: UserError | None) -> NoReturn:
+    """Raise the error of this rank, else the first of another's."""
     errors = plain.everywhere(error and error.to_json())
     if error is not None:
         raise error
@@ -135,22 +143,32 @@ def on_every_rank(read: Callable[[], Checked]) -> Checked:
     raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
 
 
+def differing(values: Sequence[int]) -> list[int]:
+    """At which places the ranks' integers are not the same. Every rank gives as many, of less than 63 bits."""
+    mine = torch.tensor([values, [-each for each in values]], dtype=torch.int64, device=_device())
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return (mine[0] != -mine[1]).nonzero().flatten().tolist()
+
+
 def _device() -> torch.device:
     """Where a collective of the world takes its tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _agree(spread: Spread, batch: Sequence[MicroBatch], device: torch.device) -> int:
-    """The largest number of micro batches of a data rank. Raises `UserError` where ranks that share their rows differ.
+def _agree(spread: Spread, batch: Sequence[MicroBatch], error: UserError | None) -> int:
+    """The largest number of micro batches of a data rank. Raises the error of any rank, and `UserError` where ranks
+    that share their rows differ.
 
-    One all-reduce of three numbers per data rank: the largest count, and the largest and smallest checksum.
+    One all-reduce of four numbers per data rank: the largest count, the largest and smallest checksum, an error.
     """
     mine = checksum(batch)
-    table = torch.full((spread.layout.data_ranks, 3), torch.iinfo(torch.int64).min, dtype=torch.int64)
-    table[spread.mesh.data_rank] = torch.tensor([len(batch), mine, -mine])
-    table = table.to(device)
+    table = torch.full((spread.layout.data_ranks, 4), torch.iinfo(torch.int64).min, dtype=torch.int64)
+    table[spread.mesh.data_rank] = torch.tensor([len(batch), mine, -mine, int(error is not None)])
+    table = table.to(_device())
     dist.all_reduce(table, dist.ReduceOp.MAX)
-    for data_rank, (_, largest, smallest) in enumerate(table.tolist()):
+    if int(table[:, 3].max()):
+        _raise_everywhere(error)
+    for data_rank, (_, largest, smallest, _) in enumerate(table.tolist()):
         if largest != -smallest:
             shared = [axis for axis in ("tp", "cp", "pp") if getattr(spread.layout, axis) > 1]
             raise _refusal(

@@ -70,15 +70,14 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     if layout is None or getattr(optimizer, _CHECKED, None) == checked:
         return
     reason = None if getattr(optimizer, "is_elementwise", False) else why_not_elementwise(optimizer)
-    if reason and _holds_whole_tensors(layout):
-        _check_runs(optimizer, parameters)
-    elif reason:
+    if reason and not _holds_whole_tensors(layout):
         raise UserError(
             f"{type(optimizer).__name__} under {layout}: {reason}, and a rank holds parts of tensors",
             fix="use an optimizer that updates each element by its own gradient (torch.optim.AdamW), or a layout of "
             "whole tensors (dp); where you know that it does: optimizer.is_elementwise = True",
             more=READ_MORE,
         )
+    _check_runs(optimizer, parameters)
     setattr(optimizer, _CHECKED, checked)
 
 
@@ -89,7 +88,9 @@ def _holds_whole_tensors(layout: Layout) -> bool:
 
 def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
     """Raise `UserError` where the optimizer needs operations that torch does not have for DTensors: parameters are."""
-    like = next(each for each in parameters if isinstance(each, DTensor))
+    like = next((each for each in parameters if isinstance(each, DTensor)), None)
+    if like is None:
+        return
 
     def as_its_own(tensor: Tensor) -> DTensor:
         return DTensor.from_local(tensor.to(like.device), like.device_mesh, like.placements, run_check=False)
@@ -122,7 +123,8 @@ def _not_the_models(optimizer: torch.optim.Optimizer) -> UserError:
 def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     """Why an optimizer of this type and these options does not update elements one by one; None where it does.
 
-    One like it takes three steps over a small matrix, and one over its halves: they must come out the same.
+    One like it takes three steps over a small matrix, and one over each of its halves, as ranks do: they must come out
+    the same.
     """
     cuts: tuple[Callable[[Tensor], Sequence[Tensor]], ...] = (
         lambda x: (x,),
@@ -159,12 +161,13 @@ def _steps(
     known = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
     arguments = {key: value for key, value in optimizer.defaults.items() if key in known or takes_all}
-    twin = type(optimizer)([{**options, "params": parts}], **{**arguments, **({"lr": 0.01} if "lr" in known else {})})
+    arguments |= {"lr": 0.01} if "lr" in known else {}
+    twins = [type(optimizer)([{**options, "params": [part]}], **arguments) for part in parts]
     for step in range(3):
         gradient = (whole * (3 + step)).sin() + 0.1 * step
-        for part, own in zip(parts, cut(gradient), strict=True):
+        for twin, part, own in zip(twins, parts, cut(gradient), strict=True):
             part.grad = made(own.clone())
-        twin.step()
+            twin.step()
     for view, part in zip(cut(result), parts, strict=True):
         view.copy_(local(part.detach()))
     return result
