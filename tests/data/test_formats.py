@@ -204,9 +204,11 @@ def test_a_long_text_is_one_document(tmp_path: Path) -> None:
 
 
 def test_a_pipe_or_a_device_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "texts.txt")
-    for path in (tmp_path / "texts.txt", Path(os.devnull)):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    os.mkfifo(folder / "a.txt")
+    for path in (folder / "a.txt", Path(os.devnull)):
         with pytest.raises(UserError, match="is no file but a pipe or a device"):
             prepare(config_for(path), cache=tmp_path / "cache")
-    (tmp_path / "b.txt").write_text("a text")
-    assert read(tmp_path, tmp_path) == [b"a text"]
+    (folder / "b.txt").write_text("a text")
+    assert read(tmp_path, folder) == [b"a text"]

@@ -183,7 +183,7 @@ def test_a_path_that_is_no_run_is_answered_with_the_runs_that_are_near(
 
 @pytest.mark.parametrize("damaged", ["{half", "[]", "null", "\0"])
 def test_a_damaged_spread_is_named_and_the_rest_is_shown(damaged: str, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "mine", [row(1), row(2)])
+    run = make_run(tmp_path / "mine", [row(1), row(2)], "train.max_steps=2")
     (run / "spread.json").write_text(damaged)
     text = main(run).read_text(encoding="utf-8")
     assert "spread.json is not an object of JSON" in text and "mine: 2 steps" in text

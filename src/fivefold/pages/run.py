@@ -116,9 +116,10 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
 def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     """What `spread.json` says, nothing where it is not there; and, in words, that it is damaged."""
     try:
-        return (dict(json.loads(text)) if (text := _text(path)) else {}), []
-    except (ValueError, TypeError, RecursionError):
-        return {}, [f"{path} is not an object of JSON"]
+        said = json.loads(_text(path) or "{}")
+    except (ValueError, RecursionError):
+        said = None
+    return (said, []) if isinstance(said, dict) else ({}, [f"{path} is not an object of JSON"])
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
