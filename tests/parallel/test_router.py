@@ -45,16 +45,12 @@ def routed(case: Case) -> list[dict[str, Any]]:
     return found
 
 
-LINEAR = (("model_type", "hunyuan_v1_moe"), ("num_experts", 11), ("num_local_experts", 11), ("moe_topk", 3))
-
-
 @pytest.mark.parametrize(
     ("case", "passes"),
     [
         (Case("shard2.ep2+mb4", "qwen3_moe"), 2),
         (Case("tp2.ep2+mb8+full", "mixtral"), 6),
         (Case("shard2+mb4+zero1", "gpt_oss"), 3),
-        (Case("shard2.ep2+mb4", "none", overrides=LINEAR), 3),  # the router is a linear
     ],
     ids=lambda each: f"{each.family}-{each.layout}" if isinstance(each, Case) else "",
 )

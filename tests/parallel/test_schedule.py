@@ -108,7 +108,7 @@ def test_a_timeline_is_json_and_transfers_take_time() -> None:
     plan = Plan("1f1b", 2, 1, 2)
     quick, slow = plan.simulate(), plan.simulate(lambda slot: 2.0 if slot.kind == "F" else 3.0, transfer=0.5)
     assert json.loads(json.dumps(quick.to_json()))["slots"][0] == {
-        "rank": 0, "stage": 0, "kind": "F", "micro_batch": 0, "start": 0.0, "end": 1.0,
+        "rank": 0, "stage": 0, "kind": "F", "micro_batch": 0, "start": 0.0, "end": 1.0, "waited": 0.0,
     }  # fmt: skip
     assert slow.span == 2 + 0.5 + 2 + 3 + 2 + 3 + 0.5 + 3  # by hand: rank 1 has no gap but its first
 
