@@ -34,12 +34,15 @@ CASES = [
     for precision, rank in (("", 0), ("", -1), ("+fp32", 0))
 ]
 
+# Two of its four layers are dense: stages of one and of three layers.
+UNEVEN = Rehearsal("pp2+split1-3", 0, "deepseek_v3", (("num_hidden_layers", 4),))
+
 
 def name(case: Rehearsal) -> str:
     return f"{case.layout}-{case.family}-rank{case.rank}"
 
 
-@pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=name)
+@pytest.mark.parametrize("case", [*CASES, *OTHERS, UNEVEN], ids=name)
 def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
     rehearse(case)
 

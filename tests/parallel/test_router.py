@@ -20,7 +20,8 @@ def routed(case: Case) -> list[dict[str, Any]]:
 
     @torch.no_grad()
     def after(router: Any, args: Any, out: Any) -> None:
-        weight, bias = router.weight, getattr(router, "bias", None)
+        weight = next(each for each in router.parameters() if each.ndim == 2)  # HunYuan's is of a linear inside
+        bias = getattr(router, "bias", None)
         logits = (out if isinstance(out, torch.Tensor) else out[0]).detach()
         x = args[0].reshape(-1, args[0].shape[-1])
         wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -45,12 +46,16 @@ def routed(case: Case) -> list[dict[str, Any]]:
     return found
 
 
+HUNYUAN = (("model_type", "hunyuan_v1_moe"), ("num_experts", 11), ("num_local_experts", 11), ("moe_topk", 3))
+
+
 @pytest.mark.parametrize(
     ("case", "passes"),
     [
         (Case("shard2.ep2+mb4", "qwen3_moe"), 2),
         (Case("tp2.ep2+mb8+full", "mixtral"), 6),
         (Case("shard2+mb4+zero1", "gpt_oss"), 3),
+        (Case("shard2.ep2+mb4", "none", overrides=HUNYUAN), 3),
     ],
     ids=lambda each: f"{each.family}-{each.layout}" if isinstance(each, Case) else "",
 )

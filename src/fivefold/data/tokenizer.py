@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from fivefold.data import tokenizer_probe
 from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
 from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
-from fivefold.errors import UserError
+from fivefold.errors import RunFailed, UserError
 from fivefold.files import expanded
 from fivefold.hub import MODEL, is_hub_id, snapshot
 
@@ -35,6 +36,8 @@ _CHECKSUMS = "checksums.json"  # of the files of a folder in the cache
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _MOST_BYTES = 2**29  # of a tokenizer.json; the largest known has 35 MB
 _PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
+# Beyond its memory the probe aborts; these signals come from someone else.
+_ENDED_FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 _PROBE_SECONDS = 120
 _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
 
@@ -237,6 +240,11 @@ def _check(file: Path) -> None:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise _not_a_tokenizer(file, f"a short text is not encoded within {_PROBE_SECONDS} s") from None
+    if -done.returncode in _ENDED_FROM_OUTSIDE:
+        raise RunFailed(
+            f"{file}: the process that tried it was ended by {signal.Signals(-done.returncode).name}",
+            fix="start the command again",
+        )
     if done.returncode:
         raise _not_a_tokenizer(file, f"loading it and encoding a short text takes more than {most >> 20} MiB")
     if found := done.stdout.strip():
