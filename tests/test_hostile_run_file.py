@@ -29,6 +29,7 @@ FILES = {
     "a NUL byte": ('run: {name: "a\\0b"}', "NUL byte"),
     "half of a character": ('run: {name: "\\ud800"}', "lone surrogate"),
     "infinity": ("optimizer: {learning_rate: .inf}", ".inf is not a finite number"),
+    "a number of 64 bits and one": ("train: {max_steps: 9223372036854775808}", "larger than 64 bits"),
     "a large number": (f"train: {{max_steps: {'9' * 5000}}}", "larger than 64 bits"),
     "deep lists": ("[" * 5000 + "]" * 5000, "nested more than 50 deep"),
     "deep lists, not very": ("[" * 100 + "]" * 100, "nested more than 50 deep"),

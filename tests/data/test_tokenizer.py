@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fivefold.data import PreparedData, prepare
-from fivefold.errors import UserError
+from fivefold.data import PreparedData, prepare, tokenizer
+from fivefold.errors import RunFailed, UserError
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 TEXT = "def f(x):\n\treturn 'caf\xe9 \U0001f600'  # \x00 \r\n  <|endoftext|x\n"
@@ -125,6 +127,16 @@ def test_a_tokenizer_without_eos_or_without_a_file_is_refused(tmp_path: Path, fo
         prepare_texts(tmp_path, ["text"], tokenizer=folder)
     with pytest.raises(UserError, match="no folder 'nowhere'"):
         prepare_texts(tmp_path, ["text"], tokenizer="nowhere")
+
+
+def test_a_probe_that_someone_ended_says_nothing_of_the_file(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
+    monkeypatch.setattr(tokenizer.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(RunFailed, match="ended by SIGKILL") as caught:
+        prepare_texts(tmp_path, ["text"], tokenizer=folder)
+    assert "MiB" not in str(caught.value) and caught.value.fix == "start the command again"
 
 
 def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path, folder: Path) -> None:

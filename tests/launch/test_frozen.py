@@ -93,13 +93,14 @@ def test_slow_is_not_frozen(tmp_path: Path) -> None:
 
 def test_folders_of_those_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, kept, mine = (scratch_folder(name) for name in ("left", "kept", "mine"))
+    left, kept, mine, far = (scratch_folder(name) for name in ("left", "kept", "mine", "far"))
     owner = json.loads((left / ".owner").read_text())
     for folder in (left, kept):
         (folder / ".owner").write_text(json.dumps(owner | {"pid": 2**22 + 1}))
+    (far / ".owner").write_text(json.dumps(owner | {"pid": 2**22 + 1, "host": "another machine"}))
     keep(kept)
     another = scratch_folder("another")
-    assert sorted(tmp_path.iterdir()) == sorted([kept, mine, another])
+    assert sorted(tmp_path.iterdir()) == sorted([kept, mine, far, another])
 
 
 @pytest.mark.campaign

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.history import History, load
+from fivefold.history import History, Start, load
 from fivefold.launch.local import _tell_restart
 from fivefold.pages.run import main as report
 from fivefold.training import header
@@ -30,6 +30,11 @@ def test_a_run_of_two_layouts_tells_both(tmp_path: Path) -> None:
     page = report(run_dir(tree)).read_text(encoding="utf-8")
     assert "Starts and events" in page and "1–3" in page and "4–6" in page
     assert train(tree).error is None and len(load(run_dir(tree)).starts) == 2  # it was finished: no start
+
+
+def test_a_run_that_went_back_twice_is_told_without_what_was_done_again() -> None:
+    first, again, last = (Start(step, "", {}) for step in (0, 10, 5))
+    assert list(History((first, again, last)).spans()) == [(first, 0, 5), (last, 5, None)]
 
 
 def test_a_worker_that_died_is_kept_by_the_launcher(tmp_path: Path) -> None:
