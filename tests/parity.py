@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from fivefold.config import OptimizerSection
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.layout import Layout
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.experts import router_buffers
 from fivefold.models.families import families
@@ -103,7 +103,7 @@ def reference_model(case: Case, dtype: torch.dtype = torch.float64) -> nn.Module
     """The unmodified model with every parameter random, fp32 values held in `dtype`."""
     torch.manual_seed(7)
     config = hf_config(case)
-    model = surfaces.unmodified_model(config, torch.float32)
+    model = hf_internals.unmodified_model(config, torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)

@@ -16,7 +16,7 @@ from fivefold.report import Report
 from fivefold.terminal import shown
 from fivefold.training.display import open_display
 from fivefold.verification.report import report_of
-from fivefold.verification.rows import Found, Row
+from fivefold.verification.results import Found, Row
 
 COMMANDS = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x00\x08\x7f\u202e\u2066\u2028"
 HOSTILE = f"a [red]b[/red] [/] {COMMANDS} c"

@@ -506,7 +506,7 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
     check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
     for of_experts, does, fix in (
         (layout.ep > 1, f"ep {layout.ep} deals experts to ranks", "ep: 1"),
-        (layout.expert_parts > 1, "expert_tp splits experts over tp", "expert_tp: false"),
+        (layout.etp > 1, "expert_tp splits experts over tp", "expert_tp: false"),
     ):
         if of_experts and _is_dense(config.model):
             raise UserError(

@@ -37,7 +37,7 @@ def check_heads(query: int, kv: int, tp: int) -> None:
 
 
 @dataclass(frozen=True)
-class Method:
+class CPMethod:
     """How `cp` = `ring` x `ulysses` ranks attend: keys and values go round rings, or are gathered there (`gathers`);
     neighbours, `ulysses` of them, deal out heads and have all their tokens."""
 
@@ -46,7 +46,7 @@ class Method:
     gathers: bool = False
 
 
-def context_method(text: str, cp: int, query: int, kv: int) -> Method:
+def context_method(text: str, cp: int, query: int, kv: int) -> CPMethod:
     """The method that `cp_method` names, for a tensor parallel rank's `query` and `kv` heads.
 
     `auto` sends the least. Of its tokens a rank of a ring of r sends keys and values r - 1 times, 2 kv (r - 1) heads;
@@ -59,10 +59,10 @@ def context_method(text: str, cp: int, query: int, kv: int) -> Method:
     if text == "auto":
         sizes = [u for u in range(1, cp + 1) if cp % u == 0 and query % u == 0 and kv % u == 0]
         u = min(sizes, key=lambda u: (kv * (cp // u - 1) + (query + kv) * (u - 1) / u, -u))
-        return Method(cp // u, u)
-    named = {"ring": Method(cp, 1), "allgather": Method(cp, 1, gathers=True), "ulysses": Method(1, cp)}
+        return CPMethod(cp // u, u)
+    named = {"ring": CPMethod(cp, 1), "allgather": CPMethod(cp, 1, gathers=True), "ulysses": CPMethod(1, cp)}
     check_method(text, cp)
-    method = named[text] if text in named else Method(*map(int, text.split("x")))  # type: ignore[arg-type]
+    method = named[text] if text in named else CPMethod(*map(int, text.split("x")))  # type: ignore[arg-type]
     u = method.ulysses
     if query % u or (kv % u and u % kv):
         fit = [n for n in legal_degrees(query, kv) if cp % n == 0]

@@ -151,7 +151,7 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def expert_parts(self) -> int:
+    def etp(self) -> int:
         """How many ranks share the features of each expert: `tp` with `expert_tp`."""
         return self.tp if self.expert_tp else 1
 
@@ -163,7 +163,7 @@ class Layout:
     @property
     def _expert_ranks(self) -> int:
         """The ranks that experts are dealt to, and sharded over."""
-        return self.dp_shard * self.cp * self.tp // self.expert_parts
+        return self.dp_shard * self.cp * self.tp // self.etp
 
     @property
     def shape(self) -> tuple[int, ...]:

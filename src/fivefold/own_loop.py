@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fivefold.checkpoint import About, Checkpoint, find_checkpoint
+from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
 from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
@@ -393,7 +393,9 @@ def logits(model: ParallelModel, batch: Batch) -> Tensor:
     own = micro_batches(model, batch, needs_labels=False, also=no_mask)
     inputs = to_device(own[0], next(model.parameters()).device)
     with evaluating(model):
-        found = passes.logits(model, inputs.input_ids, inputs.position_ids, bounds=inputs.bounds, use_cache=False)
+        found = passes.logits(
+            model, inputs.input_ids, inputs.position_ids, cu_seqlens=inputs.cu_seqlens, use_cache=False
+        )
     rows, tokens = batch["input_ids"].shape
     return found[:rows, :tokens]
 
@@ -559,7 +561,7 @@ def save(
         about["optimizer"] = _described(model, optimizer)
     at = about["state"].get("step")
     count = at if isinstance(at, int) and at >= 0 else 0
-    save_as(model, optimizer, Path(path), About(step=count, state=about), overwrite=overwrite)
+    save_as(model, optimizer, Path(path), Metadata(step=count, state=about), overwrite=overwrite)
     return Path(path)
 
 

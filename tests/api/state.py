@@ -56,7 +56,7 @@ def other_values(module: Any) -> None:
         parameter.data.add_(1.0)
 
 
-class Keeper(torch.optim.Optimizer):
+class CheckpointManager(torch.optim.Optimizer):
     """Descends, and keeps what optimizers of someone else's making may keep: numbers, and tensors of odd types."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -84,7 +84,7 @@ def odd_state(layout: str, path: Path) -> bool:
     if layout == "pp2":
         freeze(model, "but the head")  # the first rank of the pipeline has nothing to say of the optimizer
     model = ff.parallelize(model, layout)
-    optimizer, other = Keeper(model.parameters()), Keeper(model.parameters())
+    optimizer, other = CheckpointManager(model.parameters()), CheckpointManager(model.parameters())
     run(model, optimizer, range(2))
     ff.save(model, optimizer, path)
     ff.load(model, other, path)

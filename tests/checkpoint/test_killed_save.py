@@ -66,7 +66,7 @@ def save_step(directory: Path, step: int, keep: int) -> None:
 
 
 def save_about(step: int) -> Any:
-    return saving.About(step=step, state={"step": step})
+    return saving.Metadata(step=step, state={"step": step})
 
 
 def in_child(action: Callable[[], None], at: int | None) -> tuple[int, int]:

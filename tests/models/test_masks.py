@@ -5,7 +5,7 @@ import torch
 from transformers import Llama4TextConfig, MistralConfig, masking_utils
 
 from fivefold.errors import UserError
-from fivefold.models import masks, surfaces
+from fivefold.models import hf_internals, masks
 from fivefold.models.masks import Mask, MaskOpened
 
 NAME = "masks-under-test"
@@ -21,7 +21,7 @@ def asked_for(*args, mask_function, **kwargs):
 
 def requested(create, config, **kwargs):
     """What a function of `transformers` gives for nine tokens."""
-    surfaces.register_attention(NAME, lambda *_: None, asked_for)
+    hf_internals.register_attention(NAME, lambda *_: None, asked_for)
     config._attn_implementation = NAME
     inputs = {"inputs_embeds": torch.zeros(1, TOKENS, 4), "attention_mask": None, "past_key_values": None}
     return create(config, **inputs, **kwargs)
@@ -102,7 +102,7 @@ def test_a_model_that_computes_with_its_mask_is_told_so(use):
 
 
 def test_chunks_are_counted_from_the_start_of_each_document():
-    bounds = torch.tensor([0, 7, 8, 11, 16], dtype=torch.int32)
-    assert masks.in_chunks(bounds, 3).tolist() == [0, 3, 6, 7, 8, 11, 14, 16]
-    assert masks.in_chunks(bounds, 7).tolist() == bounds.tolist()
-    assert masks.in_chunks(bounds, 3).dtype == torch.int32
+    cu_seqlens = torch.tensor([0, 7, 8, 11, 16], dtype=torch.int32)
+    assert masks.in_chunks(cu_seqlens, 3).tolist() == [0, 3, 6, 7, 8, 11, 14, 16]
+    assert masks.in_chunks(cu_seqlens, 7).tolist() == cu_seqlens.tolist()
+    assert masks.in_chunks(cu_seqlens, 3).dtype == torch.int32

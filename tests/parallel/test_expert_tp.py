@@ -102,10 +102,10 @@ def test_the_map_shows_both_cuts() -> None:
 def test_ranks_of_a_layout() -> None:
     layout = Layout.parse("dp2.shard3.cp2.tp2.ep6+etp")
     assert str(layout) == "dp2.shard3.cp2.tp2.ep6+etp" and layout.resolve(24) == layout
-    assert (layout.expert_parts, layout.expert_shards) == (2, 1)
+    assert (layout.etp, layout.expert_shards) == (2, 1)
     plain = Layout.parse("dp2.shard3.cp2.tp2.ep6")
-    assert (plain.expert_parts, plain.expert_shards) == (1, 2)
-    assert Layout.parse("shard4.ep2+etp").resolve(4).expert_parts == 1  # nothing to split over
+    assert (plain.etp, plain.expert_shards) == (1, 2)
+    assert Layout.parse("shard4.ep2+etp").resolve(4).etp == 1  # nothing to split over
 
 
 # ---- the order of an expert's features -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.rehearsal import fake_world, on_stage
 
 WORLD = 1024
 LAYOUTS = {
-    "pp4.dp2.shard2.cp8.tp8": {"kv_copies": 2, "tied_ends": (0, 3)},
+    "pp4.dp2.shard2.cp8.tp8": {"kv_copies": 2, "embedding_ranks": (0, 3)},
     "dp2.shard64.tp8.ep16": {"experts": True},
     "pp2.dp2.shard16.cp2.tp8.ep8+etp": {"experts": True, "kv_copies": 4},
 }

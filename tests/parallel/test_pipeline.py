@@ -21,7 +21,7 @@ from fivefold.parallel import passes, stopwatch
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.schedule import SPLITTING, Plan, Slot
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.stages import Staged
+from fivefold.parallel.stages import StageModules
 from fivefold.parallel.tensor import local
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
@@ -285,7 +285,7 @@ def test_what_would_have_to_travel_too_is_refused() -> None:
 
 
 def test_hidden_states_that_the_next_stage_does_not_expect_are_refused() -> None:
-    staged = Staged(
+    staged = StageModules(
         stages=None, rank=0, model=nn.Identity(), dtype=torch.bfloat16, own_tokens=lambda length: length,
         tokens=lambda length: length // 2, hidden_size=8,
     )  # type: ignore[arg-type]  # fmt: skip

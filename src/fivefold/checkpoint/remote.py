@@ -57,7 +57,7 @@ class Remote:
                 self._fs.rm_file(f"{self._root}/{name}/{NAME}")
 
     def manifest(self, step: int) -> Manifest:
-        """What the copy of a step says it holds. Raises `Damaged`."""
+        """What the copy of a step says it holds. Raises `CorruptCheckpoint`."""
         with self._answers():
             content = self._fs.cat_file(self._path(step, NAME))
         return Manifest.from_json(content.decode(errors="replace"), where=self.where(step))

@@ -22,8 +22,8 @@ from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_ste
 from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import Workers, private_folder
+from fivefold.launch.report_once import one_voice, said_once
 from fivefold.launch.restart import WorkerDied, with_restarts
-from fivefold.launch.voice import one_voice, said_once
 from fivefold.launch.watch import Watch
 from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.layout import MESH_AXES, Layout

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fivefold.errors import UserError
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.families import family_of
 
 
@@ -39,7 +39,7 @@ class Anatomy:
         return Anatomy(
             model_class=type(model).__name__,
             family=family.name if family else None,
-            base=surfaces.base_prefix(model),
+            base=hf_internals.base_prefix(model),
             embedding=names[id(embedding)],
             layers=_layers(model, names),
             head=names[id(head)],
@@ -56,7 +56,7 @@ def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]
     """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the one
     with an entry per hidden layer."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    blocks = surfaces.block_classes(model)
+    blocks = hf_internals.block_classes(model)
     lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     of_blocks = [m for m in lists if all(type(layer).__name__ in blocks for layer in m)]
     of_count = [m for m in of_blocks or lists if len(m) == count]

@@ -17,7 +17,7 @@ from fivefold.errors import UserError
 from fivefold.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.folder_config import check_counts, read_folder_config
 from fivefold.models.shapes import shape_folder, shape_names
 
@@ -46,13 +46,13 @@ def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | N
             fix="use a model whose class is part of transformers, or remove auto_map if its model_type is one",
         )
     model_type = values.get("model_type", "")
-    cls = surfaces.config_class(model_type) if isinstance(model_type, str) else None
+    cls = hf_internals.config_class(model_type) if isinstance(model_type, str) else None
     if cls is None:
         raise UserError(f"{name_or_path}: transformers has no model type {model_type!r}")
     check_counts(overrides or {}, "model.overrides")
-    _check_keys(overrides or {}, surfaces.config_keys(cls) | set(values) | _ALWAYS)
+    _check_keys(overrides or {}, hf_internals.config_keys(cls) | set(values) | _ALWAYS)
     try:
-        config = surfaces.make_config(model_type, _merge(values, overrides or {}))
+        config = hf_internals.make_config(model_type, _merge(values, overrides or {}))
     except Exception as error:  # the validators of transformers raise several kinds
         raise UserError(f"{name_or_path}: the model's config is not valid: {error}") from error
     _check_taken(config, overrides or {})
@@ -76,7 +76,7 @@ def build_meta(
     own_experts.register()
     try:
         with _bounded():
-            model = surfaces.causal_lm_on_meta(hf_config, attention, model_class)
+            model = hf_internals.causal_lm_on_meta(hf_config, attention, model_class)
     except UserError:
         raise
     except Exception as error:  # the model's own constructor raises several kinds
@@ -84,13 +84,13 @@ def build_meta(
     _check_sizes(model)
     model.config.use_cache = False
     model.config.dtype = hf_config.dtype
-    surfaces.select_experts(model, own_experts.NAME)
+    hf_internals.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
 
 
 def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
-    kind = surfaces.causal_class_name(hf_config) or hf_config.model_type
+    kind = hf_internals.causal_class_name(hf_config) or hf_config.model_type
     if isinstance(error, KeyError) and error.args == (attention,):
         return UserError(
             f"{kind} attends by code of its own, not by the attention functions of transformers",
@@ -142,8 +142,8 @@ def use_our_attention(model: PreTrainedModel) -> None:
     own_attention.register()
     own_experts.register()
     _refuse_dropout(model)
-    surfaces.select_attention(model, own_attention.NAME)
-    surfaces.select_experts(model, own_experts.NAME)
+    hf_internals.select_attention(model, own_attention.NAME)
+    hf_internals.select_experts(model, own_experts.NAME)
     if any(_rope_limits(model.config)):
         model.base_model.register_forward_pre_hook(_check_documents, with_kwargs=True)
 
@@ -189,9 +189,9 @@ def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
 
 def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Documents of one length are rotated as each alone would be, whatever the length."""
-    bounds = kwargs.get("bounds")
-    if bounds is not None and len(set(bounds.diff().tolist())) > 1:
-        check_lengths(base.config, int(bounds.diff().max()))
+    cu_seqlens = kwargs.get("cu_seqlens")
+    if cu_seqlens is not None and len(set(cu_seqlens.diff().tolist())) > 1:
+        check_lengths(base.config, int(cu_seqlens.diff().max()))
 
 
 def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...
     within a row, or a rank with one of `parts` of its tokens, would be counted wrong where that says anything."""
     given = kwargs.get("input_ids", args[0] if args else None)
     length = parts * given.shape[1] if isinstance(given, Tensor) else 0
-    if length > most and (kwargs.get("bounds") is not None or parts > 1):
+    if length > most and (kwargs.get("cu_seqlens") is not None or parts > 1):
         raise UserError(
             f"{name} of {type(base).__name__} counts the tokens of a row, whatever documents are in it: in rows of "
             f"more than {most} tokens documents would change each other",
@@ -253,7 +253,7 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
         _check_hub_id(str(name_or_path))
         source = config_file(str(name_or_path))
     try:
-        values = surfaces.read_config_dict(source)
+        values = hf_internals.read_config_dict(source)
         check_counts(values, str(name_or_path))
         return values
     except (OSError, ValueError, RecursionError) as error:

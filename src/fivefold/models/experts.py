@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 
 NAME = "fivefold"
 ALIGNED = 16  # bytes: what the strides of a grouped matmul must be multiples of
@@ -27,7 +27,7 @@ Compute = Callable[
 
 def register() -> None:
     """Offer this function to `transformers` under `NAME`. Calling it again changes nothing."""
-    surfaces.register_experts(NAME, experts_forward)
+    hf_internals.register_experts(NAME, experts_forward)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows per expert depend on the data
@@ -86,7 +86,7 @@ def router_buffers(model: nn.Module) -> list[str]:
     """Persistent buffers beside experts: a router's state, which is trained though it has no gradient (DeepSeek's
     `e_score_correction_bias`). All others a model computes for itself."""
     stored = model.state_dict(keep_vars=True)
-    beside = tuple(f"{n.rpartition('.')[0]}." for n, module in model.named_modules() if surfaces.is_experts(module))
+    beside = tuple(f"{n.rpartition('.')[0]}." for n, module in model.named_modules() if hf_internals.is_experts(module))
     return [name for name, _ in model.named_buffers() if name in stored and beside and name.startswith(beside)]
 
 

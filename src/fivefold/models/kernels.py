@@ -32,7 +32,7 @@ _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
 
 
 @dataclass(frozen=True)
-class Rule:
+class AttentionParams:
     """How scores are made: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
 
     scale: float
@@ -41,7 +41,7 @@ class Rule:
 
 
 def cpu_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule, *, causal: bool = True
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams, *, causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [N,H,L,D] and log-sum-exp [N,H,L]; not `causal`: every query sees every key."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_NHLD, k_NGSD, v_NGSD, 0.0, causal, scale=rule.scale)
@@ -55,7 +55,7 @@ def cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     *,
     causal: bool = True,
 ) -> Gradients:
@@ -67,7 +67,7 @@ def cpu_backward(
 
 
 def flash_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cpu_forward` without `causal`, for 16-bit types on CUDA."""
     (rows, _, length, _), keys = q_NHLD.shape, k_NGSD.shape[2]
@@ -85,7 +85,7 @@ def flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rule: Rule,
+    rule: AttentionParams,
 ) -> Gradients:
     """As `cpu_backward` without `causal`."""
     (rows, _, length, _), keys = q.shape, k.shape[2]
@@ -109,11 +109,16 @@ def _even(rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def varlen_forward(
-    q_MHD: torch.Tensor, k_MGD: torch.Tensor, v_MGD: torch.Tensor, bounds: torch.Tensor, longest: int, rule: Rule
+    q_MHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    rule: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `bounds` on the device."""
+    """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
     out, lse, *_ = aten._flash_attention_forward(
-        q_MHD, k_MGD, v_MGD, bounds, bounds, longest, longest, 0.0, rule.window is None, False,
+        q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip
     return out, lse
@@ -126,27 +131,27 @@ def varlen_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    bounds: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     longest: int,
-    rule: Rule,
+    rule: AttentionParams,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     dq, dk, dv = aten._flash_attention_backward(
-        grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, rule.window is None, no_dropout, unused,
+        grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, no_dropout, unused,
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _flash_window(rule: Rule) -> dict[str, int]:
+def _flash_window(rule: AttentionParams) -> dict[str, int]:
     """As `torch.nn.attention.varlen` asks for it: keys before and after a query, and then no causal flag."""
     return {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
 
 
 def blockwise_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule, *, ahead: int | None = None
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams, *, ahead: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cpu_forward`, for every rule; the L queries are the last of the S keys (S > L: generation with a cache), or
     the first of them stands `ahead` positions after the first key. Each query must see a key."""
@@ -172,7 +177,7 @@ def blockwise_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     *,
     ahead: int | None = None,
 ) -> Gradients:
@@ -232,7 +237,7 @@ def _blocks(
         yield slice(start, stop), slice(earliest, end), hidden
 
 
-def _scores(q_NGXD: torch.Tensor, k_NGSD: torch.Tensor, rule: Rule) -> torch.Tensor:
+def _scores(q_NGXD: torch.Tensor, k_NGSD: torch.Tensor, rule: AttentionParams) -> torch.Tensor:
     scores = (q_NGXD @ k_NGSD.mT).mul_(rule.scale)
     return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
 

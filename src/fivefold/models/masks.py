@@ -112,10 +112,10 @@ def check(mask: Mask, function: MaskFunction) -> None:
         raise UserError("its attention mask is neither causal, nor a sliding window, nor of chunks")
 
 
-def in_chunks(bounds: Tensor, chunk: int) -> Tensor:
+def in_chunks(cu_seqlens: Tensor, chunk: int) -> Tensor:
     """Bounds of documents and of their chunks of `chunk` tokens, each of which attends as a document would."""
-    lengths = bounds.diff()
+    lengths = cu_seqlens.diff()
     parts = (lengths + chunk - 1) // chunk
     number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
-    starts = bounds[:-1].repeat_interleave(parts) + number * chunk
-    return torch.cat([starts, bounds[-1:]]).to(bounds.dtype)
+    starts = cu_seqlens[:-1].repeat_interleave(parts) + number * chunk
+    return torch.cat([starts, cu_seqlens[-1:]]).to(cu_seqlens.dtype)

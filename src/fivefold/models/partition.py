@@ -14,10 +14,10 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.deals import Deal, Part, by_features, by_heads
 from fivefold.models.families import family_of
+from fivefold.models.feature_groups import FeatureGroup, FeatureGroups, by_features, by_heads
 from fivefold.models.feeds import Pair, pairs_of
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
@@ -62,11 +62,11 @@ class Role:
     kind: RoleKind
     reason: str
     dim: int | None = None
-    deal: Deal | None = None
+    deal: FeatureGroups | None = None
 
 
 @dataclass(frozen=True)
-class Entry:
+class TPInput:
     """Where hidden states enter a region of split features: the modules that are given them (several linears share one
     tensor), and as which argument."""
 
@@ -75,14 +75,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Region:
+class TPBlock:
     """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
     latent projections that some columns read."""
 
     owner: str
     columns: tuple[str, ...]
     row: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TPInput, ...]
     attends: bool
 
 
@@ -95,17 +95,17 @@ class Partition:
     """
 
     roles: Mapping[str, Role]
-    regions: tuple[Region, ...]
+    regions: tuple[TPBlock, ...]
     query: int
     kv: int
-    across: Mapping[str, Deal]
+    across: Mapping[str, FeatureGroups]
     unfinished: tuple[str, ...]
     refusal: str | None
     sequence_parallel_refusal: str | None
     is_proved: bool
 
     @cached_property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TPInput, ...]:
         """Of all regions, in order."""
         return tuple(entry for region in self.regions for entry in region.entries)
 
@@ -137,8 +137,8 @@ class _Derivation:
     model: PreTrainedModel
     anatomy: Anatomy
     traced: Trace
-    regions: list[Region] = field(default_factory=list)
-    across: dict[str, Deal] = field(default_factory=dict)
+    regions: list[TPBlock] = field(default_factory=list)
+    across: dict[str, FeatureGroups] = field(default_factory=dict)
     unfinished: list[str] = field(default_factory=list)
     heads: tuple[int, int] = (0, 0)
 
@@ -146,10 +146,10 @@ class _Derivation:
         if self.traced.streams:
             raise Untraceable(self.traced.streams)
         roles = self._outside()
-        known: dict[object, dict[str, Deal]] = {}
+        known: dict[object, dict[str, FeatureGroups]] = {}
         for block in self.traced.blocks:
             roles |= self._block(block, known)
-        plan = surfaces.tensor_parallel_plan(self.model)
+        plan = hf_internals.tensor_parallel_plan(self.model)
         contradicted = {}
         for name, _ in self.model.named_parameters():
             role = roles.get(name) or Role("replicated", "nothing in its forward says what it does")
@@ -201,7 +201,7 @@ class _Derivation:
 
     # ---- one block ---------------------------------------------------------------------------------------------------
 
-    def _block(self, block: BlockTrace, known: dict[object, dict[str, Deal]]) -> dict[str, Role]:
+    def _block(self, block: BlockTrace, known: dict[object, dict[str, FeatureGroups]]) -> dict[str, Role]:
         pairs, roles = pairs_of(block), {}
         attention = [event for event in block.events if event.kind == "attention"]
         rows = {pair.row for pair in pairs}
@@ -217,7 +217,7 @@ class _Derivation:
             if called:
                 self._count_heads(called, block)
                 for name in called.parameters:
-                    parts = tuple(Part(h, h + 1, "query", h) for h in range(self.heads[0]))
+                    parts = tuple(FeatureGroup(h, h + 1, "query", h) for h in range(self.heads[0]))
                     roles[name] = Role("column", "one number per query head, passed to attention", 0, parts)
             self.regions.append(self._region(block, pair, deals))
             for name in pair.latents:
@@ -254,20 +254,20 @@ class _Derivation:
             raise Untraceable(f"{block.layer} has {heads} query and key/value heads, the layers before {self.heads}")
         self.heads = heads
 
-    def _linear_roles(self, name: str, pair: Pair, deal: Deal) -> dict[str, Role]:
+    def _linear_roles(self, name: str, pair: Pair, deal: FeatureGroups) -> dict[str, Role]:
         is_row = name == pair.row
         reads = "a latent" if name in pair.behind else "the residual"
         kind: RoleKind = "row" if is_row else "column"
         reason = _reason(deal, "gives back to the residual" if is_row else f"reads {reads}")
         module = self.model.get_submodule(name)
-        out_dim, in_dim = surfaces.linear_dims(module) or (0, 1)
+        out_dim, in_dim = hf_internals.linear_dims(module) or (0, 1)
         roles = {f"{name}.weight": Role(kind, reason, in_dim if is_row else out_dim, deal)}
         if getattr(module, "bias", None) is not None:
             bias = Role("row_bias", "added once, to the sum") if is_row else Role("column", reason, 0, deal)
             roles[f"{name}.bias"] = bias
         return roles
 
-    def _region(self, block: BlockTrace, pair: Pair, deals: Mapping[str, Deal]) -> Region:
+    def _region(self, block: BlockTrace, pair: Pair, deals: Mapping[str, FeatureGroups]) -> TPBlock:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
         attends = any(part.owner == "query" for part in deals[row])
@@ -275,11 +275,11 @@ class _Derivation:
             where = block.hidden_arguments.get(owner, [])
             if len(where) != 1:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
-            return Region(owner, columns, row, (Entry((owner,), where[0]),), attends)
+            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), attends)
         shared: dict[int, list[str]] = {}
         for name in pair.entered:
             shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
-        return Region(owner, columns, row, tuple(Entry(tuple(names)) for names in shared.values()), attends)
+        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), attends)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""
@@ -300,7 +300,7 @@ class _Derivation:
             return Role("local", "acts on the gathered residual, before a projection")
         return Role("norm", "acts on the residual")
 
-    def _dealt(self, event: Event, roles: Mapping[str, Role]) -> Deal:
+    def _dealt(self, event: Event, roles: Mapping[str, Role]) -> FeatureGroups:
         """How the features are dealt that a wide module reads: a projection's, or those that the row reads."""
         sources = {name.removesuffix(" (attention)") for name in event.sources}
         if len(event.sources) == 1 and (role := roles.get(f"{next(iter(event.sources))}.weight")):
@@ -311,7 +311,7 @@ class _Derivation:
         raise Untraceable(f"{event.name} mixes the features of {', '.join(sorted(sources))}")
 
 
-def _is_spread(deal: Deal) -> bool:
+def _is_spread(deal: FeatureGroups) -> bool:
     """Whether several ranks have a part of these features."""
     return len(deal) > 1 or any(part.owner == "even" for part in deal)
 
@@ -333,7 +333,7 @@ def _common_parent(names: Iterable[str]) -> str:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _reason(deal: Deal, what: str) -> str:
+def _reason(deal: FeatureGroups, what: str) -> str:
     owners = {part.owner for part in deal}
     if owners == {"even"}:
         return what + (f", {len(deal)} projections in one" if len(deal) > 1 else "")
@@ -347,7 +347,7 @@ def _compared(name: str, role: Role, plan: Mapping[str, str]) -> tuple[Role, str
     key = next((key for key in plan if _pattern(key).fullmatch(module)), None)
     if key is None or role.kind not in ("column", "row", "local"):
         return role, None
-    said = surfaces.PLAN_STYLES.get(plan[key])
+    said = hf_internals.PLAN_STYLES.get(plan[key])
     if said in ("column", "row") and role.kind in ("column", "row") and said != role.kind:
         return role, f"its plan says that {key} is {plan[key]}, and its forward uses it as a {role.kind}"
     return Role(role.kind, f"{role.reason} (plan: {plan[key]})", role.dim, role.deal), None

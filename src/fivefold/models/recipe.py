@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from fivefold.errors import UserError
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform
 
 
@@ -62,13 +62,13 @@ def read_recipe(model: PreTrainedModel) -> Recipe:
     left as it was.
     """
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    with surfaces.untied(model):
+    with hf_internals.untied(model):
         recorder = _Recorder(model)
-        with surfaces.intercepted_initialisers(recorder.receive), recorder:
-            surfaces.initialise_again(model)
+        with hf_internals.intercepted_initialisers(recorder.receive), recorder:
+            hf_internals.initialise_again(model)
     recipe = {name: tuple(recorder.ops[name]) for name in names}
     if not all(recipe.values()):
-        constructed = surfaces.constructed_values(model)
+        constructed = hf_internals.constructed_values(model)
         for name in [name for name in names if not recipe[name] and name in constructed]:
             values = constructed[name]
             recipe[name] = (Op(Copy(values), tuple(slice(0, size) for size in values.shape)),)

@@ -21,7 +21,7 @@ from fivefold import heads
 from fivefold.errors import UserError
 from fivefold.launch.world import open_world
 from fivefold.layout import Layout
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
@@ -29,15 +29,15 @@ from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
-from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
+from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, deferred, expert, forward, pipeline, router, tensor, trial
+from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial, weight_grad_store
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
-from fivefold.parallel.stages import Staged, Stages, assign, install
+from fivefold.parallel.stages import StageModules, StagePlan, assign, install
 
 
 def parallelize(
@@ -80,7 +80,11 @@ def parallelize(
     holders = {name: stages.holders(name) for name in specs}
     tied = f"{anatomy.embedding}.weight" if anatomy.tied else None
     mesh = build_mesh(
-        layout, device.type, kv_copies=copies, experts=bool(traced.experts), tied_ends=holders[tied] if tied else ()
+        layout,
+        device.type,
+        kv_copies=copies,
+        experts=bool(traced.experts),
+        embedding_ranks=holders[tied] if tied else (),
     )
     if partition and not partition.is_proved:
         trial.check(model, mesh, device)
@@ -89,18 +93,18 @@ def parallelize(
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     experts = expert.apply_expert_parallel(
-        model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.expert_parts
+        model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.etp
     )
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
     balance = balancing.watch_routers(model, experts, fold, rows, device)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
-    hand_on_bounds(model, traced.forgetful)
+    hand_on_cu_seqlens(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
     if staged and compile_blocks and layout.pp_schedule in SPLITTING:
         warnings.warn(nothing_put_off(layout.pp_schedule), stacklevel=2)
     elif staged:
-        deferred.put_off_weights(model, own_layers, staged)
+        weight_grad_store.store_weight_grads(model, own_layers, staged)
     compiled = Compiled() if compile_blocks else None
     _wrap_blocks(model, own_layers, recompute=layout.recompute, compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
@@ -108,7 +112,11 @@ def parallelize(
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    piped = pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.ends, tied, balance) if staged else None
+    piped = (
+        pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.embedding_group, tied, balance)
+        if staged
+        else None
+    )
     spread = Spread(
         layout, mesh, anatomy, partition, specs, model_units, fold, rows, experts, piped, vocabulary, reduce_dtype,
         holders, router_state, balance, compiled,
@@ -166,9 +174,9 @@ def _tensor_parallel(
 
 
 def _staged(
-    model: Any, stages: Stages, mesh: Mesh, anatomy: Anatomy, traced: Trace, fold: tensor.TensorParallel | None,
+    model: Any, stages: StagePlan, mesh: Mesh, anatomy: Anatomy, traced: Trace, fold: tensor.TensorParallel | None,
     rows: context.ContextParallel | None,
-) -> Staged:  # fmt: skip
+) -> StageModules:  # fmt: skip
     """The model with the stages of this rank."""
 
     def own_tokens(length: int) -> int:
@@ -205,7 +213,7 @@ def _tie(model: nn.Module, anatomy: Anatomy) -> None:
     head, embedding = (model.get_submodule(path) for path in (anatomy.head, anatomy.embedding))
     if anatomy.tied and "weight" in head._parameters:
         head.weight = embedding.weight
-    for name, source in surfaces.tied_parameters(model).items():
+    for name, source in hf_internals.tied_parameters(model).items():
         (module, leaf), (other, theirs) = _place(model, name), _place(model, source)
         if leaf == "bias" and module is not None and other is not None:
             module._parameters[leaf] = other._parameters[theirs]

@@ -167,7 +167,7 @@ class Balance:
             loss, taken = self._note(name, logits, index, sigmoid=has_bias)
             if loss is None and taken is index:
                 return None
-            valued = weights if loss is None else AddLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            valued = weights if loss is None else AuxLossScaler.apply(weights, loss)  # type: ignore[no-untyped-call]
             return tuple(taken if each is index else valued if each is weights else each for each in output)
 
         return hook
@@ -228,7 +228,7 @@ class Balance:
         return Shares(everyone[cp_rank * tp + tp_rank], everyone, tuple(self._row_groups))
 
 
-class AddLoss(torch.autograd.Function):
+class AuxLossScaler(torch.autograd.Function):
     """`x` as it is; backward gives `loss` a gradient of one, as if it had been added to the training loss."""
 
     @staticmethod

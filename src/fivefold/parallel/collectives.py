@@ -1,9 +1,9 @@
 """Collectives as data: what a fold declares, and what a run issued.
 
 Each fold declares its collectives beside the code that issues them (`declare` in data.py, tensor.py, loss.py,
-whole.py, training/step.py). `record` observes the dispatcher; a test holds the two equal. Bytes are those of the larger
-buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank sends; of a `send` or `recv`
-between two ranks, of the message.
+full_matrix.py, training/step.py). `record` observes the dispatcher; a test holds the two equal. Bytes are those of the
+larger buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank sends; of a `send` or
+`recv` between two ranks, of the message.
 """
 
 from collections import Counter

@@ -148,10 +148,10 @@ def _groups(module: FSDPModule) -> list[Any]:
     return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
 
 
-Traffic = Mapping[str, tuple[int, int]]  # unit -> how often it is gathered and reduced in a step
+UnshardCounts = Mapping[str, tuple[int, int]]  # unit -> how often it is gathered and reduced in a step
 
 
-def traffic(model_units: tuple[Unit, ...], shape: StepShape) -> Traffic:
+def unshard_counts(model_units: tuple[Unit, ...], shape: StepShape) -> UnshardCounts:
     """The table at the top: of micro batches one after the other, each through the whole model."""
     reductions = 1 if shape.zero == 1 else shape.micro_batches
     twice = {unit.name: 1 if unit.name == "" else 2 for unit in model_units}
@@ -160,7 +160,7 @@ def traffic(model_units: tuple[Unit, ...], shape: StepShape) -> Traffic:
 
 def declare(
     model_units: tuple[Unit, ...], local_shapes: dict[str, tuple[int, ...]], mesh: Mesh, shape: StepShape,
-    of_units: Traffic,
+    of_units: UnshardCounts,
 ) -> list[Collective]:  # fmt: skip
     """Those of one optimizer step. `local_shapes`: parameter -> its shape after tensor parallelism, before FSDP."""
     found = []

@@ -45,7 +45,7 @@ def shard_specs(model: nn.Module, experts: Sequence[Experts], layout: Layout) ->
 
     Raises `UserError` for more ranks than experts, features that cannot be split, or a model that has no experts.
     """
-    ep, pieces = layout.ep, layout.expert_parts
+    ep, pieces = layout.ep, layout.etp
     if ep > 1 and not experts:
         raise UserError(f"ep {ep}: {type(model).__name__} has no experts to deal to ranks", fix="set layout.ep: 1")
     if pieces > 1 and not experts:

@@ -64,7 +64,7 @@ class Mesh:
         return self.groups.get("tp_kv")
 
     @property
-    def ends(self) -> dist.ProcessGroup | None:
+    def embedding_group(self) -> dist.ProcessGroup | None:
         """None where one rank holds the tied embedding, and on the ranks between the two that do."""
         return self.groups.get("pp_ends")
 
@@ -102,7 +102,7 @@ class Mesh:
         expert, its ranks are the innermost parts."""
         if over == "tp":
             return Cut(place.tp, place.fsdp, self.fsdp_size)
-        parts = self.layout.ep * self.layout.expert_parts
+        parts = self.layout.ep * self.layout.etp
         row, part = divmod(place.fsdp * self.layout.tp + place.tp, parts)
         return Cut(part, row, self.rows("ep"))
 
@@ -168,12 +168,17 @@ def place(layout: Layout, rank: int) -> Place:
 
 
 def build_mesh(
-    layout: Layout, device_type: str, *, kv_copies: int = 1, experts: bool = False, tied_ends: tuple[int, ...] = ()
+    layout: Layout,
+    device_type: str,
+    *,
+    kv_copies: int = 1,
+    experts: bool = False,
+    embedding_ranks: tuple[int, ...] = (),
 ) -> Mesh:
     """Build the mesh over the current world; every rank calls it.
 
     `kv_copies`: how many neighbouring tp ranks share the same key/value heads; `experts`: the model has some;
-    `tied_ends`: the pipeline ranks that hold a tied embedding.
+    `embedding_ranks`: the pipeline ranks that hold a tied embedding.
     """
     grid, own = _grid(layout), place(layout, dist.get_rank())
     dims = {axis: [dim] for dim, axis in enumerate(MESH_AXES) if grid.shape[dim] > 1}
@@ -181,11 +186,11 @@ def build_mesh(
     found = {axis: _own_group(_along(grid, *of_axis), axis, device_type) for axis, of_axis in dims.items()}
     if kv_copies > 1:
         found["tp_kv"] = _own_group(_along(grid.reshape(-1, kv_copies), 1), "tp_kv", device_type, is_apart=True)
-    if len(tied_ends) > 1:
-        ends = grid[list(tied_ends)].reshape(len(tied_ends), -1)
-        found["pp_ends"] = _own_group(_along(ends, 0), "pp_ends", device_type, is_apart=True)
-    apart = experts and (layout.ep > 1 or layout.expert_parts != layout.tp)
-    dealt = grid.reshape(layout.pp, layout.dp_replicate, layout.expert_shards, layout.ep, layout.expert_parts)
+    if len(embedding_ranks) > 1:
+        embedding_group = grid[list(embedding_ranks)].reshape(len(embedding_ranks), -1)
+        found["pp_ends"] = _own_group(_along(embedding_group, 0), "pp_ends", device_type, is_apart=True)
+    apart = experts and (layout.ep > 1 or layout.etp != layout.tp)
+    dealt = grid.reshape(layout.pp, layout.dp_replicate, layout.expert_shards, layout.ep, layout.etp)
     if apart:
         found["ep_shard"] = _own_group(_along(dealt, 2), "ep_shard", device_type)
     if apart and layout.ep > 1:

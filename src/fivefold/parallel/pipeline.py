@@ -24,27 +24,27 @@ from fivefold.layout import Layout
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.deferred import Deferred
 from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
-from fivefold.parallel.stages import Staged
+from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
 from fivefold.parallel.tensor import local
+from fivefold.parallel.weight_grad_store import Deferred
 
 
 @dataclass
 class Pipeline:
     """The pipeline fold of one model on this rank.
 
-    `ends`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where one rank
-    has both ends. `balance`: of the routers of a model with experts. `running`: the slot under way, for those who
-    watch. `timed`: slots with their times, if it is a list.
+    `embedding_group`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where
+    one rank has both ends. `balance`: of the routers of a model with experts. `running`: the slot under way, for those
+    who watch. `timed`: slots with their times, if it is a list.
     """
 
     layout: Layout
-    staged: Staged
+    staged: StageModules
     units: tuple[data.Unit, ...]
     group: dist.ProcessGroup
-    ends: dist.ProcessGroup | None
+    embedding_group: dist.ProcessGroup | None
     tied: str | None
     balance: Balance | None
     running: Slot | None = None
@@ -201,12 +201,12 @@ class _Step:
 
 def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
     """Each end of the pipeline has its part of a tied embedding's gradient: both get the whole."""
-    if pipeline.ends is not None:
+    if pipeline.embedding_group is not None:
         tied = dict(model.named_parameters())[pipeline.tied or ""]
         if not tied.requires_grad:
             return
         assert tied.grad is not None, f"{pipeline.tied} has no gradient"
-        dist.all_reduce(local(tied.grad), group=pipeline.ends)
+        dist.all_reduce(local(tied.grad), group=pipeline.embedding_group)
 
 
 def _isend(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
@@ -285,7 +285,7 @@ class _Flags:
                 data.reduce_now(module)
 
 
-def prefetch_within_stages(model: Any, staged: Staged) -> None:
+def prefetch_within_stages(model: Any, staged: StageModules) -> None:
     """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last
     forward, which may have been another stage's."""
     for module in model.modules():
@@ -300,7 +300,7 @@ def prefetch_within_stages(model: Any, staged: Staged) -> None:
 # ---- forward only ----------------------------------------------------------------------------------------------------
 
 
-def relay(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
+def forward_only(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
     """Run `work(stage, hidden)` through all stages, one after the other; what the last gives, on its rank."""
     staged, hidden = pipeline.staged, None
     for stage in staged.own:
@@ -317,7 +317,9 @@ def relay(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None
     return None
 
 
-def to_all(pipeline: Pipeline, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+def broadcast_from_last_stage(
+    pipeline: Pipeline, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any
+) -> Tensor:
     """What the last stage's rank has, on all ranks of the pipeline."""
     source = pipeline.staged.stages.rank_of(pipeline.staged.stages.count - 1)
     shared = torch.empty(*shape, dtype=dtype, device=device) if tensor is None else tensor.to(dtype).contiguous()
@@ -333,11 +335,11 @@ def declare(pipeline: Pipeline, shape: StepShape, tied_bytes: int) -> list[Colle
     actions = pipeline.plan(shape.micro_batches).actions[pipeline.staged.rank]
     ways = Counter(action.way for action in actions if isinstance(action, Transfer))
     size = shape.rows * pipeline.staged.tokens(shape.tokens) * shape.hidden * shape.compute_bytes
-    sums = [Collective("pp_ends", "all_reduce", 1, tied_bytes)] if pipeline.ends is not None else []
+    sums = [Collective("pp_ends", "all_reduce", 1, tied_bytes)] if pipeline.embedding_group is not None else []
     return [*(Collective("pp", way, count, count * size) for way, count in ways.items()), *sums]
 
 
-def traffic(pipeline: Pipeline, micro_batches: int) -> data.Traffic:
+def unshard_counts(pipeline: Pipeline, micro_batches: int) -> data.UnshardCounts:
     """Of each unit of this rank: how often FSDP gathers and reduces it in a step.
 
     The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.

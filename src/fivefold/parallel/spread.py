@@ -93,7 +93,9 @@ class Spread:
         """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
         local_shapes = {name: self.gathered_shape(name) for name in self.shards}
         piped, first, last, layers = self.pipeline, True, True, self.anatomy.layers
-        of_units = pipeline.traffic(piped, shape.micro_batches) if piped else data.traffic(self.units, shape)
+        of_units = (
+            pipeline.unshard_counts(piped, shape.micro_batches) if piped else data.unshard_counts(self.units, shape)
+        )
         parts = data.declare(self.units, local_shapes, self.mesh, shape, of_units)
         partition = self.partition
         if piped:

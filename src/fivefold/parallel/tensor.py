@@ -25,23 +25,23 @@ from torch.distributed.tensor import DTensor
 
 from fivefold import heads
 from fivefold.errors import UserError
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.deals import Deal
-from fivefold.models.partition import Entry, Partition
+from fivefold.models.feature_groups import FeatureGroups
+from fivefold.models.partition import Partition, TPInput
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.pairs import (
-    CopyIn,
+from fivefold.parallel.mappings import (
+    CopyToTensorParallel,
     GatherFeatures,
-    GatherSequence,
+    GatherFromSequence,
     GatherVocabulary,
-    ScatterSumSequence,
-    SumOut,
+    ReduceFromTensorParallel,
+    ReduceScatterToSequence,
     places,
     width,
 )
 from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
-from fivefold.parallel.switched import switched
+from fivefold.parallel.temporarily import temporarily
 
 # ---- what every parameter becomes ----------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, mod
     return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
 
 
-def dealt(deal: Deal, partition: Partition, tp: int) -> tuple[tuple[Block, ...], ...]:
+def dealt(deal: FeatureGroups, partition: Partition, tp: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks of features that each tp rank holds, in their global order, neighbours joined.
 
     A rank has an equal number of whole query heads and the key/value heads that these attend to.
@@ -83,7 +83,7 @@ def dealt(deal: Deal, partition: Partition, tp: int) -> tuple[tuple[Block, ...],
     return tuple(tuple(_joined(_blocks(deal, partition, rank, tp))) for rank in range(tp))
 
 
-def _blocks(deal: Deal, partition: Partition, rank: int, tp: int) -> Iterator[Block]:
+def _blocks(deal: FeatureGroups, partition: Partition, rank: int, tp: int) -> Iterator[Block]:
     copies = heads.kv_copies(partition.kv, tp)
     mine = {
         "query": range(rank * partition.query // tp, (rank + 1) * partition.query // tp),
@@ -130,13 +130,15 @@ class TensorParallel:
         `leave` gives each its own again.)"""
         if x_BTD.ndim == 2:
             return self.enter(x_BTD.unsqueeze(0)).squeeze(0)
-        return (GatherSequence if self.sequence_parallel else CopyIn).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        copy = GatherFromSequence if self.sequence_parallel else CopyToTensorParallel
+        return copy.apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Out of a row-parallel region: partial sums added up."""
         if x_BTD.ndim == 2:
             return self.leave(x_BTD.unsqueeze(0)).squeeze(0)
-        return (ScatterSumSequence if self.sequence_parallel else SumOut).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        reduce = ReduceScatterToSequence if self.sequence_parallel else ReduceFromTensorParallel
+        return reduce.apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits over the whole vocabulary from every rank's share."""
@@ -144,11 +146,11 @@ class TensorParallel:
 
     def whole_sequences(self) -> AbstractContextManager[None]:
         """Generation: activations replicated, so that a single token can be processed."""
-        return switched(self, sequence_parallel=False)
+        return temporarily(self, sequence_parallel=False)
 
     def chunked_head(self) -> AbstractContextManager[None]:
         """The chunked loss gathers once and keeps logits split by vocabulary."""
-        return switched(self, head_in_chunks=True)
+        return temporarily(self, head_in_chunks=True)
 
 
 def apply_tensor_parallel(
@@ -217,11 +219,11 @@ def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) ->
                 shape = specs[names[parameter]].local_shape(rank)
                 cut[parameter] = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
             setattr(module, attribute, cut[parameter])
-        if surfaces.linear_dims(module) is not None:
-            surfaces.set_linear_sizes(module)
+        if hf_internals.linear_dims(module) is not None:
+            hf_internals.set_linear_sizes(module)
 
 
-def _place_entry(model: nn.Module, entry: Entry, fold: TensorParallel) -> None:
+def _place_entry(model: nn.Module, entry: TPInput, fold: TensorParallel) -> None:
     """Gather the hidden states for the modules of an entry: the first gathers, the others are given the same tensor.
 
     Which of them a module is, is settled here: Dynamo would guard on a name that a hook compares, and a name of one
@@ -260,13 +262,13 @@ def _count_own_heads(module: nn.Module, row: Any, partition: Partition, size: in
     """Tell an attention module that shapes its tensors by numbers of heads how many this rank has."""
     counts = {"query": partition.query, "kv": partition.kv}
     own = {"query": partition.query // size, "kv": max(1, partition.kv // size)}
-    features = row.weight.shape[(surfaces.linear_dims(row) or (0, 1))[1]]
+    features = row.weight.shape[(hf_internals.linear_dims(row) or (0, 1))[1]]
     config = copy.copy(module.config) if hasattr(module, "config") else None
-    for name, which in surfaces.HEAD_COUNTS.items():
+    for name, which in hf_internals.HEAD_COUNTS.items():
         for holder in filter(None, (module, config)):
             if getattr(holder, name, None) == counts[which]:
                 setattr(holder, name, own[which])
-    for name in surfaces.FEATURE_COUNTS:
+    for name in hf_internals.FEATURE_COUNTS:
         if getattr(module, name, None) == features * size:
             setattr(module, name, features)
     if config is not None:
@@ -308,7 +310,7 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
 
 def _row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """A row-parallel linear: partial products summed first, the bias added once."""
-    is_transposed = surfaces.linear_dims(linear) == (1, 0)
+    is_transposed = hf_internals.linear_dims(linear) == (1, 0)
 
     def forward(x_BTF: Tensor) -> Tensor:
         out = fold.leave(F.linear(x_BTF, linear.weight.T if is_transposed else linear.weight))
@@ -382,7 +384,9 @@ def declare(
     return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
 
 
-def _across(deal: Deal, partition: Partition, size: int, shape: StepShape, *, forwards: int) -> list[Collective]:
+def _across(
+    deal: FeatureGroups, partition: Partition, size: int, shape: StepShape, *, forwards: int
+) -> list[Collective]:
     """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
     blocks = dealt(deal, partition, size)
     feature = (

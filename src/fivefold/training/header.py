@@ -16,14 +16,14 @@ from fivefold.units import human
 
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
-    from fivefold.training.keeper import Resumed
-    from fivefold.training.run import Job
+    from fivefold.training.checkpoints import Resumed
+    from fivefold.training.run import Trainer
 
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
 
 
-def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
+def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
     config, layout, world = job.config, spread_of(job.model).layout, job.world
     on = " ".join(f"{axis} {getattr(layout, axis)}" for axis in MESH_AXES if getattr(layout, axis) > 1) or "one process"
@@ -77,7 +77,7 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
     return [("changed", "; ".join(found))] if found else []
 
 
-def _mfu_lines(job: "Job") -> list[tuple[str, str]]:
+def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:
     """What MFU is measured against; nothing on a CPU, which has none."""
     if job.world.device == "cpu":
         return []
@@ -87,7 +87,7 @@ def _mfu_lines(job: "Job") -> list[tuple[str, str]]:
     return [("mfu", f"of {job.peak_tflops:g} TFLOP/s; counted: {counted}")]
 
 
-def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
+def closing_lines(job: "Trainer", why: str | None) -> list[tuple[str, str]]:
     """(label, text) rows of the end: results, files, and what to type next."""
     run = job.config.run_dir
     val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""

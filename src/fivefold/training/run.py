@@ -34,10 +34,10 @@ from fivefold.parallel.balance import configure
 from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
 from fivefold.training import checks, flops, header, length, record, room
+from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.display import Display, open_display
 from fivefold.training.evaluate import evaluate
 from fivefold.training.held_folder import HeldFolder
-from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
 from fivefold.training.metrics import Sink, open_sinks
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
@@ -50,7 +50,7 @@ from fivefold.training.stop import Stopped, StopRequest
 from fivefold.training.watchdog import watching
 
 SAMPLE_TOKENS = 48  # length of a sample
-COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Job`, kept in its checkpoints
+COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Trainer`, kept in its checkpoints
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 
 
@@ -64,14 +64,14 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
-        job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
+        job = Trainer.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
         job.events = events
         with job.stop.listening():
             job.run()
 
 
 @dataclass
-class Job:
+class Trainer:
     """One training run on one rank."""
 
     config: RunConfig
@@ -79,7 +79,7 @@ class Job:
     data: PreparedData
     model: Any
     optimizer: torch.optim.Optimizer
-    keeper: Keeper
+    keeper: CheckpointManager
     display: Display | None  # rank 0 only, like the sinks
     sinks: list[Sink]
     history: history.Log | None  # rank 0 only
@@ -105,7 +105,7 @@ class Job:
     # ---- before the first step --------------------------------------------------------------------------------------
 
     @classmethod
-    def build(cls, config: RunConfig, world: World, data: PreparedData, stack: ExitStack) -> "Job":
+    def build(cls, config: RunConfig, world: World, data: PreparedData, stack: ExitStack) -> "Trainer":
         """Everything that is there before the first step; `stack` closes it."""
         check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
@@ -129,7 +129,7 @@ class Job:
         folder = HeldFolder(config.run_dir)
         stack.callback(folder.release)
         checkpoint.on_first_rank(folder.take)
-        keeper = Keeper(config, model, optimizer, data)
+        keeper = CheckpointManager(config, model, optimizer, data)
         job = cls(config, world, data, model, optimizer, keeper, None, [], None, folder, memory, costs, total_steps)
         stack.callback(keeper.close)
         resumed = keeper.resume()

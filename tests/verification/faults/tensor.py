@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.parallel import ops, pairs, tensor
+from fivefold.parallel import mappings, ops, tensor
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.tensor import TensorParallel
 from tests.verification.faults.fault import Model, fault
@@ -117,7 +117,7 @@ def input_gradient_of_a_column_not_reduced() -> Any:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
 
-    return patch.object(pairs.GatherSequence, "backward", staticmethod(backward))
+    return patch.object(mappings.GatherFromSequence, "backward", staticmethod(backward))
 
 
 @fault(
@@ -127,7 +127,7 @@ def input_gradient_of_a_column_not_reduced() -> Any:
     expects=[("gradient of output", r"^model\.norm")],
 )
 def copied_input_gradient_not_reduced() -> Any:
-    return patch.object(pairs.CopyIn, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
+    return patch.object(mappings.CopyToTensorParallel, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
 
 
 @fault(
@@ -148,7 +148,7 @@ def gradient_of_a_sum_summed_again() -> Any:
         pass
 
     Sum.forward, Sum.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign,assignment]
-    return patch.object(tensor, "SumOut", Sum)
+    return patch.object(tensor, "ReduceFromTensorParallel", Sum)
 
 
 @fault(
@@ -162,7 +162,7 @@ def gathered_features_keep_their_own_gradient() -> Any:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0][..., ctx.mine], None, None
 
-    return patch.object(pairs.GatherFeatures, "backward", staticmethod(backward))
+    return patch.object(mappings.GatherFeatures, "backward", staticmethod(backward))
 
 
 # ---- what ranks compute ---------------------------------------------------------------------------------------------

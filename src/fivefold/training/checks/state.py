@@ -58,9 +58,9 @@ def _copies(spread: Spread, names: Sequence[str]) -> Iterator[tuple[str, dist.Pr
         yield "tp", mesh.tp_group, torch.tensor(alike)
     if layout.dp_replicate > 1:
         yield "dp_replicate", mesh.replicate_group, torch.ones(layout.dp_replicate, len(names), dtype=torch.bool)
-    if mesh.ends is not None:
-        alike = [[len(spread.holders[name]) > 1 for name in names]] * dist.get_world_size(mesh.ends)
-        yield "pp", mesh.ends, torch.tensor(alike)
+    if mesh.embedding_group is not None:
+        alike = [[len(spread.holders[name]) > 1 for name in names]] * dist.get_world_size(mesh.embedding_group)
+        yield "pp", mesh.embedding_group, torch.tensor(alike)
 
 
 def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:

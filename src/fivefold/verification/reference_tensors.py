@@ -81,8 +81,8 @@ def logit_distances(found: Tensor, expected: Tensor) -> dict[str, float]:
     return distances
 
 
-class Evidence:
-    """Evidence on disk: tensors read region by region, and what `about` says of them (JSON)."""
+class ReferenceTensors:
+    """ReferenceTensors on disk: tensors read region by region, and what `about` says of them (JSON)."""
 
     def __init__(self, path: Path) -> None:
         self._file: Any = safe_open(path, framework="pt", device="cpu")
@@ -109,7 +109,7 @@ class Evidence:
         return [key.partition("/")[2] for key in self.about["norms"] if key.startswith(f"{kind}/")]
 
 
-def save_evidence(tensors: dict[str, Tensor], path: Path, **about: Any) -> None:
+def save_reference_tensors(tensors: dict[str, Tensor], path: Path, **about: Any) -> None:
     """Write tensors and what is to be known of them."""
     norms = {key: float(tensor.double().nan_to_num().norm()) for key, tensor in tensors.items()}
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from fivefold.models import kernels
-from fivefold.models.kernels import Rule, precise
+from fivefold.models.kernels import AttentionParams, precise
 
 Block = tuple[int, int]  # [start, stop) of the tokens of a row
 Blocks = tuple[Block, ...]
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class OffdiagonalBlock:
     """Queries against keys that come before them: slices of what a rank holds of the queries, and of the keys.
 
     `ahead`: positions from the first key to the first query. `is_band`: some key is out of the window of some query.
@@ -65,7 +65,7 @@ def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
     return tuple(found)
 
 
-def local_bounds(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
+def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
     """Document bounds over the B*L tokens of these blocks (int32, CPU), for bounds `edges` over all B*T: the edges of
     blocks end documents too, what crosses them is in the rectangles."""
     held = sum(stop - start for start, stop in blocks)
@@ -81,9 +81,9 @@ def local_bounds(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks)
 
 
 @lru_cache(maxsize=256)
-def rectangles(
+def offdiagonal_blocks(
     edges: tuple[int, ...], rows: int, length: int, queries: Blocks, keys: Blocks, window: int | None
-) -> tuple[Rectangle, ...]:
+) -> tuple[OffdiagonalBlock, ...]:
     """The rectangles of these blocks of queries and keys in rows of `length` tokens with document bounds `edges`.
 
     A key block may hold the query block, or be held: what stands before its first token counts.
@@ -101,7 +101,7 @@ def rectangles(
                     place = (at + q0 - a, at + q1 - a, key_at + k0 - s, key_at + k1 - s, q0 - k0, is_band)
                     found.setdefault(place, []).append(row)
     return tuple(
-        Rectangle(slice(None) if len(alike) == rows else alike, slice(q0, q1), slice(k0, k1), ahead, is_band)
+        OffdiagonalBlock(slice(None) if len(alike) == rows else alike, slice(q0, q1), slice(k0, k1), ahead, is_band)
         for (q0, q1, k0, k1, ahead, is_band), alike in found.items()
     )
 
@@ -141,7 +141,9 @@ def _offsets(blocks: Blocks) -> Iterator[tuple[Block, int]]:
 # ---- one rectangle, forward and backward -----------------------------------------------------------------------------
 
 
-def forward(part: Rectangle, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def forward(
+    part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp [b,H,l,D], [b,H,l] of the rectangle's rows and queries."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     kernel = _kernel(part, q, rule)
@@ -155,7 +157,14 @@ def forward(part: Rectangle, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rul
 
 
 def backward(
-    part: Rectangle, grad: Tensor, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    part: OffdiagonalBlock,
+    grad: Tensor,
+    q_BLHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rule: AttentionParams,
 ) -> kernels.Gradients:
     """Gradients [b,H or G,.,D] of the rectangle's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
@@ -168,7 +177,7 @@ def backward(
     return kernels.blockwise_backward(g, q, k, v, o, stat, rule, ahead=part.ahead)
 
 
-def merge(part: Rectangle, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor) -> None:
+def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor) -> None:
     """Join what a rectangle's keys add into the output and log-sum-exp of the other keys, in place."""
     more, more_lse = out_bHlD.transpose(1, 2).to(out_BLHD.dtype), lse_bHl.transpose(1, 2)
     out, lse = out_BLHD[part.rows, part.queries], lse_BLH[part.rows, part.queries]
@@ -183,13 +192,13 @@ def add(total_BLxD: Tensor, rows: slice | list[int], tokens: slice, more_bxlD: T
     total_BLxD[rows, tokens] += more_bxlD.transpose(1, 2).to(total_BLxD.dtype)
 
 
-def _taken(part: Rectangle, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _taken(part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q = q_BLHD[part.rows, part.queries].transpose(1, 2)
     k, v = (each[part.rows, part.keys].transpose(1, 2) for each in (k_BSGD, v_BSGD))
     return q, k, v
 
 
-def _kernel(part: Rectangle, q_bHlD: Tensor, rule: Rule) -> str:
+def _kernel(part: OffdiagonalBlock, q_bHlD: Tensor, rule: AttentionParams) -> str:
     """Which kernel of `kernels.py` serves a rectangle."""
     if part.is_band or rule.softcap is not None:
         return "blockwise"
@@ -199,4 +208,4 @@ def _kernel(part: Rectangle, q_bHlD: Tensor, rule: Rule) -> str:
     return "flash" if q_bHlD.device.type == "cuda" and is_short else "blockwise"
 
 
-__all__ = ["Block", "Blocks", "Rectangle", "Rule", "precise"]
+__all__ = ["AttentionParams", "Block", "Blocks", "OffdiagonalBlock", "precise"]

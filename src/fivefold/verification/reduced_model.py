@@ -15,7 +15,7 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.errors import UserError
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.experts import router_buffers
 
@@ -52,7 +52,7 @@ def make_folder(
     if not cuts and config.model.init == "pretrained":
         name = type(build_meta(asked)).__name__
         return ModelFolder(weights_folder(config.model.name_or_path), name, asked.get_text_config().vocab_size, ())
-    model = surfaces.unmodified_model(chosen, torch.float32)
+    model = hf_internals.unmodified_model(chosen, torch.float32)
     fill(model, seed)
     model.save_pretrained(folder)
     return ModelFolder(folder, type(model).__name__, chosen.get_text_config().vocab_size, cuts)
@@ -118,7 +118,7 @@ def _text(values: dict[str, Any]) -> dict[str, Any]:
 
 def _made(config: Any, values: dict[str, Any]) -> Any:
     try:
-        return surfaces.make_config(config.model_type, values)
+        return hf_internals.make_config(config.model_type, values)
     except Exception as error:  # the validators of transformers raise several kinds
         raise UserError(f"a {config.model_type} model cannot be cut for a proof: {error}") from error
 

@@ -1,4 +1,5 @@
-"""What `models/surfaces.py` expects of `transformers`, per family: fails at once when a new minor moves something."""
+"""What `models/hf_internals.py` expects of `transformers`, per family: fails at once when a new minor moves
+something."""
 
 import re
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.models import attention, masks, surfaces
+from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.attention import NAME
 from fivefold.models.build import build_meta
@@ -31,20 +32,20 @@ def test_contract(case):
     model = build_meta(hf_config(case))
     anatomy = Anatomy.of(model)
     assert model.config._attn_implementation == NAME
-    assert getattr(model, surfaces.base_prefix(model)) is model.base_model is not model
+    assert getattr(model, hf_internals.base_prefix(model)) is model.base_model is not model
     assert family_of(type(model).__name__).name == anatomy.family == case.family
     assert len(anatomy.layers) == model.config.num_hidden_layers == 3
-    assert {type(model.get_submodule(name)).__name__ for name in anatomy.layers} == surfaces.block_classes(model)
-    assert {"hidden_size", "vocab_size", "tie_word_embeddings"} <= surfaces.config_keys(type(model.config))
-    for key in surfaces.unexpected_keys_to_ignore(model):
+    assert {type(model.get_submodule(name)).__name__ for name in anatomy.layers} == hf_internals.block_classes(model)
+    assert {"hidden_size", "vocab_size", "tie_word_embeddings"} <= hf_internals.config_keys(type(model.config))
+    for key in hf_internals.unexpected_keys_to_ignore(model):
         assert re.search(key, "a name") is None, "would pass over anything"
 
 
 def test_contract_plan(case):
     """The plan of every family speaks of modules that are there, in words that are known, and the partition agrees."""
     model = build_meta(hf_config(case))
-    plan, modules = surfaces.tensor_parallel_plan(model), dict(model.named_modules())
-    assert set(plan.values()) <= set(surfaces.PLAN_STYLES) | UNUSED_STYLES
+    plan, modules = hf_internals.tensor_parallel_plan(model), dict(model.named_modules())
+    assert set(plan.values()) <= set(hf_internals.PLAN_STYLES) | UNUSED_STYLES
     places = {*modules, *dict(model.named_parameters())}
     for key in plan:
         assert any(key.replace("*", str(layer)) in places for layer in range(3)), key
@@ -57,7 +58,9 @@ def test_contract_plan(case):
         names = [f"{key.replace('*', str(layer))}.weight" for layer in range(3)]
         role = next((partition.roles[name] for name in names if name in partition.roles), None)
         assert (
-            key in (anatomy.head, anatomy.embedding) or ".experts." in key or role.kind == surfaces.PLAN_STYLES[style]
+            key in (anatomy.head, anatomy.embedding)
+            or ".experts." in key
+            or role.kind == hf_internals.PLAN_STYLES[style]
         ), key
 
 
@@ -67,7 +70,7 @@ def test_contract_ties(case, tied):
     anatomy = Anatomy.of(model)
     pair = {f"{anatomy.head}.weight": f"{anatomy.embedding}.weight"}
     assert anatomy.tied is tied
-    assert surfaces.tied_parameters(model) == (pair if tied else {})
+    assert hf_internals.tied_parameters(model) == (pair if tied else {})
     named = dict(model.named_parameters())
     assert (f"{anatomy.head}.weight" in named) is not tied and f"{anatomy.embedding}.weight" in named
 
@@ -78,33 +81,33 @@ def test_contract_attention(case, monkeypatch):
     calls = []
 
     def spied(module, query, key, value, attention_mask=None, **kwargs):
-        calls.append((kwargs.pop("bounds", None), attention_mask))
-        return attention.attention_forward(module, query, key, value, attention_mask, bounds=bounds, **kwargs)
+        calls.append((kwargs.pop("cu_seqlens", None), attention_mask))
+        return attention.attention_forward(module, query, key, value, attention_mask, cu_seqlens=cu_seqlens, **kwargs)
 
     model = build_meta(hf_config(case))
     forgetful = {layer for layer, _ in trace(model, Anatomy.of(model)).forgetful}
     values = buffer_values(model)
-    surfaces.register_attention("spied", spied, masks.asked_for)
-    surfaces.select_attention(model, "spied")
+    hf_internals.register_attention("spied", spied, masks.asked_for)
+    hf_internals.select_attention(model, "spied")
     assert model.config._attn_implementation == "spied"
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(values[name] if name in values else torch.full_like(tensor, 0.01))
-    bounds = torch.tensor([0, 5, 17], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 5, 17], dtype=torch.int32)
     positions = torch.cat([torch.arange(5), torch.arange(12)])[None]
-    out = model(input_ids=torch.arange(17)[None], position_ids=positions, bounds=bounds, use_cache=False)
+    out = model(input_ids=torch.arange(17)[None], position_ids=positions, cu_seqlens=cu_seqlens, use_cache=False)
     assert out.logits.isfinite().all() and out.logits.shape == (1, 17, model.config.vocab_size)
     assert len(calls) == 3 and all(isinstance(mask, masks.Mask) for _, mask in calls)
-    assert sum(given is bounds for given, _ in calls) == 3 - len(forgetful)
+    assert sum(given is cu_seqlens for given, _ in calls) == 3 - len(forgetful)
 
 
 def test_contract_initialisation(case):
     """The model initialises every parameter and buffer through functions that can be intercepted and drawn."""
     model = build_meta(hf_config(case))
     calls = set()
-    with surfaces.intercepted_initialisers(lambda name, args, kwargs: calls.add(name)):
-        surfaces.initialise_again(model)
+    with hf_internals.intercepted_initialisers(lambda name, args, kwargs: calls.add(name)):
+        hf_internals.initialise_again(model)
     assert {"normal_"} < calls
     recipe = read_recipe(model)
     check_drawable(recipe, recipe)
@@ -117,15 +120,15 @@ def test_there_are_families():
 
 
 def test_interception_reaches_every_initialiser_and_ends():
-    for space in (surfaces.hf_initialization, nn.init):
-        for name in surfaces.INITIALISERS:
+    for space in (hf_internals.hf_initialization, nn.init):
+        for name in hf_internals.INITIALISERS:
             assert hasattr(space, name) or name == "copy_"
-    before = surfaces.hf_initialization.normal_
-    with pytest.raises(RuntimeError), surfaces.intercepted_initialisers(lambda *_: None):
+    before = hf_internals.hf_initialization.normal_
+    with pytest.raises(RuntimeError), hf_internals.intercepted_initialisers(lambda *_: None):
         tensor = torch.ones(2)
-        assert surfaces.hf_initialization.normal_(tensor) is tensor and torch.equal(tensor, torch.ones(2))
+        assert hf_internals.hf_initialization.normal_(tensor) is tensor and torch.equal(tensor, torch.ones(2))
         raise RuntimeError
-    assert surfaces.hf_initialization.normal_ is before
+    assert hf_internals.hf_initialization.normal_ is before
 
 
 def test_no_other_file_reads_private_surfaces():
@@ -137,8 +140,8 @@ def test_no_other_file_reads_private_surfaces():
         "_attn_implementation",
         "CONFIG_MAPPING",
     )
-    folder = surfaces.Path(surfaces.__file__).parent.parent
+    folder = hf_internals.Path(hf_internals.__file__).parent.parent
     for path in folder.rglob("*.py"):
-        if path.name != "surfaces.py":
+        if path.name != "hf_internals.py":
             text = path.read_text(encoding="utf-8")
             assert not [word for word in private if word in text], path

@@ -32,7 +32,7 @@ class _Round:
     dealt: list[list[Region]]  # and what each rank keeps
 
 
-class WholeMatrices:
+class FullMatrices:
     """The 2-D parameters `names` of a spread model, each to be seen whole on one rank."""
 
     def __init__(self, spread: Spread, names: Sequence[str]) -> None:

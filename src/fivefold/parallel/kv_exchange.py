@@ -1,7 +1,7 @@
 """How the ranks of a context exchange what attention needs of each other's tokens.
 
-A `Ring` or a `Gathering` brings keys and values from other tokens to the queries of a rank, and takes their gradients
-home. `heads_for_tokens` (Ulysses, arXiv:2309.14509) brings all tokens of some heads to each rank instead.
+A `Ring` or a `AllGatherKV` brings keys and values from other tokens to the queries of a rank, and takes their gradients
+home. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) brings all tokens of some heads to each rank instead.
 
 Keys and values travel as the model made them: each key/value head once, in the type that the model computes in.
 
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.models.rectangles import Blocks, narrowed
+from fivefold.models.offdiagonal import Blocks, narrowed
 from fivefold.parallel.collectives import Collective
 
 _functional = torch.ops._c10d_functional  # see ops.py
 Tokens = tuple[Blocks, ...]
-Arriving = Callable[[], Tensor]  # waits for a tensor that is on its way
+Pending = Callable[[], Tensor]  # waits for a tensor that is on its way
 
 
 class Exchange(Protocol):
@@ -35,7 +35,7 @@ class Exchange(Protocol):
         """(blocks of a row, their kv) that the queries are held against, this rank's own first. What comes next travels
         while a part is worked on, from the moment the first is asked for."""
 
-    def give_back(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Arriving:
+    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
         """Send the gradient of part `step` (from 0) home in the type `wire`; what comes home for this rank's kv."""
 
     def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
@@ -66,7 +66,7 @@ class Ring:
             if arriving is not None:
                 kv = arriving()
 
-    def give_back(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Arriving:
+    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
         if step == 0:
             return lambda: grad
         sent, received = self._of_gradients(step, tokens)
@@ -83,7 +83,7 @@ class Ring:
         owner, user = (rank + step) % size, (rank - step) % size
         return seen(tokens[rank], tokens[owner]), seen(tokens[user], tokens[rank])
 
-    def _swap(self, kv: Tensor, distance: int, tokens: int) -> Arriving:
+    def _swap(self, kv: Tensor, distance: int, tokens: int) -> Pending:
         """Send to the rank `distance` further on, receive the kv of `tokens` tokens from the one as far behind."""
         rank, size, sent = self.group.rank(), self.group.size(), kv.contiguous()
         received = kv.new_empty(*kv.shape[:2], tokens, *kv.shape[3:])
@@ -127,7 +127,7 @@ def carried(tokens: Tokens, owner: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Gathering:
+class AllGatherKV:
     """Keys and values of all tokens on every rank, in the row's order, as Llama 3 was trained (arXiv:2407.21783).
 
     Gradients are dealt to the owners of the keys and added up there in fp32, as a ring's are: a reduce-scatter would
@@ -143,7 +143,7 @@ class Gathering:
         stacked = _functional.wait_tensor(arriving).view(len(tokens), *kv.shape)
         yield ((0, len(tokens) * kv.shape[2]),), in_order(stacked, tokens, 2)
 
-    def give_back(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Arriving:
+    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
         if step == 0:
             return lambda: grad
         each = [1] * len(tokens)
@@ -167,7 +167,7 @@ def length_of(tokens: Tokens) -> int:
 # ---- heads for tokens ------------------------------------------------------------------------------------------------
 
 
-def heads_for_tokens(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+def ulysses_all_to_all(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
     """[B,L,n,h,D] -> [B,T,h,D]: rank i is sent the heads [:, :, i] of the tokens of all ranks, in the row's order."""
     return _HeadsForTokens.apply(x_BLnhD, group, tokens)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -38,7 +38,7 @@ class Holder(Protocol):
     deferred: Deferred | None
 
 
-def put_off_weights(model: nn.Module, layers: Sequence[str], holder: Holder) -> None:
+def store_weight_grads(model: nn.Module, layers: Sequence[str], holder: Holder) -> None:
     """Let the blocks put off their weights' gradients while `holder` says so, a recomputed forward included."""
     for name in layers:
         block = model.get_submodule(name)

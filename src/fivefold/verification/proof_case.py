@@ -30,7 +30,7 @@ Documents = list[list[Piece]]  # of each row of a global batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ProofCase:
     """`folder`: a Hugging Face folder. `rows` of `row_length` tokens make a global batch; `steps` of them are trained.
 
     `cuts`: what was left out of the model that was asked about, for people.
@@ -94,10 +94,10 @@ class Subject:
         path.write_text(json.dumps(values))
 
     @staticmethod
-    def load(path: Path) -> "Subject":
+    def load(path: Path) -> "ProofCase":
         """What `save` wrote."""
         values = json.loads(path.read_text())
-        return Subject(
+        return ProofCase(
             **values
             | {
                 "folder": Path(values["folder"]),

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from fivefold.layout import Layout
-from fivefold.verification.evidence import Distance
+from fivefold.verification.reference_tensors import Distance
 
 FACTOR = 10.0  # tolerances over the floor that was measured
 LEAST = {"fp64": 1e-10, "fp32": 1e-6, "bf16": 1e-2}  # tolerances are never smaller
@@ -36,7 +36,7 @@ class Row:
 
 
 @dataclass
-class Found:
+class LayoutResult:
     """What one layout was found to do. `refused`: why it did not run."""
 
     layout: str
@@ -65,10 +65,10 @@ class Found:
         return asdict(self) | {"ok": self.ok}
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> "Found":
+    def of(values: Mapping[str, Any]) -> "LayoutResult":
         """What `to_json` gave."""
         kept = {key: value for key, value in values.items() if key != "ok"}
-        return Found(**kept | {"rows": [Row(**row) for row in values["rows"]]})
+        return LayoutResult(**kept | {"rows": [Row(**row) for row in values["rows"]]})
 
 
 class Tolerances:

@@ -1,7 +1,7 @@
-"""The one file that reads private or semi-private surfaces of `transformers`.
+"""The one file that reads private or semi-private interfaces of `transformers`.
 
-`tests/models/test_surfaces.py` holds one contract test per family: when a new minor of `transformers` moves one of
-these surfaces, those tests fail and this file is the only one to mend.
+`tests/models/test_hf_internals.py` holds one contract test per family: when a new minor of `transformers` moves one of
+these interfaces, those tests fail and this file is the only one to mend.
 """
 
 import copy
@@ -115,7 +115,7 @@ def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def whole_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+def reference_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """The unmodified model of the class and config of another in fp64 on the CPU, computing attention by itself, with
     these values."""
     model = _again(like, dtype=torch.float64, attn_implementation=_own_attention(like.config, type(like)))

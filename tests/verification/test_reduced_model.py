@@ -10,7 +10,7 @@ from fivefold.errors import UserError
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.families import families
 from fivefold.models.shapes import shape_names
-from fivefold.verification.thin import fewer_layers, make_folder, narrow
+from fivefold.verification.reduced_model import fewer_layers, make_folder, narrow
 from tests.parity import Case, hf_config
 
 

@@ -30,7 +30,7 @@ class Resumed:
     warmup_steps: int | None = None
 
 
-class Keeper:
+class CheckpointManager:
     """Goes on from the checkpoints of a run and writes new ones. Every rank has one and calls the same methods."""
 
     def __init__(self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData) -> None:
@@ -53,7 +53,7 @@ class Keeper:
             opened = checkpoint.Checkpoint.open(Path(folder))
             try:
                 checkpoint.restore(self._model, self._optimizer, opened)
-            except checkpoint.Damaged as damage:  # on every rank
+            except checkpoint.CorruptCheckpoint as damage:  # on every rank
                 passed[where] = damage.what
                 continue
             warmup_steps = opened.agreement.get(checkpoint.WARMUP)
@@ -65,7 +65,7 @@ class Keeper:
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save, or save, after `step` steps; an earlier save has ended and its failure was told."""
-        about = checkpoint.About(
+        about = checkpoint.Metadata(
             step=step, state=state, agreement=self._agreement(), config=self._config,
             tokenizer_dir=self._data.tokenizer_dir,
         )  # fmt: skip
@@ -97,10 +97,10 @@ class Keeper:
             try:
                 checkpoint.check_agreement(each.manifest().agreement, self._agreement(), where=each.where)
                 return each.where, str(each.folder()), passed
-            except checkpoint.Damaged as damage:
+            except checkpoint.CorruptCheckpoint as damage:
                 passed[each.where] = damage.what
         if passed:
-            raise checkpoint.Damaged(
+            raise checkpoint.CorruptCheckpoint(
                 f"none of the checkpoints in {self.directory} is what was saved: {next(iter(passed.values()))}",
                 fix="put back a copy of one, or take another run.name to start at step 0",
             )

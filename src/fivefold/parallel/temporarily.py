@@ -6,7 +6,7 @@ from typing import Any
 
 
 @contextmanager
-def switched(fold: Any, **values: bool) -> Iterator[None]:
+def temporarily(fold: Any, **values: bool) -> Iterator[None]:
     """Inside, these attributes of `fold` have these values; afterwards those from before."""
     before = {name: getattr(fold, name) for name in values}
     vars(fold).update(values)

@@ -12,7 +12,7 @@ Owner = Literal["query", "kv", "even"]
 
 
 @dataclass(frozen=True)
-class Part:
+class FeatureGroup:
     """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
     sizes are multiples of `unit`."""
 
@@ -23,10 +23,10 @@ class Part:
     unit: int = 1
 
 
-Deal = tuple[Part, ...]
+FeatureGroups = tuple[FeatureGroup, ...]
 
 
-def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, Deal]:
+def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, FeatureGroups]:
     """Deals of an attention: every feature belongs to a query head or to a key/value head."""
     query, key, value = called.inputs
     leaves = [block.leaves[name] for name in columns]
@@ -51,7 +51,7 @@ def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event)
         if not _only_head(part, attended, head):
             raise Untraceable(f"{row} does not read the heads of attention one after the other")
         note(part, ("query", head))  # a gate on the output, where there is one
-    deals = {row: tuple(Part(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
+    deals = {row: tuple(FeatureGroup(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
     return deals | {name: _runs(name, mine) for name, mine in zip(columns, owners, strict=True)}
 
 
@@ -60,29 +60,29 @@ def _only_head(part: Tensor, attended: Tensor, head: int) -> bool:
     return grad is not None and (grad != 0).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist() == [head]
 
 
-def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> Deal:
+def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> FeatureGroups:
     """Features of one owner side by side as one part."""
-    parts: list[Part] = []
+    parts: list[FeatureGroup] = []
     for feature, mine in enumerate(owners):
         if len(mine) != 1:
             raise Untraceable(f"feature {feature} of {name} belongs to {len(mine)} heads")
         owner, index = next(iter(mine))
         if parts and (parts[-1].owner, parts[-1].index) == (owner, index):
-            parts[-1] = Part(parts[-1].start, feature + 1, owner, index)
+            parts[-1] = FeatureGroup(parts[-1].start, feature + 1, owner, index)
         else:
-            parts.append(Part(feature, feature + 1, owner, index))
+            parts.append(FeatureGroup(feature, feature + 1, owner, index))
     return tuple(parts)
 
 
 NEARBY = 64  # features that are tried until one is found that depends on a column at all
 
 
-def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, Deal]:
+def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, FeatureGroups]:
     """Deals of an element-wise region: feature j of the row comes from feature j of each column, of each of its equal
     chunks, or from neighbours. Three features are looked at."""
     reads = block.linear(row).inputs[0]
     width = reads.shape[-1]
-    deals: dict[str, Deal] = {row: (Part(0, width, "even"),)}
+    deals: dict[str, FeatureGroups] = {row: (FeatureGroup(0, width, "even"),)}
     for name in columns:
         leaf = block.leaves[name]
         times, rest = divmod(leaf.shape[-1], width)
@@ -93,8 +93,8 @@ def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str
         is_chunked = found == [[j + k * width for k in range(times)] for j in looked_at]
         if not is_chunked and found != [[j * times + k for k in range(times)] for j in looked_at]:
             raise Untraceable(f"the features of {row} do not follow from those of {name} one by one")
-        chunks = tuple(Part(k * width, (k + 1) * width, "even", k) for k in range(times))
-        deals[name] = chunks if is_chunked else (Part(0, times * width, "even", unit=times),)
+        chunks = tuple(FeatureGroup(k * width, (k + 1) * width, "even", k) for k in range(times))
+        deals[name] = chunks if is_chunked else (FeatureGroup(0, times * width, "even", unit=times),)
     return deals
 
 

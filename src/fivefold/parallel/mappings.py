@@ -14,7 +14,7 @@ from fivefold.parallel import ops
 from fivefold.parallel.sharding import Block
 
 
-class GatherSequence(torch.autograd.Function):
+class GatherFromSequence(torch.autograd.Function):
     """[B, T/n, D] -> [B, T, D]; backward sums and scatters (each rank's gradient covers its own features only)."""
 
     @staticmethod
@@ -27,7 +27,7 @@ class GatherSequence(torch.autograd.Function):
         return ops.scatter_sum(grads[0], ctx.group), None
 
 
-class ScatterSumSequence(torch.autograd.Function):
+class ReduceScatterToSequence(torch.autograd.Function):
     """Partial sums [B, T, D] -> [B, T/n, D]; backward gathers."""
 
     @staticmethod
@@ -40,7 +40,7 @@ class ScatterSumSequence(torch.autograd.Function):
         return ops.gather(grads[0], ctx.group), None
 
 
-class CopyIn(torch.autograd.Function):
+class CopyToTensorParallel(torch.autograd.Function):
     """Identity; backward sums the gradients of the ranks' own features."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class CopyIn(torch.autograd.Function):
         return ops.sum_all(grads[0], ctx.group), None
 
 
-class SumOut(torch.autograd.Function):
+class ReduceFromTensorParallel(torch.autograd.Function):
     """Partial sums -> their sum on every rank; backward is the identity."""
 
     @staticmethod

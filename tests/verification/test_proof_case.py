@@ -4,11 +4,11 @@ import pytest
 
 from fivefold.config import OptimizerSection
 from fivefold.layout import Layout
-from fivefold.verification.subject import Subject, lengths, micro_batches, row_numbers, rows_for
+from fivefold.verification.proof_case import ProofCase, lengths, micro_batches, row_numbers, rows_for
 
 
-def subject(tmp_path, rows: int = 8) -> Subject:  # type: ignore[no-untyped-def]
-    return Subject(
+def subject(tmp_path, rows: int = 8) -> ProofCase:  # type: ignore[no-untyped-def]
+    return ProofCase(
         folder=tmp_path, model_class="X", vocabulary=101, rows=rows, row_length=61, steps=2, seed=5,
         optimizer=OptimizerSection(),
     )  # fmt: skip
@@ -30,7 +30,7 @@ def test_documents_are_unequal_packed_and_fit(tmp_path) -> None:  # type: ignore
 
 @pytest.mark.parametrize("row", [8, 23, 61, 128, 1000])
 def test_lengths_fit_in_any_row(row: int) -> None:
-    from fivefold.verification.subject import _ROWS
+    from fivefold.verification.proof_case import _ROWS
 
     for parts in _ROWS:
         assert sum(lengths(parts, row)) <= row
@@ -55,4 +55,4 @@ def test_every_layout_gets_every_row_once_in_two_micro_batches(tmp_path, layouts
 def test_a_subject_goes_through_its_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
     one = subject(tmp_path)
     one.save(tmp_path / "subject.json")
-    assert Subject.load(tmp_path / "subject.json") == one
+    assert ProofCase.load(tmp_path / "subject.json") == one

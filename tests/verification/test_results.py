@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fivefold.layout import Layout
-from fivefold.verification.evidence import Distance, logit_distances
-from fivefold.verification.rows import Found, Row, Tolerances, judge
+from fivefold.verification.reference_tensors import Distance, logit_distances
+from fivefold.verification.results import LayoutResult, Row, Tolerances, judge
 
 LAYOUT = Layout.parse("shard2.tp2")
 
@@ -64,11 +64,11 @@ def test_tolerances_are_ten_floors_and_raw_is_held_to_the_reduced() -> None:
 
 
 def test_what_cannot_be_told_is_not_counted_as_proved() -> None:
-    found = Found("tp2")
+    found = LayoutResult("tp2")
     found.add(Row("update", 1.4, 1.5, True, "a"))
     assert not found.ok and found.not_told == ["update"]
     found.add(Row("loss", 0.0, 1e-2, True))
-    assert found.ok and Found.of(found.to_json()) == found
+    assert found.ok and LayoutResult.of(found.to_json()) == found
 
 
 def test_logits_over_k() -> None:
