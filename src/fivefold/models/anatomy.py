@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-from torch import nn
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from fivefold.errors import UserError
-from fivefold.models import hf_internals
 from fivefold.models.families import family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,10 @@ class Anatomy:
     tied: bool
 
     @staticmethod
-    def of(model: PreTrainedModel) -> "Anatomy":
+    def of(model: "PreTrainedModel") -> "Anatomy":
         """Describe `model`, which may be on the meta device. Raises `UserError` where a part cannot be found."""
+        from fivefold.models import hf_internals  # loads torch, which the value itself does without
+
         family = family_of(type(model).__name__)
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -52,9 +54,13 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
     return name.startswith(tuple(f"{module}." for module in modules))
 
 
-def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]:
+def _layers(model: "PreTrainedModel", names: Mapping[int, str]) -> tuple[str, ...]:
     """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the one
     with an entry per hidden layer."""
+    from torch import nn
+
+    from fivefold.models import hf_internals
+
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     blocks = hf_internals.block_classes(model)
     lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]

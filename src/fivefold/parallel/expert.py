@@ -37,44 +37,6 @@ from fivefold.parallel.expert_features import feature_splits
 from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even
 from fivefold.parallel.tensor import TensorParallel
 
-# ---- what every parameter becomes ------------------------------------------------------------------------------------
-
-
-def shard_specs(model: nn.Module, experts: Sequence[Experts], layout: Layout) -> dict[str, ShardSpec]:
-    """The shards of the experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too.
-
-    Raises `UserError` for more ranks than experts, features that cannot be split, or a model that has no experts.
-    """
-    ep, pieces = layout.ep, layout.etp
-    if ep > 1 and not experts:
-        raise UserError(f"ep {ep}: {type(model).__name__} has no experts to deal to ranks", fix="set layout.ep: 1")
-    if pieces > 1 and not experts:
-        fix = "set layout.expert_tp: false"
-        raise UserError(f"expert_tp: {type(model).__name__} has no experts to split over tp", fix=fix)
-    specs = {}
-    for each in experts:
-        module = model.get_submodule(each.name)
-        features = feature_splits(each.name, module, pieces) if pieces > 1 else {}
-        for leaf, parameter in module.named_parameters():
-            name, shape = f"{each.name}.{leaf}", tuple(parameter.shape)
-            if shape[0] < ep:
-                fix = f"use ep {shape[0]} or less"
-                raise UserError(f"ep {ep} is more than the {shape[0]} experts of {each.name}", fix=fix)
-            splits = [Split(0, tuple((block,) for block in split_even(shape[0], ep)))]
-            splits += [features[leaf]] if leaf in features else []
-            specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")
-    return specs
-
-
-def _crossed(splits: Sequence[Split]) -> tuple[Split, ...]:
-    """The cuts of several dimensions as those of their pairs, the last one's parts innermost."""
-    sizes = [len(split.blocks) for split in splits]
-    places = list(product(*map(range, sizes)))
-    return tuple(
-        Split(split.dim, tuple(split.blocks[place[at]] for place in places)) for at, split in enumerate(splits)
-    )
-
-
 # ---- placing them in a model -----------------------------------------------------------------------------------------
 
 
@@ -236,55 +198,3 @@ def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> T
     padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, longest - len(x)))
     parts = torch.split(ops.gather(padded[None], group)[0], longest)
     return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, blocks, strict=True)])
-
-
-# ---- once a step -----------------------------------------------------------------------------------------------------
-
-
-def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """Collectives of one optimizer step, of the experts in `layers`. The bytes of the all-to-alls are those that a rank
-    would send if as many rows came back to it as it sends: right when summed over ranks, and on each for its own rows.
-    """
-    found: list[Collective] = []
-    tensor_size = fold.tensor.size if fold.tensor else 1
-    seen = shape.rows * shape.tokens
-    tokens = seen if fold.parts > 1 else seen // tensor_size
-    for each in fold.modules:
-        if not is_within(each.name, layers):
-            continue
-        rows_bytes = tokens * each.picks * shape.hidden * shape.compute_bytes
-        forwards = (2 if shape.recompute == "full" else 1) * shape.micro_batches
-        backwards = shape.micro_batches
-        if fold.group is not None:
-            found.append(Collective("ep", "all_to_all", forwards, forwards * each.experts * 8))
-            passes = 2 * forwards + 2 * backwards
-            found.append(Collective("ep", "all_to_all", passes, passes * rows_bytes))
-        if fold.parts > 1:
-            found += _declare_sums(each, shape)
-        elif fold.tensor is not None and not shape.sequence_parallel:
-            longest = -(-shape.rows * shape.tokens // tensor_size) * tensor_size
-            joins = shape.micro_batches if each.is_last else forwards
-            found.append(Collective("tp", "all_gather", joins, joins * longest * shape.hidden * shape.compute_bytes))
-            found.append(
-                Collective("tp", "all_gather", backwards, backwards * longest * shape.hidden * shape.compute_bytes)
-            )
-            weights = longest * each.picks * max(4, shape.compute_bytes)
-            found.append(Collective("tp", "all_gather", backwards, backwards * weights))
-    return found
-
-
-def _declare_sums(each: Experts, shape: StepShape) -> list[Collective]:
-    """Of experts whose features are split: what enters, its gradients, and the sum, over tp. A second forward that
-    nothing follows does without the sum."""
-    tokens, steps = shape.rows * shape.tokens, shape.micro_batches
-    forwards = (2 if shape.recompute == "full" else 1) * steps
-    sums = steps if each.is_last else forwards
-    weights = tokens * each.picks * max(4, shape.compute_bytes)
-    if not shape.sequence_parallel:
-        volume = (sums + steps) * shape.hidden_bytes + steps * weights
-        return [Collective("tp", "all_reduce", sums + 2 * steps, volume)]
-    entered = shape.hidden_bytes + weights + tokens * each.picks * 8
-    return [
-        Collective("tp", "all_gather", 3 * forwards + steps, forwards * entered + steps * shape.hidden_bytes),
-        Collective("tp", "reduce_scatter", sums + 2 * steps, (sums + steps) * shape.hidden_bytes + steps * weights),
-    ]

@@ -43,70 +43,6 @@ from fivefold.parallel.mappings import (
 from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
 from fivefold.parallel.temporarily import temporarily
 
-# ---- what every parameter becomes ----------------------------------------------------------------------------------
-
-
-def shard_specs(model: nn.Module, partition: Partition | None, tp: int) -> dict[str, ShardSpec]:
-    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have).
-
-    Raises `UserError` when tensor parallelism is refused for this model or heads do not divide.
-    """
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if tp == 1 or partition is None:
-        return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    if partition.refusal:
-        raise UserError(f"tp {tp} is refused: {partition.refusal}", fix="use dp_shard instead (FSDP needs no roles)")
-    heads.check_heads(partition.query, partition.kv, tp)
-    return {name: _shard(name, shape, partition, tp, type(model).__name__) for name, shape in shapes.items()}
-
-
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, model_class: str) -> ShardSpec:
-    role = partition.roles[name]
-    if role.dim is None:
-        return whole(name, shape, tp)
-    if role.deal is None:
-        return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    if tp > partition.kv and {"query", "kv"} <= {part.owner for part in role.deal}:
-        raise UserError(
-            f"tp={tp} is more than num_key_value_heads={partition.kv} of {model_class}, and {name} makes all heads at "
-            "once",
-            fix=f"use tp {partition.kv} or less",
-        )
-    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
-
-
-def dealt(deal: FeatureGroups, partition: Partition, tp: int) -> tuple[tuple[Block, ...], ...]:
-    """The blocks of features that each tp rank holds, in their global order, neighbours joined.
-
-    A rank has an equal number of whole query heads and the key/value heads that these attend to.
-    """
-    return tuple(tuple(_joined(_blocks(deal, partition, rank, tp))) for rank in range(tp))
-
-
-def _blocks(deal: FeatureGroups, partition: Partition, rank: int, tp: int) -> Iterator[Block]:
-    copies = heads.kv_copies(partition.kv, tp)
-    mine = {
-        "query": range(rank * partition.query // tp, (rank + 1) * partition.query // tp),
-        "kv": range(rank // copies * partition.kv * copies // tp, (rank // copies + 1) * partition.kv * copies // tp),
-    }
-    for part in deal:
-        if part.owner == "even":
-            start, stop = split_even((part.stop - part.start) // part.unit, tp)[rank]
-            yield part.start + start * part.unit, part.start + stop * part.unit
-        elif part.index in mine[part.owner]:
-            yield part.start, part.stop
-
-
-def _joined(blocks: Iterable[Block]) -> list[Block]:
-    joined: list[Block] = []
-    for start, stop in blocks:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        elif start < stop or not joined:
-            joined.append((start, stop))
-    return joined
-
-
 # ---- placing them in a model ---------------------------------------------------------------------------------------
 
 
@@ -190,21 +126,6 @@ def apply_tensor_parallel(
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
     """On this instance only; hooks and names stay."""
     module.forward = forward
-
-
-def gradient_sums(partition: Partition, specs: dict[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
-    """Parameters whose gradient on a rank covers only its tokens or heads -> the group that sums it.
-
-    Losing one of these sums leaves logits and loss exact: only gradients and replicas show it.
-    """
-    sums = {}
-    for name, spec in specs.items():
-        kind = partition.roles[name].kind
-        if spec.splits and spec.replicas > 1:
-            sums[name] = "tp_kv"
-        elif kind in ("local", "latent", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
-            sums[name] = "tp"
-    return sums
 
 
 def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) -> None:
@@ -354,46 +275,3 @@ def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: d
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, a DTensor or not."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def declare(
-    fold: TensorParallel, partition: Partition, shape: StepShape, gradient_bytes: dict[str, int], *,
-    has_embedding: bool = True, has_head: bool = True,
-) -> list[Collective]:  # fmt: skip
-    """Collectives of one optimizer step; the loss declares its own.
-
-    `partition`: of this rank's layers. `gradient_bytes`: axis ("tp", "tp_kv") -> bytes of the local gradients summed
-    over it.
-    """
-    entries, rows = len(partition.entries), len(partition.regions)
-    entered, left = entries + has_head, rows + has_embedding  # the head is entered, the embedding left
-    is_twice = shape.recompute == "full"
-    # A second forward of a block stops at the last tensor that backward needs.
-    again_entered, again_left = (entries, rows - len(partition.unfinished)) if is_twice else (0, 0)
-    size = shape.hidden_bytes
-    if shape.sequence_parallel:
-        per_pass = {"all_gather": entered + left + again_entered, "reduce_scatter": left + entered + again_left}
-    else:
-        per_pass = {"all_reduce": left + entered + again_left}
-    passes = [
-        Collective("tp", kind, count * shape.micro_batches, count * shape.micro_batches * size)
-        for kind, count in per_pass.items()
-    ]
-    for deal in partition.across.values():
-        passes += _across(deal, partition, fold.size, shape, forwards=2 if is_twice else 1)
-    return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
-
-
-def _across(
-    deal: FeatureGroups, partition: Partition, size: int, shape: StepShape, *, forwards: int
-) -> list[Collective]:
-    """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
-    blocks = dealt(deal, partition, size)
-    feature = (
-        shape.rows * shape.tokens * shape.compute_bytes * shape.micro_batches
-    )  # bytes of one feature of all tokens
-    widest, features = max(map(width, blocks)), max(part.stop for part in deal)
-    return [
-        Collective("tp", "all_gather", forwards * shape.micro_batches, forwards * size * widest * feature),
-        Collective("tp", "all_reduce", shape.micro_batches, features * feature),
-    ]
