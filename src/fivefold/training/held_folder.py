@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from fivefold.files import replace
+from fivefold.core.files import replace
 from fivefold.launch.folder import LOCK, FolderLock
 
 

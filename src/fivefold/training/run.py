@@ -19,17 +19,18 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from fivefold import checkpoint, history
+from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported
+from fivefold.core import history
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.schedule import check as check_pipeline
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.errors import RunFailed, UserError
 from fivefold.generation.text import sample_text
 from fivefold.launch.events import Events
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
-from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
 from fivefold.training import checks, flops, header, length, record, room
 from fivefold.training.checkpoints import CheckpointManager, Resumed

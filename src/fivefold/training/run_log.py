@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from fivefold import history
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
-from fivefold.files import replace
-from fivefold.json_lines import JsonLines
+from fivefold.core import history
+from fivefold.core.errors import UserError
+from fivefold.core.files import replace
+from fivefold.core.json_lines import JsonLines
 from fivefold.launch.events import Events
 from fivefold.training import record
 from fivefold.training.display import Display, Line, open_display
