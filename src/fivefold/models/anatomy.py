@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.families import family_of
 
 if TYPE_CHECKING:

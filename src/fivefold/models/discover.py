@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from fivefold.core.errors import UserError
 from fivefold.data.cache import cache_root, key_of, locked, write_atomically
-from fivefold.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.experts import expert_features, router_buffers

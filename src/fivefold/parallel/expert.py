@@ -18,7 +18,6 @@ Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden siz
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -26,15 +25,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.trace import Experts
 from fivefold.parallel import ops
-from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.expert_features import feature_splits
-from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even
+from fivefold.parallel.sharding import Block, ShardSpec, split_even
 from fivefold.parallel.tensor import TensorParallel
 
 # ---- placing them in a model -----------------------------------------------------------------------------------------

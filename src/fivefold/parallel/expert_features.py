@@ -10,7 +10,7 @@ it is added once and lies on one rank.
 
 from collections.abc import Mapping
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.facts import ORDERS, Experts
 from fivefold.parallel.sharding import Split, split_even
 

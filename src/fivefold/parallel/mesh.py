@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.parallel.ranks import APART, Over, RankGrid
 
 

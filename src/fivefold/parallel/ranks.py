@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 
 Blocks = tuple[tuple[int, int], ...]  # [start, stop) of tokens of a row, in the order that a rank holds them
 Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to

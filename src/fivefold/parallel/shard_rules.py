@@ -6,9 +6,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from fivefold import heads
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core import heads
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models.facts import Experts, FeatureGroups, ModelFacts, Partition
 from fivefold.parallel.expert_features import feature_splits
 from fivefold.parallel.ranks import joined

@@ -12,7 +12,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,13 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold import heads
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.feature_groups import FeatureGroups
 from fivefold.models.partition import Partition, TPInput
-from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.mappings import (
     CopyToTensorParallel,
     GatherFeatures,
@@ -38,9 +35,8 @@ from fivefold.parallel.mappings import (
     ReduceFromTensorParallel,
     ReduceScatterToSequence,
     places,
-    width,
 )
-from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
+from fivefold.parallel.sharding import Block, ShardSpec
 from fivefold.parallel.temporarily import temporarily
 
 # ---- placing them in a model ---------------------------------------------------------------------------------------
