@@ -92,7 +92,7 @@ def _steps(case: Rehearsal) -> Seen:
     from fivefold.core import schedule
     from fivefold.models.build import build_meta
     from fivefold.parallel import apply
-    from fivefold.parallel.spread import spread_of
+    from fivefold.parallel.state import state_of
     from fivefold.training import step
     from fivefold.training.optimizer import build_optimizer
     from tests import parity
@@ -113,11 +113,11 @@ def _steps(case: Rehearsal) -> Seen:
         optimizer = build_optimizer(model, parity_case.options)
         for number in range(case.steps):
             rows = parity.documents(parity_case, number)
-            batch = parity.batch_of([*rows[number:], *rows[:number]], layout, spread_of(model).mesh.data_rank)
+            batch = parity.batch_of([*rows[number:], *rows[:number]], layout, state_of(model).plan.data_rank)
             result = step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
             assert not result.skipped
             graphs.append(counters["stats"]["unique_graphs"])
-    compiled = spread_of(model).compiled
+    compiled = state_of(model).compiled
     return Seen(
         graphs[-1], graphs[-1] - graphs[:2][-1], dict(counters["graph_break"]),
         list(compiled.given_up) if compiled else [], [str(each.message) for each in warned],

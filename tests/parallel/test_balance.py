@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from fivefold.config import BalanceSection, RunConfig
 from fivefold.parallel.balance import BIAS, BalanceOptions, configure
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.model import balance_options
 from tests import parity
 from tests.parity import Case, build, documents, gradient_error, outcome, reference
@@ -29,8 +29,8 @@ def balanced(case: Case, options: BalanceOptions) -> dict[str, Any]:
 
     def build_with(each: Case) -> Any:
         models.append(build(each))
-        spread = spread_of(models[0])
-        configure(models[0], spread.balance, options, spread.buffers)
+        state = state_of(models[0])
+        configure(models[0], state.balance, options, state.plan.buffers)
         return models[0]
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def balanced(case: Case, options: BalanceOptions) -> dict[str, Any]:
 
     with patch.object(parity, "build", build_with), patch.object(parity.training_step, "train_step", train_step):
         found = parity.on_rank(case)
-    own = spread_of(models[0]).buffers
+    own = state_of(models[0]).plan.buffers
     buffers = {n: each.double().numpy().copy() for n, each in models[0].named_buffers() if n in own}
     return found | {"balance": [each.balance for each in results], "buffers": buffers}
 

@@ -15,11 +15,12 @@ from fivefold.core.layout import Layout
 from fivefold.models.attention import reference_attention
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
-from fivefold.parallel.collectives import by_group, record
+from fivefold.parallel.collectives import by_group
 from fivefold.parallel.collectives import total as total_of
 from fivefold.parallel.context import ContextParallel, _add_first, _groups, row_blocks
 from fivefold.parallel.kv_exchange import carried
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.recorder import record
 from tests.parity import Case, refusal
 from tests.pool import run_ranks
 
@@ -218,7 +219,7 @@ def home_coming(layout: str) -> tuple[Tensor, dict[str, int]]:
             if step:
                 _add_first(total, exchange.return_dkv(step, grad, tokens, torch.bfloat16)())
     declared = exchange.declare(2 * 2, tokens, 0)  # keys and values of two bytes
-    assert total_of(found) == by_group(declared, mesh)
+    assert total_of(found) == by_group(declared, mesh.grid)
     return total, {each.kind: each.bytes for each in declared}
 
 

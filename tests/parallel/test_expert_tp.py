@@ -18,7 +18,7 @@ from fivefold.core.layout import Layout
 from fivefold.models.experts import expert_mlp
 from fivefold.parallel import expert_features
 from fivefold.parallel.expert_features import feature_splits
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.report.slices import slice_map
 from tests.allpairs import all_pairs
 from tests.checkpoint.ranks import load_and_save, train_and_save
@@ -79,8 +79,8 @@ def test_a_checkpoint_goes_to_other_cuts_and_back_bit_for_bit(tmp_path: Path) ->
 
 
 def held(case: Case) -> Any:
-    spread = spread_of(build(case))
-    return spread.by_rank(), {name: spread.local_shape(name) for name in spread.shards}
+    state = state_of(build(case))
+    return state.plan.by_rank(), {name: state.plan.local_shape(name) for name in state.plan.shards}
 
 
 def test_the_map_shows_both_cuts() -> None:

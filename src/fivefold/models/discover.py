@@ -1,25 +1,21 @@
-"""The facts of a model, found by running a copy of it once, and kept: in memory, and on disk beside other caches.
+"""The facts of a model, found by running a copy of it once, and kept: in memory, and on disk (`facts_store.py`).
 
 Tracing depends on the class and config of a model, on which of its parameters are trained, and on the versions and the
-code that look at it. These name the facts, so that a second start, a second rank or a second layout reads them. A file
-that is damaged, or that something else wrote, is not believed: it is found out anew.
+code that look at it. These name the facts, so that a second start, a second rank or a second layout reads them.
 """
 
-import hashlib
 import inspect
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fivefold.core.errors import UserError
-from fivefold.data.cache import cache_root, key_of, locked, write_atomically
+from fivefold.data.cache import key_of, locked
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.experts import expert_features, router_buffers
@@ -32,12 +28,14 @@ from fivefold.models.facts import (
     Parameter,
     Partition,
     Saved,
+    Untrainable,
 )
+from fivefold.models.facts_store import about_code, digest, facts_file, read_facts, write_facts
 from fivefold.models.partition import derive
 from fivefold.models.trace import BlockTrace, Untraceable, trace
 
 _KNOWN: dict[str, ModelFacts] = {}  # by key: what this process has found or read
-_OURS = ("transformers.", "torch.", "fivefold.")  # modules whose code a version or `_code` stands for
+_OURS = ("transformers.", "torch.", "fivefold.")  # modules whose code a version or `about_code` stands for
 
 
 def facts_of(model: Any) -> ModelFacts:
@@ -55,27 +53,6 @@ def facts_of(model: Any) -> ModelFacts:
 
 
 # ---- kept ------------------------------------------------------------------------------------------------------------
-
-
-def facts_file(key: str) -> Path:
-    """Where the facts of this name are kept. Raises `UserError` where there is no place for a cache."""
-    return cache_root() / "facts" / f"{key}.json"
-
-
-def read_facts(file: Path) -> ModelFacts | None:
-    """What a file holds, if it is whole: its first line is the hash of the second."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        said, _, text = file.read_text(encoding="utf-8").partition("\n")
-        if said == _hash(text.encode()):
-            return ModelFacts.from_json(text)
-    return None
-
-
-def write_facts(file: Path, facts: ModelFacts) -> None:
-    """Keep them. A cache that is read-only or full keeps nothing: nothing depends on it."""
-    text = facts.to_json()
-    with suppress(UserError):
-        write_atomically(file, f"{_hash(text.encode())}\n{text}")
 
 
 def _kept(model: Any, key: str) -> ModelFacts:
@@ -101,9 +78,9 @@ def _key(model: Any) -> str | None:
     own_code = []
     for module in sorted({kind.__module__ for _, kind in modules}):
         if not module.startswith(_OURS):
-            if (digest := _source_of(module)) is None:
+            if (source := _source_of(module)) is None:
                 return None
-            own_code.append([module, digest])
+            own_code.append([module, source])
     parameters = [
         [name, list(parameter.shape), parameter.requires_grad] for name, parameter in model.named_parameters()
     ]
@@ -113,27 +90,12 @@ def _key(model: Any) -> str | None:
     return key_of(*about_code(), kinds, own_code, parameters, names, config)
 
 
-def about_code() -> list[str]:
-    """The versions and the code that facts depend on."""
-    return [*(f"{name} {version(name)}" for name in ("torch", "transformers")), _code()]
-
-
-@cache
-def _code() -> str:
-    """Of the files that find facts."""
-    return _hash(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))
-
-
 def _source_of(module: str) -> str | None:
     """Of a module that is no library's."""
     with suppress(OSError, TypeError, KeyError):
         if file := inspect.getsourcefile(sys.modules[module]):
-            return _hash(Path(file).read_bytes())
+            return digest(Path(file).read_bytes())
     return None
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 # ---- found -----------------------------------------------------------------------------------------------------------
@@ -145,7 +107,7 @@ def _found(model: Any) -> ModelFacts:
         traced = trace(model, anatomy)
         experts = tuple(_with_features(model, each) for each in traced.experts)
     except Untraceable as error:
-        raise UserError(
+        raise Untrainable(
             f"{type(model).__name__} cannot be trained here: {error}",
             fix=error.fix
             or "use a model whose layers mix tokens through the attention functions of transformers alone",
@@ -198,8 +160,8 @@ def _outside(model: nn.Module, anatomy: Anatomy) -> Iterator[Matmul]:
     """Linears outside of the layers. (An embedding is looked up, and costs nothing.)"""
     for name, module in model.named_modules():
         if hf_internals.linear_dims(module) is not None and not is_within(name, anatomy.layers):
-            outputs, inputs = module.weight.shape  # type: ignore[misc]
-            yield Matmul(name, inputs, outputs)  # type: ignore[arg-type]
+            outputs, inputs = module.weight.shape
+            yield Matmul(name, inputs, outputs)
 
 
 def _cost(
@@ -214,9 +176,7 @@ def _cost(
             outputs, inputs = parameter.shape[-2:]
             matmuls.append(Matmul(name, inputs, outputs, times or 1))
     attention = tuple(_attends([block]).values())
-    of_experts = sum(
-        times * _saved_by_expert(model.get_submodule(name), hidden_size) for name, times in picks.items()
-    )
+    of_experts = sum(times * _saved_by_expert(model.get_submodule(name), hidden_size) for name, times in picks.items())
     saved = _saved(block, partition)
     return LayerCost(
         tuple(matmuls), attention, Saved(saved["residual"] + of_experts, saved["entered"], saved["inside"])
@@ -246,5 +206,3 @@ def _saved(block: BlockTrace, partition: Partition) -> dict[str, float]:
         where: round(sum(numbers for kind, numbers in found.values() if kind == where), 3)
         for where in ("residual", "entered", "inside")
     }
-
-

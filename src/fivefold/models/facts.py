@@ -12,7 +12,13 @@ from math import prod
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy, is_within
+
+
+class Untrainable(UserError):
+    """A model that no layout can train: what is wrong begins with its class."""
+
 
 # ---- which features belong together ----------------------------------------------------------------------------------
 
@@ -349,11 +355,11 @@ def _encoded(value: Any) -> Any:
 
 def _decoded(kind: Any, value: Any) -> Any:
     """The value of a type that `_encoded` was given."""
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         if value.keys() != hints.keys():
             raise ValueError(f"these are not the fields of {kind}")
-        return kind(**{name: _decoded(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+        return kind(**{name: _decoded(hints[name], each) for name, each in value.items()})
     origin, inner = get_origin(kind), get_args(kind)
     if origin is tuple:
         kinds = [inner[0]] * len(value) if inner[-1] is ... else inner

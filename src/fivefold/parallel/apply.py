@@ -1,4 +1,4 @@
-"""`parallelize(model, layout)`: the one path by which every model is spread, whatever the layout.
+"""`parallelize(model, layout)`: the one path by which every model is state, whatever the layout.
 
 In order: cut for tensor and context parallelism, recompute and compile per block, FSDP, then memory is allocated and
 every rank fills its own part from a `TensorSource`. The model stays the `transformers` class with its own parameter
@@ -17,27 +17,24 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.core import heads
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import SPLITTING, nothing_put_off
 from fivefold.launch.world import open_world
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import check_rows, use_our_attention
-from fivefold.models.experts import router_buffers
+from fivefold.models.discover import facts_of
 from fivefold.models.in_memory import ModelTensors
-from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
-from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
+from fivefold.models.trace import hand_on_cu_seqlens
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial, weight_grad_store
 from fivefold.parallel.compiled import Compiled
-from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.sharding import ShardSpec
-from fivefold.parallel.spread import Spread, fill
-from fivefold.parallel.stages import StageModules, StagePlan, assign, install
+from fivefold.parallel.mesh import build_mesh
+from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.stages import StageModules, install
+from fivefold.parallel.state import ParallelState, fill
 
 
 def parallelize(
@@ -51,12 +48,12 @@ def parallelize(
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
 ) -> Any:
-    """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
+    """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
     initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
     joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
-    `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
+    `passes.py` runs, and the record `model.fivefold` (`ParallelState`). For users: `fivefold.own_loop.parallelize`.
 
     Raises `UserError` when the layout does not fit the world or the model.
     """
@@ -64,65 +61,38 @@ def parallelize(
     layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     use_our_attention(model)
-    anatomy = Anatomy.of(model)
     on_meta = next(model.parameters()).is_meta
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
-    traced = _traced(model, anatomy)
-    if traced.counted:
-        check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
-        model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
-    partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    _check_sequence_parallel(partition, layout)
-    specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
-    copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
-    stages = assign(model, anatomy, traced, layout)
-    holders = {name: stages.holders(name) for name in specs}
-    tied = f"{anatomy.embedding}.weight" if anatomy.tied else None
-    mesh = build_mesh(
-        layout,
-        device.type,
-        kv_copies=copies,
-        experts=bool(traced.experts),
-        embedding_ranks=holders[tied] if tied else (),
-    )
-    if partition and not partition.is_proved:
+    facts = facts_of(model)
+    plan = lower(facts, layout, dist.get_rank())
+    if facts.counted:
+        check = partial(check_rows, facts.counted.name, facts.counted.most, layout.cp)
+        model.get_submodule(facts.anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
+    mesh = build_mesh(plan.grid, device.type)
+    if plan.partition and not plan.partition.is_proved:
         trial.check(model, mesh, device)
     model.to("meta")
-    _tie(model, anatomy)
-    fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
-    rows = context.apply_context_parallel(model, anatomy, traced, mesh)
-    experts = expert.apply_expert_parallel(
-        model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.etp
-    )
-    router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
+    _tie(model, facts.anatomy)
+    fold = tensor.apply_tensor_parallel(model, plan, mesh.tp_group) if layout.tp > 1 else None
+    rows = context.apply_context_parallel(model, plan, mesh)
+    experts = expert.apply_expert_parallel(model, plan, fold, mesh.ep_group)
+    router.compute_in_fp32(model, facts.experts, data.COMPUTE_DTYPES[layout.precision])
     balance = balancing.watch_routers(model, experts, fold, rows, device)
-    router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
-    hand_on_cu_seqlens(model, traced.forgetful)
-    staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
-    own_layers = staged.layers if staged else anatomy.layers
+    hand_on_cu_seqlens(model, facts.forgetful)
+    staged = _staged(model, plan, fold, rows) if layout.pp > 1 else None
     if staged and compile_blocks and layout.pp_schedule in SPLITTING:
         warnings.warn(nothing_put_off(layout.pp_schedule), stacklevel=2)
     elif staged:
-        weight_grad_store.store_weight_grads(model, own_layers, staged)
+        weight_grad_store.store_weight_grads(model, plan.layers, staged)
     compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, own_layers, recompute=layout.recompute, compiled=compiled)
+    _wrap_blocks(model, plan.layers, recompute=layout.recompute, compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
-    model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
-    data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
-    vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
-    piped = (
-        pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.embedding_group, tied, balance)
-        if staged
-        else None
-    )
-    spread = Spread(
-        layout, mesh, anatomy, partition, specs, model_units, fold, rows, experts, piped, vocabulary, reduce_dtype,
-        holders, router_state, balance, compiled,
-    )  # fmt: skip
-    model.fivefold = spread
-    _materialise(model, spread, device)
+    data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
+    piped = pipeline.Pipeline(plan, staged, mesh.pp_group, mesh.embedding_group, balance) if staged else None
+    model.fivefold = ParallelState(plan, mesh, fold, rows, experts, piped, reduce_dtype, balance, compiled)
+    _materialise(model, facts.anatomy, device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     fill(model, source)
@@ -137,46 +107,9 @@ def parallelize(
     return model
 
 
-def _traced(model: Any, anatomy: Anatomy) -> Trace:
-    """What feeds what in the model.
-
-    Raises `UserError` for a model in which tokens meet outside of attention: packed documents would see each other.
-    """
-    try:
-        return trace(model, anatomy)
-    except Untraceable as error:
-        raise UserError(
-            f"{type(model).__name__} cannot be trained here: {error}",
-            fix=error.fix
-            or "use a model whose layers mix tokens through the attention functions of transformers alone",
-        ) from error
-
-
-def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
-    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
-    if partition is None or partition.refusal or not layout.sequence_parallel:
-        return
-    if partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
-
-
-def _tensor_parallel(
-    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
-) -> tensor.TensorParallel | None:
-    if partition is None:
-        return None
-    return tensor.apply_tensor_parallel(
-        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
-    )
-
-
 def _staged(
-    model: Any, stages: StagePlan, mesh: Mesh, anatomy: Anatomy, traced: Trace, fold: tensor.TensorParallel | None,
-    rows: context.ContextParallel | None,
-) -> StageModules:  # fmt: skip
+    model: Any, plan: ParallelPlan, fold: tensor.TensorParallel | None, rows: context.ContextParallel | None
+) -> StageModules:
     """The model with the stages of this rank."""
 
     def own_tokens(length: int) -> int:
@@ -185,10 +118,8 @@ def _staged(
     def tokens(length: int) -> int:
         return length // fold.size if fold and fold.sequence_parallel else length
 
-    return install(
-        model, stages, mesh.pp_rank, anatomy, traced, dtype=data.COMPUTE_DTYPES[mesh.layout.precision],
-        own_tokens=own_tokens, tokens=tokens, hidden_size=model.config.get_text_config().hidden_size,
-    )  # fmt: skip
+    dtype = data.COMPUTE_DTYPES[plan.layout.precision]
+    return install(model, plan, dtype=dtype, own_tokens=own_tokens, tokens=tokens)
 
 
 def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compiled: Compiled | None) -> None:
@@ -201,10 +132,10 @@ def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, com
         block.forward = forward
 
 
-def _materialise(model: nn.Module, spread: Spread, device: torch.device) -> None:
+def _materialise(model: nn.Module, anatomy: Anatomy, device: torch.device) -> None:
     """Allocate the sharded parameters and the buffers."""
     model.to_empty(device=device)
-    _tie(model, spread.anatomy)
+    _tie(model, anatomy)
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:

@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
-from fivefold.models.trace import Experts
+from fivefold.models.facts import Experts
 from fivefold.parallel import ops
-from fivefold.parallel.sharding import Block, ShardSpec, split_even
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor import TensorParallel
 
 # ---- placing them in a model -----------------------------------------------------------------------------------------
@@ -99,27 +100,21 @@ class ExpertParallel:
 
 
 def apply_expert_parallel(
-    model: nn.Module,
-    modules: Sequence[Experts],
-    specs: dict[str, ShardSpec],
-    tensor: TensorParallel | None,
-    *,
-    group: dist.ProcessGroup | None,
-    cut: int,
-    parts: int,
+    model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None, group: dist.ProcessGroup | None
 ) -> ExpertParallel:
-    """Cut the experts of `model` (in place) to those of part `cut` of `specs`, and take over their modules' forward.
+    """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward.
 
-    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp.
+    `group`: the ranks that they are dealt to.
     """
-    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts)
-    for each in modules:
+    cut, parts = plan.grid.shard_index(plan.rank, "ep").part, plan.layout.etp
+    fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts)
+    for each in plan.facts.experts:
         module = model.get_submodule(each.name)
         experts = 0
         for leaf, parameter in list(module.named_parameters()):
             experts = parameter.shape[0]
             owner, _, attribute = leaf.rpartition(".")
-            empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(cut))
+            empty = parameter.new_empty(plan.shards[f"{each.name}.{leaf}"].local_shape(cut))
             setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
         module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
     return fold

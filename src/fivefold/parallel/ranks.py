@@ -18,6 +18,7 @@ from typing import Literal
 from fivefold.core.layout import Layout
 
 Blocks = tuple[tuple[int, int], ...]  # [start, stop) of tokens of a row, in the order that a rank holds them
+Tokens = tuple[Blocks, ...]  # of every rank of a ring
 Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to
 APART = ("tp_kv", "pp_ends")  # axes with a group of their own even where it spans the world
 
@@ -236,3 +237,34 @@ def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
             found.append((start + low, start + high))
         at += stop - start
     return tuple(found)
+
+
+# ---- what a ring sends -----------------------------------------------------------------------------------------------
+
+
+def ring_keys(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
+    """Of how many tokens a rank of a ring sends keys and values, and receives them, for its part `step`, from 1."""
+    size = len(tokens)
+    return carried(tokens, (rank + step - 1) % size, step), carried(tokens, (rank + step) % size, step)
+
+
+def ring_gradients(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
+    """Of how many tokens gradients of part `step` are sent home, and received: of those that were seen."""
+    size = len(tokens)
+    owner, user = (rank + step) % size, (rank - step) % size
+    return seen(tokens[rank], tokens[owner]), seen(tokens[user], tokens[rank])
+
+
+def seen(queries: Blocks, keys: Blocks) -> int:
+    """How many of the tokens of `keys`, from the first, some query may see: those before the last block of `queries`.
+
+    Of documents and windows nothing is asked: how much travels is to be known before them.
+    """
+    last = queries[-1][0]
+    return sum(max(0, min(stop, last) - start) for start, stop in keys)
+
+
+def carried(tokens: Tokens, owner: int, step: int) -> int:
+    """How many of its tokens leave for the rank `step` before `owner`: what that one and those after it see."""
+    size = len(tokens)
+    return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))

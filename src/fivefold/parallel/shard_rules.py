@@ -73,9 +73,7 @@ def _blocks(deal: FeatureGroups, partition: Partition, rank: int, tp: int) -> It
             yield part.start, part.stop
 
 
-def gradient_sums(
-    partition: Partition, specs: Mapping[str, ShardSpec], *, sequence_parallel: bool
-) -> dict[str, str]:
+def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
     """Parameters whose gradient on a rank covers only its tokens or heads -> the axis over which it is summed.
 
     Losing one of these sums leaves logits and loss exact: only gradients and replicas show it.

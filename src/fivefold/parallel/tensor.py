@@ -12,7 +12,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
-from fivefold.models.partition import Partition, TPInput
+from fivefold.models.facts import Partition, TPInput
 from fivefold.parallel.mappings import (
     CopyToTensorParallel,
     GatherFeatures,
@@ -36,6 +35,8 @@ from fivefold.parallel.mappings import (
     ReduceScatterToSequence,
     places,
 )
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.shard_rules import dealt
 from fivefold.parallel.sharding import Block, ShardSpec
 from fivefold.parallel.temporarily import temporarily
 
@@ -85,21 +86,12 @@ class TensorParallel:
         return temporarily(self, head_in_chunks=True)
 
 
-def apply_tensor_parallel(
-    model: nn.Module,
-    anatomy: Anatomy,
-    partition: Partition,
-    specs: dict[str, ShardSpec],
-    group: dist.ProcessGroup,
-    *,
-    sequence_parallel: bool,
-) -> TensorParallel:
+def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup) -> TensorParallel:
     """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    vocabulary = tuple(rows[0] for rows, _ in specs[f"{anatomy.embedding}.weight"].held)
-    fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
-    fold.sums = gradient_sums(partition, specs, sequence_parallel=sequence_parallel)
-    _cut_parameters(model, specs, rank)
+    rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.facts.partition
+    vocabulary = tuple(rows[0] for rows, _ in plan.shards[f"{anatomy.embedding}.weight"].held)
+    fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary, sums=dict(plan.gradient_sums))
+    _cut_parameters(model, plan.shards, rank)
     embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
     _replace_forward(embedding, _vocabulary_lookup(embedding, fold))
     head = model.get_submodule(anatomy.head)
@@ -124,7 +116,7 @@ def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> 
     module.forward = forward
 
 
-def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) -> None:
+def _cut_parameters(model: nn.Module, specs: Mapping[str, ShardSpec], rank: int) -> None:
     """Replace each parameter by an empty one of its local shape, on the same device; ties stay ties."""
     cut: dict[nn.Parameter, nn.Parameter] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -6,9 +6,11 @@ ranks, experts with `expert_tp` as well. They must agree. (Norms that compute in
 """
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.errors import UserError
@@ -16,11 +18,11 @@ from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta
-from fivefold.models.partition import derive
+from fivefold.models.discover import facts_of
 from fivefold.models.recipe import buffer_values
-from fivefold.models.trace import trace
 from fivefold.parallel import expert, plain, tensor
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.plan import lower
 from fivefold.parallel.sharding import ShardSpec, local_regions
 
 TOLERANCE = 1e-5
@@ -86,12 +88,13 @@ def cut(config: Any, *, ranks: int, least: int = 0) -> Any:
 
 def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
     """Relative errors of the loss and of this rank's part of every gradient, in the order of the model."""
-    anatomy = Anatomy.of(model)
-    traced = trace(model, anatomy)
-    partition = derive(model, anatomy, traced)
-    layout = Layout(tp=mesh.layout.tp, expert_tp=mesh.layout.expert_tp)
-    specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
-    parts = {name: mesh.tp_rank % spec.parts for name, spec in specs.items()}
+    whole_layout = mesh.layout
+    layout = Layout(
+        tp=whole_layout.tp, expert_tp=whole_layout.expert_tp, sequence_parallel=whole_layout.sequence_parallel
+    )
+    plan = lower(facts_of(model), layout, dist.get_rank(mesh.tp_group))
+    specs = plan.shards
+    parts = {name: plan.coords.tp % spec.parts for name, spec in specs.items()}
     values = _values(model, device)
     ids = (
         torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0)
@@ -100,11 +103,8 @@ def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
     whole = hf_internals.reference_model(model, values).to(device)
     expected_loss = _loss(whole, ids)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    fold = tensor.apply_tensor_parallel(
-        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
-    )
-    cut = mesh.tp_rank % layout.etp
-    expert.apply_expert_parallel(model, traced.experts, specs, fold, group=None, cut=cut, parts=layout.etp)
+    fold = tensor.apply_tensor_parallel(model, plan, mesh.tp_group)
+    expert.apply_expert_parallel(model, plan, fold, None)
     if layout.etp == 1:  # as FSDP does
         fold.sums |= {name: "tp" for name, spec in specs.items() if spec.over == "ep"}
     _fill(model, values, specs, parts, device)
@@ -135,7 +135,7 @@ def _values(model: Any, device: torch.device) -> dict[str, Tensor]:
 
 
 def _fill(
-    model: Any, values: dict[str, Tensor], specs: dict[str, ShardSpec], parts: dict[str, int], device: torch.device
+    model: Any, values: dict[str, Tensor], specs: Mapping[str, ShardSpec], parts: dict[str, int], device: torch.device
 ) -> None:
     model.to(torch.float64).to_empty(device=device)
     model.tie_weights()

@@ -15,20 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.full_matrix import FullMatrices
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor import local
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 EPS = 1e-7  # the smallest norm that is divided by
-
-
-def matrices(spread: Spread) -> tuple[str, ...]:
-    """The parameters that Muon updates: those of the blocks with two dimensions."""
-    blocks = tuple(f"{name}." for name in spread.anatomy.layers)
-    return tuple(n for n, spec in spread.shards.items() if spec.is_matrix and n.startswith(blocks))
 
 
 class Muon(torch.optim.Optimizer):
@@ -48,11 +41,11 @@ class Muon(torch.optim.Optimizer):
         self._adamw, self._own = adamw, self.param_groups[0]
         self.param_groups.extend(adamw.param_groups)  # the same dicts: a learning rate set here is set there
         self.state = adamw.state
-        spread = spread_of(model)
+        state = state_of(model)
         self._device = next(model.parameters()).device
-        self._dtype = COMPUTE_DTYPES[spread.layout.precision]
-        self._whole = FullMatrices(spread, names)
-        self._shapes = {name: spread.shards[name].shape for name in names}
+        self._dtype = COMPUTE_DTYPES[state.plan.layout.precision]
+        self._whole = FullMatrices(state.plan, names)
+        self._shapes = {name: state.plan.shards[name].shape for name in names}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -92,8 +85,3 @@ def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
-
-
-def declare(spread: Spread, shape: StepShape) -> list[Collective]:
-    """Collectives of one step of `Muon`."""
-    return FullMatrices(spread, matrices(spread)).declare(shape.compute_bytes)

@@ -7,16 +7,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor import local
-from fivefold.training.muon import Muon, matrices
+from fivefold.training.muon import Muon
 
 
 def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
     """Fused AdamW over every parameter of `model`, or Muon over the matrices of its blocks and AdamW over the rest."""
     if options.momentum is None or options.ns_steps is None:
         return _adamw(model, options)
-    names = matrices(spread_of(model))
+    names = state_of(model).plan.block_matrices
     return Muon(
         model, names, _adamw(model, options, but=names), learning_rate=options.learning_rate,
         weight_decay=options.weight_decay, momentum=options.momentum, ns_steps=options.ns_steps,
@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.
 
 def _adamw(model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
     """Norms and biases (one dimension, seen whole, per expert) do not decay."""
-    shards = spread_of(model).shards
+    shards = state_of(model).plan.shards
     parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
     decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
     others = [p for name, p in parameters.items() if shards[name].dims <= 1]
@@ -50,8 +50,8 @@ def squared_norm(model: nn.Module) -> Tensor:
     The sum over the world is the squared norm of the whole gradient, replicated parameters counted once
     (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
     """
-    spread = spread_of(model)
-    owned = [gradient for name, gradient in local_gradients(model) if spread.is_owner(name) and gradient.numel()]
+    state = state_of(model)
+    owned = [gradient for name, gradient in local_gradients(model) if state.plan.is_owner(name) and gradient.numel()]
     if not owned:
         return torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     return torch.stack(torch._foreach_norm(owned)).double().square().sum()

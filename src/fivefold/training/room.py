@@ -10,8 +10,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.units import human_bytes
-from fivefold.parallel.spread import spread_of
-from fivefold.training.muon import matrices
+from fivefold.parallel.state import state_of
 
 
 def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
@@ -45,9 +44,9 @@ def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     """Bytes of the weights and of what the optimizer keeps of them: two tensors of AdamW's, one of Muon's."""
-    spread = spread_of(model)
-    muon = set(matrices(spread)) if config.optimizer.name == "muon" else set()
-    elements = sum(prod(spec.shape) * (2 if name in muon else 3) for name, spec in spread.shards.items())
+    state = state_of(model)
+    muon = set(state.plan.block_matrices) if config.optimizer.name == "muon" else set()
+    elements = sum(prod(spec.shape) * (2 if name in muon else 3) for name, spec in state.plan.shards.items())
     return elements * next(model.parameters()).dtype.itemsize
 
 

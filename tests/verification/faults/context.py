@@ -12,7 +12,7 @@ from fivefold.models import offdiagonal
 from fivefold.parallel import context, kv_exchange
 from fivefold.parallel.context import ContextParallel, CPAttentionArgs, row_blocks
 from fivefold.parallel.kv_exchange import Ring
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import step
 from tests.verification.faults.fault import Model, fault
 
@@ -123,7 +123,7 @@ def loss_is_a_mean_of_means_over_cp() -> Any:
     plain = step.gradients
 
     def gradients(model: Any, batch: Any, scale: Tensor) -> Tensor:
-        fold = spread_of(model).context
+        fold = state_of(model).context
         assert fold is not None
         mine = sum(int((fold.cut(torch.from_numpy(each.labels)) != IGNORE).sum()) for each in batch)
         return plain(model, batch, torch.tensor(1.0 / (mine * fold.size), dtype=scale.dtype))

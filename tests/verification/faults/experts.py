@@ -14,7 +14,7 @@ from fivefold.models import experts, hf_internals, merged
 from fivefold.parallel import apply, capacity, expert, expert_features, ops, tensor
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.sharding import Split
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import optimizer
 from fivefold.training import step as training
 from tests.verification.faults.fault import Model, fault
@@ -184,7 +184,7 @@ def capacity_of_padding() -> Any:
 def experts_left_out_of_the_norm() -> Any:
     def squared_norm(model: Any) -> Tensor:
         gradients = optimizer.local_gradients(model)
-        owned = [g for name, g in gradients if "experts" not in name and spread_of(model).is_owner(name)]
+        owned = [g for name, g in gradients if "experts" not in name and state_of(model).plan.is_owner(name)]
         return torch.stack([each.double().square().sum() for each in owned]).sum()
 
     return patch.object(training, "squared_norm", squared_norm)

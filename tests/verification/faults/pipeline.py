@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fivefold.parallel import apply, pipeline
 from fivefold.parallel.forward import LossInputs
-from fivefold.parallel.spread import Spread
 from fivefold.parallel.stages import StageModules
+from fivefold.parallel.state import ParallelState
 from fivefold.parallel.tensor import local
 from fivefold.training import step
 from fivefold.training.optimizer import squared_norm
@@ -123,10 +123,10 @@ def tied_copies_drift() -> Any:
     model=TIED,
 )
 def tied_embedding_counted_twice() -> Any:
-    def is_owner(self: Spread, name: str) -> bool:
+    def is_owner(self: ParallelState, name: str) -> bool:
         return self.mesh.is_first_copy and self.shards[name].is_owner(self.cut(name).part)
 
-    return patch.object(Spread, "is_owner", is_owner)
+    return patch.object(ParallelState, "is_owner", is_owner)
 
 
 @fault(
