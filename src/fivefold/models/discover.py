@@ -4,6 +4,7 @@ Tracing depends on the class and config of a model, on which of its parameters a
 code that look at it. These name the facts, so that a second start, a second rank or a second layout reads them.
 """
 
+import copy
 import inspect
 import json
 import sys
@@ -18,6 +19,7 @@ from fivefold.core.errors import UserError
 from fivefold.data.cache import key_of, locked
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.build import build_meta
 from fivefold.models.experts import expert_features, router_buffers
 from fivefold.models.facts import (
     AttentionShape,
@@ -35,6 +37,7 @@ from fivefold.models.partition import derive
 from fivefold.models.trace import BlockTrace, Untraceable, trace
 
 _KNOWN: dict[str, ModelFacts] = {}  # by key: what this process has found or read
+_TRACED = 2  # layers of those that are alike
 _OURS = ("transformers.", "torch.", "fivefold.")  # modules whose code a version or `about_code` stands for
 
 
@@ -50,6 +53,22 @@ def facts_of(model: Any) -> ModelFacts:
     if key not in _KNOWN:
         _KNOWN[key] = _kept(model, key)
     return _KNOWN[key]
+
+
+def facts_of_deep(model: Any) -> ModelFacts:
+    """`facts_of` a model on the meta device that may have a hundred layers: where they are alike, two are traced.
+
+    Alike means: the config names no types of layers, and the parameters of all have the same names and shapes.
+    """
+    layers, config = Anatomy.of(model).layers, model.config
+    if len(layers) > _TRACED and not getattr(config, "layer_types", None):
+        short = copy.deepcopy(config)
+        short.num_hidden_layers = _TRACED
+        with suppress(ValueError):
+            facts = facts_of(build_meta(short, model_class=type(model))).with_layers(layers)
+            if facts.parameters == _parameters(model):
+                return facts
+    return facts_of(model)
 
 
 # ---- kept ------------------------------------------------------------------------------------------------------------
@@ -112,9 +131,6 @@ def _found(model: Any) -> ModelFacts:
             fix=error.fix
             or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
-    parameters = {
-        name: Parameter(tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
-    }
     partition = derive(model, anatomy, traced)
     hidden_size = model.config.get_text_config().hidden_size
     of_layers = [_cost(model, block, partition, experts, hidden_size) for block in traced.blocks]
@@ -122,7 +138,7 @@ def _found(model: Any) -> ModelFacts:
     return ModelFacts(
         anatomy=anatomy,
         hidden_size=hidden_size,
-        parameters=parameters,
+        parameters=_parameters(model),
         partition=partition,
         experts=experts,
         attends=_attends(traced.blocks),
@@ -137,6 +153,10 @@ def _found(model: Any) -> ModelFacts:
         kinds=tuple(map(costs.index, of_layers)),
         outside=tuple(_outside(model, anatomy)),
     )
+
+
+def _parameters(model: nn.Module) -> dict[str, Parameter]:
+    return {name: Parameter(tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()}
 
 
 def _with_features(model: nn.Module, experts: Experts) -> Experts:

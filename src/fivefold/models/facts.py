@@ -323,6 +323,65 @@ class ModelFacts:
         """Weights of the head that a token is multiplied with, tied or not."""
         return sum(matmul.weights for matmul in self.outside if matmul.name == self.anatomy.head)
 
+    def with_layers(self, layers: Sequence[str]) -> "ModelFacts":
+        """Of the same model with more layers, all like the last one of these.
+
+        Raises `ValueError` where this one's layers are not alike.
+        """
+        own = self.anatomy.layers
+        last = own[-1]
+        if len(set(self.kinds)) > 1 or self.counted or {type_of(self, layer) for layer in own} != {type_of(self, last)}:
+            raise ValueError("layers differ")
+        more = [layer for layer in layers if layer not in own]
+
+        def named(name: str) -> list[str]:
+            """The name itself, and where it is in the last layer, those in the layers after it."""
+            is_last = name == last or is_within(name, [last])
+            return [name, *(layer + name.removeprefix(last) for layer in more)] if is_last else [name]
+
+        def every(values: Mapping[str, Any]) -> dict[str, Any]:
+            by_layer = [[(each, value) for each in named(name)] for name, value in values.items()]
+            inside = [each for each in by_layer if len(each) > 1]
+            after = [pair for layer in zip(*(each[1:] for each in inside), strict=True) for pair in layer]
+            found, at = {}, max((at for at, each in enumerate(by_layer) if len(each) > 1), default=-1)
+            for place, each in enumerate(by_layer):
+                found |= dict(each[:1]) | (dict(after) if place == at else {})
+            return found
+
+        def moved(value: Any, layer: str) -> Any:
+            """A value of the last layer as that of another."""
+            if isinstance(value, str):
+                return layer + value.removeprefix(last) if value == last or is_within(value, [last]) else value
+            if isinstance(value, tuple):
+                return tuple(moved(each, layer) for each in value)
+            if is_dataclass(value):
+                return type(value)(**{each.name: moved(getattr(value, each.name), layer) for each in fields(value)})
+            return value
+
+        def repeated(values: Sequence[Any]) -> tuple[Any, ...]:
+            of_last = [value for value in values if moved(value, "?") != value]
+            return (*values, *(moved(value, layer) for layer in more for value in of_last))
+
+        partition = replace(
+            self.partition,
+            roles=every(self.partition.roles),
+            regions=repeated(self.partition.regions),
+            across=every(self.partition.across),
+            unfinished=repeated(self.partition.unfinished),
+        )
+        return replace(
+            self,
+            anatomy=replace(self.anatomy, layers=tuple(layers)),
+            parameters=every(self.parameters),
+            partition=partition,
+            experts=repeated(self.experts),
+            attends=every(self.attends),
+            forgetful=repeated(self.forgetful),
+            in_tuples=tuple(sorted(repeated(self.in_tuples))),
+            router_buffers=every(self.router_buffers),
+            kinds=self.kinds[:1] * len(layers),
+        )
+
     def to_json(self) -> str:
         """As text. Roles, of which a model has few that differ, stand once each with the parameters that have them."""
         value = _encoded(self)
@@ -342,6 +401,13 @@ class ModelFacts:
         facts: ModelFacts = _decoded(cls, value)
         ordered = {name: roles[of_role[name]] for name in facts.parameters if name in of_role}
         return replace(facts, partition=replace(facts.partition, roles=ordered))
+
+
+def type_of(facts: ModelFacts, layer: str) -> tuple[object, ...]:
+    """What layers that are alike have in common: the names in them, shapes and roles."""
+    inside = [(name, each) for name, each in facts.parameters.items() if is_within(name, [layer])]
+    roles = facts.partition.roles
+    return tuple((name.removeprefix(layer), each, roles.get(name)) for name, each in inside)
 
 
 def _encoded(value: Any) -> Any:

@@ -31,9 +31,9 @@ def facts_of_config(name: str | Path) -> ModelFacts:
     if (known := read_facts(file)) is not None:
         return known
     from fivefold.models.build import build_meta, load_model_config
-    from fivefold.models.discover import facts_of
+    from fivefold.models.discover import facts_of_deep
 
-    facts = facts_of(build_meta(load_model_config(name)))
+    facts = facts_of_deep(build_meta(load_model_config(name)))
     write_facts(file, facts)
     return facts
 
