@@ -7,10 +7,10 @@ compute can hide it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fivefold.core.schedule import Transfer
-from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, FeatureGroups
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
@@ -53,7 +53,18 @@ class _Step:
 
     def layer_of(self, module: str) -> str:
         """The layer of this rank that a module is in, "" where it is in none."""
-        return next((layer for layer in self.plan.layers if is_within(f"{module}.", [layer])), "")
+        parts = module.split(".")
+        outer = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+        return next((name for name in outer if name in self._layers), "")
+
+    @cached_property
+    def _layers(self) -> frozenset[str]:
+        return frozenset(self.plan.layers)
+
+    @cached_property
+    def last_rows(self) -> frozenset[str]:
+        """The last row linear of each layer."""
+        return frozenset({self.layer_of(block.row): block.row for block in self.plan.facts.partition.regions}.values())
 
     def call(
         self, axis: str, kind: str, size: int, phase: Phase, layer: str, *, times: int = 1, overlaps: bool = False
@@ -137,7 +148,7 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
         for _ in block.entries:
             yield from _enter(step, layer)
         # A second forward of a block stops at the last tensor that backward needs.
-        is_last = layer in partition.unfinished and _is_last_row(step, block.row)
+        is_last = layer in partition.unfinished and block.row in step.last_rows
         yield from _leave(step, layer, is_again=not is_last)
     if last:
         yield from _enter(step, anatomy.head, is_in_block=False)
@@ -149,12 +160,6 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
     for axis, size in sums.items():
         if size:
             yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
-
-
-def _is_last_row(step: _Step, row: str) -> bool:
-    """Whether a row linear is the last of its layer."""
-    layer = step.layer_of(row)
-    return [block.row for block in step.plan.facts.partition.regions if step.layer_of(block.row) == layer][-1] == row
 
 
 def _enter(step: _Step, layer: str, *, is_in_block: bool = True) -> Iterator[Call]:
