@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fivefold.launch import failure
-from fivefold.launch.local import WorkerCrashed, start_workers
 from fivefold.launch.processes import keep, scratch_folder
 from fivefold.launch.watch import Beat
+from fivefold.launch.workers import WorkerCrashed, start_workers
 from fivefold.training.moves import Moves
-from tests.launch.test_local import ROOT, body
 from tests.launch.test_restart import Command, file_of
+from tests.launch.test_workers import ROOT, body
 
 TIMEOUT = 2.0
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from fivefold.config import RunConfig
 from fivefold.core.history import History, Start, load
-from fivefold.launch.local import _tell_restart
 from fivefold.report.run import main as report
 from fivefold.training import header
+from fivefold.training.launch import _tell_restart
 from tests.training.bodies import column, run_dir, run_file, train
 
 SCHEDULE = {"name": "cosine", "peak": 1e-3, "warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1}
