@@ -265,7 +265,7 @@ def test_doctor_prints_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from fivefold.doctor.machine import machine as doctor
+    from fivefold.doctor import machine as doctor
 
     def torchless() -> Any:
         yield doctor.Finding("torch", "missing", "not installed", "pip install 'torch>=2.11'")

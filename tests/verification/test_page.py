@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fivefold.report.log_scale import LogScale
 from fivefold.report.names import LONGEST, ranks_text, short_names
+from fivefold.report.plot import LogScale
 from fivefold.report.slices import slice_map
 from fivefold.verification import ranks
 from fivefold.verification.page import headline, page, write_page

@@ -38,9 +38,9 @@ for _name, _verb in VERBS.items():
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        from fivefold.core.version import versions
+        from fivefold.core.version import version_line
 
-        print(versions())
+        print(version_line())
         raise typer.Exit
 
 

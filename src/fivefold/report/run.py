@@ -1,7 +1,6 @@
 """`fivefold report`: the page of a run, from what lies in its folder. `run.html.j2` lays it out."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +153,7 @@ def _facts(
         "batch": f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens",
         "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
         "validation": f"loss {validation[-1][0]:.4f} at step {validation[-1][1]} (perplexity "
-        f"{_perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
+        f"{curves.perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
         **_speed(rows, past),
         "skipped": f"{skipped} steps without a finite loss or gradient"
         if (skipped := last.get("train/skipped_steps")) else "",
@@ -165,10 +164,6 @@ def _facts(
         "versions": versions or "not recorded",
     }  # fmt: skip
     return {name: text for name, text in facts.items() if text}
-
-
-def _perplexity(loss: float) -> str:
-    return human(math.exp(loss)) if loss < 100 else "∞"
 
 
 def _speed(rows: Rows, past: history.History) -> dict[str, str]:
