@@ -19,11 +19,12 @@ from fivefold.core.step_folders import steps
 from fivefold.core.terminal import shown
 from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
+from fivefold.report.boxes import Figure
 from fivefold.report.load import heat
 from fivefold.report.names import ranks_text
 from fivefold.report.render import render, write
 from fivefold.report.slices import places, slice_map
-from fivefold.report.timeline import Drawing, drawing
+from fivefold.report.timeline import timeline
 
 SCRIPT = Path(__file__).with_name("curves.js")
 SAMPLES = 12  # the last ones are shown
@@ -183,13 +184,13 @@ def _speed(rows: Rows, past: history.History) -> dict[str, str]:
     }
 
 
-def _timelines(found: Mapping[str, Any]) -> list[Drawing]:
+def _timelines(found: Mapping[str, Any]) -> list[Figure]:
     """Of a pipeline: as it ran, where that was measured, and as its schedule is meant."""
     ideal = found.get("ideal_bubble")
-    drawn = [drawing(f"measured at step {found['step']}", found["measured"], unit="s")] if "measured" in found else []
+    drawn = [timeline(f"measured at step {found['step']}", found["measured"], unit="s")] if "measured" in found else []
     if "simulated" in found:
         title = "as scheduled, backward taking twice as long as forward"
-        drawn.append(drawing(title, found["simulated"], unit="forward passes", ideal=ideal))
+        drawn.append(timeline(title, found["simulated"], unit="forward passes", ideal=ideal))
     return drawn
 
 
