@@ -26,7 +26,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.schedule import check as check_pipeline
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.generation.text import sample_text
+from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize
@@ -367,17 +367,10 @@ class Trainer:
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
-            text = sample_text(
-                self.model,
-                self._tokenizer,
-                prompt,
-                max_new_tokens=SAMPLE_TOKENS,
-                eos_token_ids=(self.data.eos_token_id,),
-                temperature=0.7,
-                top_k=40,
-                seed=self.config.train.seed,
-                bos_token_ids=self.data.bos_token_ids,
-            )
+            ends = (self.data.eos_token_id,)
+            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.bos_token_ids)
+            options = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
+            text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
             self.log.sampled(self.step, prompt, text)
 
     @cached_property
