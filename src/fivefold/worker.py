@@ -5,6 +5,11 @@ names its body itself, as `package.module:function`. The first failure of a work
 beside the logs (never a pickle), where the process that started the workers finds it and says it once.
 """
 
+from fivefold import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # who started it has the word
+
 import faulthandler
 import json
 import logging
@@ -25,7 +30,8 @@ from fivefold.launch.watch import TELL, stack_file
 from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
 from fivefold.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
 
-INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended by Ctrl-C and by SIGTERM
+INTERRUPTED = interrupts.INTERRUPTED
+TERMINATED = 143  # what a shell reports for a process ended by SIGTERM
 CLOSED = CLOSED_PIPE
 
 
@@ -154,6 +160,7 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     try:
+        interrupts.raise_again()
         exit_code = main(*sys.argv[1:])
     except KeyboardInterrupt:  # while another one was being handled
         exit_code = INTERRUPTED
