@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold import files
+from fivefold.json_lines import JsonLines
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ def umask() -> Iterator[None]:
 
 def test_a_file_that_is_replaced_is_as_readable_as_any_other(tmp_path: Path, umask: None) -> None:
     files.replace(tmp_path / "a", b"x")
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
+    JsonLines(tmp_path / "b", last_step=None, say=print).close()
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"} == {0o644}
 
 
 def test_nothing_of_what_a_killed_process_of_the_same_number_left_comes_back(tmp_path: Path) -> None:
