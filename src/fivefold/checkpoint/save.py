@@ -30,8 +30,8 @@ from fivefold.errors import RunFailed, UserError
 from fivefold.files import cannot_write, is_users
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.step_folders import step_folder, steps, steps_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")

@@ -24,10 +24,10 @@ from fivefold.layout import Layout
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
-from fivefold.parallel.tensor import local
 from fivefold.parallel.weight_grad_store import Deferred
 
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold import heads
 from fivefold.errors import UserError
@@ -30,6 +29,7 @@ from fivefold.models.anatomy import Anatomy
 from fivefold.models.feature_groups import FeatureGroups
 from fivefold.models.partition import Partition, TPInput
 from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.mappings import (
     CopyToTensorParallel,
     GatherFeatures,
@@ -349,11 +349,6 @@ def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: d
         dist.all_reduce(flat, group=group)
         for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, a DTensor or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def declare(

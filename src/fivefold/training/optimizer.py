@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training.muon import Muon, matrices
 
 
