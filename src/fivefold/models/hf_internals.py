@@ -16,7 +16,6 @@ import torch
 import transformers
 import transformers.initialization as hf_initialization
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -34,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.models.merged import Piece, merged
+from fivefold.torch_internals import TorchDispatchMode
 
 # How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
 PLAN_STYLES: Mapping[str, str] = {

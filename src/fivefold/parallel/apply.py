@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from fivefold import heads
+from fivefold import heads, torch_internals
 from fivefold.errors import UserError
 from fivefold.launch.world import open_world
 from fivefold.layout import Layout
@@ -58,8 +58,9 @@ def parallelize(
     joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
     `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
 
-    Raises `UserError` when the layout does not fit the world or the model.
+    Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
+    torch_internals.check()
     open_world()
     layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))

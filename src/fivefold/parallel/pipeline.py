@@ -29,6 +29,7 @@ from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
 from fivefold.parallel.weight_grad_store import Deferred
+from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
 
 @dataclass
@@ -278,11 +279,11 @@ class _Flags:
         self._progress.note(slot)
         for module, users in self._units:
             if slot.stage in users:
-                data.add_late(module)
+                fsdp_add_late(module)
             if self._progress.reduces(slot, users):
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)
-                data.reduce_now(module)
+                fsdp_reduce_now(module)
 
 
 def prefetch_within_stages(model: Any, staged: StageModules) -> None:
