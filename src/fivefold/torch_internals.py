@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 if TYPE_CHECKING:  # a second of imports that only training needs
     from torch.distributed.fsdp import FSDPModule

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform
 from fivefold.torch_internals import TorchDispatchMode, fans, storage_key

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.trace import Experts
 from fivefold.parallel.collectives import Collective, StepShape

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.torch_internals import NORMS, without_torch_function
 
 READ_MORE = "docs/python.md"
