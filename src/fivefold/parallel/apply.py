@@ -21,6 +21,7 @@ from fivefold import torch_internals
 from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import SPLITTING, nothing_put_off
 from fivefold.launch.world import open_world
 from fivefold.models import hf_internals
@@ -108,7 +109,7 @@ def parallelize(
     elif staged:
         weight_grad_store.store_weight_grads(model, own_layers, staged)
     compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, own_layers, recompute=layout.recompute, compiled=compiled)
+    _wrap_blocks(model, own_layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
@@ -193,12 +194,12 @@ def _staged(
     )  # fmt: skip
 
 
-def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compiled: Compiled | None) -> None:
+def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recompute, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in layers:
         block = model.get_submodule(name)
         forward = compiled.block(name, block.forward) if compiled else block.forward
-        if recompute == "full":
+        if recompute.wraps(name):
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fivefold.core.recompute import Recompute
 from fivefold.parallel.mesh import Mesh
 from fivefold.torch_internals import TorchDispatchMode, group_among
 
@@ -46,7 +47,7 @@ class StepShape:
     reduce_bytes: int
     zero: int
     sequence_parallel: bool
-    recompute: str
+    recompute: Recompute
 
     @property
     def hidden_bytes(self) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.trace import Experts
@@ -253,7 +254,7 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
         if not is_within(each.name, layers):
             continue
         rows_bytes = tokens * each.picks * shape.hidden * shape.compute_bytes
-        forwards = (2 if shape.recompute == "full" else 1) * shape.micro_batches
+        forwards = shape.recompute.forwards(Site(each.name)) * shape.micro_batches
         backwards = shape.micro_batches
         if fold.group is not None:
             found.append(Collective("ep", "all_to_all", forwards, forwards * each.experts * 8))
@@ -263,7 +264,7 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
             found += _declare_sums(each, shape)
         elif fold.tensor is not None and not shape.sequence_parallel:
             longest = -(-shape.rows * shape.tokens // tensor_size) * tensor_size
-            joins = shape.micro_batches if each.is_last else forwards
+            joins = shape.recompute.forwards(Site(each.name, each.is_last)) * shape.micro_batches
             found.append(Collective("tp", "all_gather", joins, joins * longest * shape.hidden * shape.compute_bytes))
             found.append(
                 Collective("tp", "all_gather", backwards, backwards * longest * shape.hidden * shape.compute_bytes)
@@ -274,11 +275,10 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
 
 
 def _declare_sums(each: Experts, shape: StepShape) -> list[Collective]:
-    """Of experts whose features are split: what enters, its gradients, and the sum, over tp. A second forward that
-    nothing follows does without the sum."""
+    """Of experts whose features are split: what enters, its gradients, and the sum, over tp."""
     tokens, steps = shape.rows * shape.tokens, shape.micro_batches
-    forwards = (2 if shape.recompute == "full" else 1) * steps
-    sums = steps if each.is_last else forwards
+    forwards = shape.recompute.forwards(Site(each.name)) * steps
+    sums = shape.recompute.forwards(Site(each.name, each.is_last)) * steps
     weights = tokens * each.picks * max(4, shape.compute_bytes)
     if not shape.sequence_parallel:
         volume = (sums + steps) * shape.hidden_bytes + steps * weights

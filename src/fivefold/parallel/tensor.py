@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fivefold.core import heads
 from fivefold.core.errors import UserError
+from fivefold.core.recompute import Site
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.feature_groups import FeatureGroups
@@ -362,9 +363,9 @@ def declare(
     """
     entries, rows = len(partition.entries), len(partition.regions)
     entered, left = entries + has_head, rows + has_embedding  # the head is entered, the embedding left
-    is_twice = shape.recompute == "full"
-    # A second forward of a block stops at the last tensor that backward needs.
-    again_entered, again_left = (entries, rows - len(partition.unfinished)) if is_twice else (0, 0)
+    forwards = shape.recompute.forwards
+    again_entered = sum(forwards(Site(entry.modules[0])) - 1 for entry in partition.entries)
+    again_left = sum(forwards(Site(region.row, region.is_last)) - 1 for region in partition.regions)
     size = shape.hidden_bytes
     if shape.sequence_parallel:
         per_pass = {"all_gather": entered + left + again_entered, "reduce_scatter": left + entered + again_left}
@@ -374,8 +375,8 @@ def declare(
         Collective("tp", kind, count * shape.micro_batches, count * shape.micro_batches * size)
         for kind, count in per_pass.items()
     ]
-    for deal in partition.across.values():
-        passes += _across(deal, partition, fold.size, shape, forwards=2 if is_twice else 1)
+    for name, deal in partition.across.items():
+        passes += _across(deal, partition, fold.size, shape, forwards=forwards(Site(name)))
     return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
 
 
