@@ -32,6 +32,7 @@ from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.trace import Experts
+from fivefold.ops.linear import PLAIN, Linears
 from fivefold.parallel import ops
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.expert_features import feature_splits
@@ -90,6 +91,7 @@ class ExpertParallel:
     tensor: TensorParallel | None
     part: int
     parts: int
+    linears: Linears = PLAIN
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
         """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
@@ -140,7 +142,7 @@ class ExpertParallel:
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
         first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
-        return expert_mlp(module, rows_SD, counts_E, biased_from=first)
+        return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears)
 
 
 def apply_expert_parallel(
@@ -152,12 +154,13 @@ def apply_expert_parallel(
     group: dist.ProcessGroup | None,
     cut: int,
     parts: int,
+    linears: Linears = PLAIN,
 ) -> ExpertParallel:
     """Cut the experts of `model` (in place) to those of part `cut` of `specs`, and take over their modules' forward.
 
-    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp.
+    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp. `linears`: how they multiply.
     """
-    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts)
+    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts, linears)
     for each in modules:
         module = model.get_submodule(each.name)
         experts = 0

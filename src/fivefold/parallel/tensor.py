@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core import heads
@@ -29,6 +28,7 @@ from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.feature_groups import FeatureGroups
 from fivefold.models.partition import Partition, TPInput
+from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.mappings import (
@@ -162,8 +162,10 @@ def apply_tensor_parallel(
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool,
+    linears: Linears = PLAIN,
 ) -> TensorParallel:
-    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them."""
+    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
+    rows multiply."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     vocabulary = tuple(rows[0] for rows, _ in specs[f"{anatomy.embedding}.weight"].held)
     fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
@@ -179,13 +181,20 @@ def apply_tensor_parallel(
         for entry in region.entries:
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
-        _replace_forward(row, _row_linear(row, fold))
+        place(row, "row", linears, reduce=fold.leave)
         if region.attends:
             _count_own_heads(model.get_submodule(region.owner), row, partition, size)
     for name, deal in partition.across.items():
         module = model.get_submodule(name)
         _replace_forward(module, _over_all_features(module.forward, dealt(deal, partition, size), fold))
     return fold
+
+
+def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
+    """Let a linear of any registered class multiply as `linears` say. `reduce`: sums up the partial products of a
+    row."""
+    is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
+    linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -307,17 +316,6 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
         return args, kwargs
 
     return hook
-
-
-def _row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """A row-parallel linear: partial products summed first, the bias added once."""
-    is_transposed = hf_internals.linear_dims(linear) == (1, 0)
-
-    def forward(x_BTF: Tensor) -> Tensor:
-        out = fold.leave(F.linear(x_BTF, linear.weight.T if is_transposed else linear.weight))
-        return out if linear.bias is None else out + linear.bias
-
-    return forward
 
 
 def _vocabulary_lookup(embedding: nn.Embedding, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
