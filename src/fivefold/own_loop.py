@@ -33,8 +33,9 @@ from fivefold.launch.world import open_world
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import apply, guard, passes, plain
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import put_in_order, reshard, settle_root
+from fivefold.parallel.data import put_in_order, reshard
 from fivefold.parallel.spread import Spread, spread_of
+from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.batches import Batch, differing, micro_batches, on_every_rank
 from fivefold.training.evaluate import evaluating, mean_loss
 from fivefold.training.model import own_coefficient
@@ -218,7 +219,7 @@ def parallelize(
         splits_tokens=spread.tensor is not None and spread.tensor.sequence_parallel,
         reshard=lambda: reshard(model),
     )  # fmt: skip
-    settle_root(model)
+    fsdp_settle_root(model)
     watch_optimizers(model, spread.layout, before)
     model.__class__ = type(f"Parallel{anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import fivefold as ff
-from fivefold.parallel.tensor import local
+from fivefold.parallel.dtensor import local
 from fivefold.verification.exact import exact
 from tests.api.edges import freeze
 from tests.api.loop import CLIP, OPTIMIZERS, as_numpy, build, plain, share

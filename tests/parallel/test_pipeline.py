@@ -20,9 +20,9 @@ from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes, stopwatch
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StageModules
-from fivefold.parallel.tensor import local
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.allpairs import all_pairs

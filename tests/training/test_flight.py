@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.torch_internals import flight_recorder
 from fivefold.training import flight
 
 NOW = 1_000.0
@@ -125,7 +126,7 @@ def test_each_backend_has_its_own_recorder(monkeypatch: pytest.MonkeyPatch) -> N
     from torch._C import _distributed_c10d
 
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda *_: '{"entries": [1]}', raising=False)
-    of_nccl, of_gloo = flight.recorder("nccl"), flight.recorder("gloo")
+    of_nccl, of_gloo = flight_recorder("nccl"), flight_recorder("gloo")
     assert of_nccl is not None and of_gloo is not None
     assert flight.entries(of_nccl) == [1]
     assert 1 not in flight.entries(of_gloo)

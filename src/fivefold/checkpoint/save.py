@@ -31,8 +31,8 @@ from fivefold.core.files import cannot_write, is_users
 from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
