@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fivefold.core.errors import UserError
-from fivefold.models.families import family_of
+from fivefold.models import hf_internals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -13,13 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a model, as names from the root of the model.
-
-    `family`: the file in `models/families/` that lists its class, or None.
-    """
+    """The parts of a model, as names from the root of the model."""
 
     model_class: str
-    family: str | None
     base: str
     embedding: str
     layers: tuple[str, ...]
@@ -29,9 +25,7 @@ class Anatomy:
     @staticmethod
     def of(model: "PreTrainedModel") -> "Anatomy":
         """Describe `model`, which may be on the meta device. Raises `UserError` where a part cannot be found."""
-        from fivefold.models import hf_internals  # loads torch, which the value itself does without
 
-        family = family_of(type(model).__name__)
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if embedding is None or head is None:
@@ -40,7 +34,6 @@ class Anatomy:
             )
         return Anatomy(
             model_class=type(model).__name__,
-            family=family.name if family else None,
             base=hf_internals.base_prefix(model),
             embedding=names[id(embedding)],
             layers=_layers(model, names),
@@ -58,8 +51,6 @@ def _layers(model: "PreTrainedModel", names: Mapping[int, str]) -> tuple[str, ..
     """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the one
     with an entry per hidden layer."""
     from torch import nn
-
-    from fivefold.models import hf_internals
 
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     blocks = hf_internals.block_classes(model)

@@ -97,21 +97,22 @@ class TPInput:
 @dataclass(frozen=True)
 class TPBlock:
     """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
-    latent projections that some columns read."""
+    latent projections that some columns read. `is_last`: nothing with weights runs after the row in its layer."""
 
     owner: str
     columns: tuple[str, ...]
     row: str
     entries: tuple[TPInput, ...]
     attends: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
 
-    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. `unfinished`: the blocks
-    that save nothing for backward after their last sum. A refusal says why something cannot be done, or is None.
+    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. A refusal says why something
+    cannot be done, or is None.
     """
 
     roles: Mapping[str, Role]
@@ -119,7 +120,6 @@ class Partition:
     query: int
     kv: int
     across: Mapping[str, FeatureGroups]
-    unfinished: tuple[str, ...]
     refusal: str | None
     sequence_parallel_refusal: str | None
     is_proved: bool
@@ -135,7 +135,6 @@ class Partition:
             self,
             regions=tuple(region for region in self.regions if is_within(region.row, layers)),
             across={name: deal for name, deal in self.across.items() if is_within(name, layers)},
-            unfinished=tuple(layer for layer in self.unfinished if layer in layers),
         )
 
 
@@ -343,7 +342,8 @@ class ModelFacts:
             by_layer = [[(each, value) for each in named(name)] for name, value in values.items()]
             inside = [each for each in by_layer if len(each) > 1]
             after = [pair for layer in zip(*(each[1:] for each in inside), strict=True) for pair in layer]
-            found, at = {}, max((at for at, each in enumerate(by_layer) if len(each) > 1), default=-1)
+            found: dict[str, Any] = {}
+            at = max((at for at, each in enumerate(by_layer) if len(each) > 1), default=-1)
             for place, each in enumerate(by_layer):
                 found |= dict(each[:1]) | (dict(after) if place == at else {})
             return found
@@ -354,8 +354,8 @@ class ModelFacts:
                 return layer + value.removeprefix(last) if value == last or is_within(value, [last]) else value
             if isinstance(value, tuple):
                 return tuple(moved(each, layer) for each in value)
-            if is_dataclass(value):
-                return type(value)(**{each.name: moved(getattr(value, each.name), layer) for each in fields(value)})
+            if is_dataclass(value) and not isinstance(value, type):
+                return replace(value, **{each.name: moved(getattr(value, each.name), layer) for each in fields(value)})
             return value
 
         def repeated(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -367,7 +367,6 @@ class ModelFacts:
             roles=every(self.partition.roles),
             regions=repeated(self.partition.regions),
             across=every(self.partition.across),
-            unfinished=repeated(self.partition.unfinished),
         )
         return replace(
             self,

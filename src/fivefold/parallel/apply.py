@@ -5,7 +5,6 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
@@ -17,19 +16,21 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from fivefold import torch_internals
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import SPLITTING, nothing_put_off
-from fivefold.launch.world import open_world
+from fivefold.core.recompute import Recompute
+from fivefold.core.schedule import SPLITTING
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.discover import facts_of
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import hand_on_cu_seqlens
+from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial, weight_grad_store
+from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.plan import ParallelPlan, lower
@@ -51,13 +52,13 @@ def parallelize(
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
-    initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
-    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
-    `passes.py` runs, and the record `model.fivefold` (`ParallelState`). For users: `fivefold.own_loop.parallelize`.
+    initialisation by the model's own recipe with `seed`. The process group is there already. Adds
+    `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
+    (`ParallelState`). For users: `fivefold.own_loop.parallelize`.
 
-    Raises `UserError` when the layout does not fit the world or the model.
+    Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
-    open_world()
+    torch_internals.check()
     layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     use_our_attention(model)
@@ -74,23 +75,24 @@ def parallelize(
         trial.check(model, mesh, device)
     model.to("meta")
     _tie(model, facts.anatomy)
-    fold = tensor.apply_tensor_parallel(model, plan, mesh.tp_group) if layout.tp > 1 else None
+    splits_backward = layout.pp > 1 and layout.pp_schedule in SPLITTING
+    linears = Linears(store=WeightGradStore() if splits_backward else None)
+    _place_linears(model, plan, linears)
+    fold = tensor.apply_tensor_parallel(model, plan, mesh.tp_group, linears) if layout.tp > 1 else None
     rows = context.apply_context_parallel(model, plan, mesh)
-    experts = expert.apply_expert_parallel(model, plan, fold, mesh.ep_group)
+    experts = expert.apply_expert_parallel(model, plan, fold, mesh.ep_group, linears)
     router.compute_in_fp32(model, facts.experts, data.COMPUTE_DTYPES[layout.precision])
     balance = balancing.watch_routers(model, experts, fold, rows, device)
     hand_on_cu_seqlens(model, facts.forgetful)
     staged = _staged(model, plan, fold, rows) if layout.pp > 1 else None
-    if staged and compile_blocks and layout.pp_schedule in SPLITTING:
-        warnings.warn(nothing_put_off(layout.pp_schedule), stacklevel=2)
-    elif staged:
-        weight_grad_store.store_weight_grads(model, plan.layers, staged)
     compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, plan.layers, recompute=layout.recompute, compiled=compiled)
+    _wrap_blocks(model, plan.layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
-    piped = pipeline.Pipeline(plan, staged, mesh.pp_group, mesh.embedding_group, balance) if staged else None
+    piped = (
+        pipeline.Pipeline(plan, staged, mesh.pp_group, mesh.embedding_group, balance, linears.store) if staged else None
+    )
     model.fivefold = ParallelState(plan, mesh, fold, rows, experts, piped, reduce_dtype, balance, compiled)
     _materialise(model, facts.anatomy, device)
     for name, buffer in model.named_buffers():
@@ -105,6 +107,18 @@ def parallelize(
             register_fsdp_forward_method(model, method)
         pipeline.prefetch_within_stages(model, staged)
     return model
+
+
+def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> None:
+    """Let every linear of the layers, and the head, multiply as its role asks; rows are placed where they are cut."""
+    anatomy, partition = plan.anatomy, plan.partition
+    roles: dict[str, Role] = {anatomy.head: "head", **{each.router: "router" for each in plan.facts.experts}}
+    for region in partition.regions if partition else ():
+        roles |= {region.row: "row", **{name: "column" for name in region.columns}}
+    for name, module in model.named_modules():
+        is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
+        if is_linear and (role := roles.get(name, "dense")) != "row":
+            tensor.place(module, role, linears)
 
 
 def _staged(
@@ -122,12 +136,12 @@ def _staged(
     return install(model, plan, dtype=dtype, own_tokens=own_tokens, tokens=tokens)
 
 
-def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compiled: Compiled | None) -> None:
+def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recompute, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in layers:
         block = model.get_submodule(name)
         forward = compiled.block(name, block.forward) if compiled else block.forward
-        if recompute == "full":
+        if recompute.wraps(name):
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
+from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts
 from fivefold.parallel import capacity
@@ -285,9 +286,10 @@ def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions
 
 def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
     """What a capacity dropped in the last step is not sent: known only after it, taken from the bytes of a plan."""
-    if not balance.senders:
-        return []
-    passes = 2 * (2 if shape.recompute == "full" else 1) + 2
-    own = [each for each in balance.modules if is_within(each.name, layers)]
-    unsent = sum(balance.senders * balance.unsent.get(each.router, 0) for each in own)
-    return [Collective("ep", "all_to_all", 0, -passes * unsent * shape.hidden * shape.compute_bytes)]
+    found = []
+    for each in balance.modules if balance.senders else ():
+        if is_within(each.name, layers):
+            passes = 2 * shape.recompute.forwards(Site(each.name)) + 2
+            unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
+            found.append(Collective("ep", "all_to_all", 0, -passes * unsent))
+    return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups
 from fivefold.parallel.collectives import Call, Phase, StepShape
@@ -46,11 +47,6 @@ class _Step:
     plan: "ParallelPlan"
     shape: StepShape
 
-    @property
-    def runs_again(self) -> bool:
-        """Whether a block's forward runs a second time, in the backward pass."""
-        return self.shape.recompute == "full"
-
     def layer_of(self, module: str) -> str:
         """The layer of this rank that a module is in, "" where it is in none."""
         parts = module.split(".")
@@ -61,11 +57,6 @@ class _Step:
     def _layers(self) -> frozenset[str]:
         return frozenset(self.plan.layers)
 
-    @cached_property
-    def last_rows(self) -> frozenset[str]:
-        """The last row linear of each layer."""
-        return frozenset({self.layer_of(block.row): block.row for block in self.plan.facts.partition.regions}.values())
-
     def call(
         self, axis: str, kind: str, size: int, phase: Phase, layer: str, *, times: int = 1, overlaps: bool = False
     ) -> Call:
@@ -74,12 +65,14 @@ class _Step:
         return Call(axis=axis, kind=kind, bytes=size, phase=phase, layer=layer, times=times, overlaps=overlaps)
 
     def forwards(
-        self, axis: str, kind: str, size: int, layer: str, *, overlaps: bool = False, is_again: bool = True
-    ) -> Iterator[Call]:
-        """One of every forward pass of a layer; `is_again`: of the one that computes it again, too."""
+        self, axis: str, kind: str, size: int, site: str, *, layer: str | None = None, is_last: bool = False,
+        overlaps: bool = False,
+    ) -> Iterator[Call]:  # fmt: skip
+        """One of every forward pass of `site`, a module; those that compute it again are in the backward pass."""
+        layer = self.layer_of(site) if layer is None else layer
         yield self.call(axis, kind, size, "forward", layer, overlaps=overlaps)
-        if self.runs_again and is_again:
-            yield self.call(axis, kind, size, "backward", layer, overlaps=overlaps)
+        if again := self.shape.recompute.forwards(Site(site, is_last)) - 1:
+            yield self.call(axis, kind, size, "backward", layer, times=again, overlaps=overlaps)
 
 
 # ---- data parallelism ------------------------------------------------------------------------------------------------
@@ -144,12 +137,9 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
     if first:
         yield from _leave(step, anatomy.embedding, is_in_block=False)
     for block in partition.regions:
-        layer = step.layer_of(block.row)
-        for _ in block.entries:
-            yield from _enter(step, layer)
-        # A second forward of a block stops at the last tensor that backward needs.
-        is_last = layer in partition.unfinished and block.row in step.last_rows
-        yield from _leave(step, layer, is_again=not is_last)
+        for entry in block.entries:
+            yield from _enter(step, entry.modules[0])
+        yield from _leave(step, block.row, is_last=block.is_last)
     if last:
         yield from _enter(step, anatomy.head, is_in_block=False)
     for name, deal in partition.across.items():
@@ -162,24 +152,23 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
             yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
 
 
-def _enter(step: _Step, layer: str, *, is_in_block: bool = True) -> Iterator[Call]:
+def _enter(step: _Step, site: str, *, is_in_block: bool = True) -> Iterator[Call]:
     """All tokens on every rank; backward adds the gradients up."""
-    size = step.shape.hidden_bytes
+    size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     if step.plan.splits_sequence:
-        yield from step.forwards("tp", "all_gather", size, layer, is_again=is_in_block)
+        yield from step.forwards("tp", "all_gather", size, site, layer=layer, is_last=not is_in_block)
         yield step.call("tp", "reduce_scatter", size, "backward", layer)
     else:
         yield step.call("tp", "all_reduce", size, "backward", layer)
 
 
-def _leave(step: _Step, layer: str, *, is_in_block: bool = True, is_again: bool = True) -> Iterator[Call]:
+def _leave(step: _Step, site: str, *, is_in_block: bool = True, is_last: bool = False) -> Iterator[Call]:
     """Partial sums are added up; backward gathers their gradients."""
-    size, is_again = step.shape.hidden_bytes, is_again and is_in_block
+    size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
+    kind, is_last = ("reduce_scatter" if step.plan.splits_sequence else "all_reduce"), is_last or not is_in_block
+    yield from step.forwards("tp", kind, size, site, layer=layer, is_last=is_last)
     if step.plan.splits_sequence:
-        yield from step.forwards("tp", "reduce_scatter", size, layer, is_again=is_again)
         yield step.call("tp", "all_gather", size, "backward", layer)
-    else:
-        yield from step.forwards("tp", "all_reduce", size, layer, is_again=is_again)
 
 
 def _across(step: _Step, module: str, deal: FeatureGroups) -> Iterator[Call]:
@@ -189,7 +178,7 @@ def _across(step: _Step, module: str, deal: FeatureGroups) -> Iterator[Call]:
     shares = dealt(deal, plan.facts.partition, plan.layout.tp)
     widest = max(sum(stop - start for start, stop in blocks) for blocks in shares)
     layer, features = step.layer_of(module), max(part.stop for part in deal)
-    yield from step.forwards("tp", "all_gather", plan.layout.tp * widest * feature, layer)
+    yield from step.forwards("tp", "all_gather", plan.layout.tp * widest * feature, module)
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
 
 
@@ -222,35 +211,35 @@ def _of_attention(step: _Step) -> Iterator[Call]:
             size = 2 * kv // u * heads.size * token  # keys and values of one token
             axis, ring_rank = ("cp" if u == 1 else "cp_ring"), plan.coords.cp // u
             exchange = _gathered if method.gathers else _ring
-            yield from exchange(step, axis, layer, size, rings, ring_rank)
+            yield from exchange(step, axis, name, size, rings, ring_rank)
         if u > 1:
             axis = "cp" if len(rings) == 1 else "cp_ulysses"
             for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
                 size = features * shape.tokens * token
-                yield from step.forwards(axis, "all_to_all", size, layer)
+                yield from step.forwards(axis, "all_to_all", size, name)
                 yield step.call(axis, "all_to_all", size, "backward", layer)
 
 
 def _ring(
-    step: _Step, axis: str, layer: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
+    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
 ) -> Iterator[Call]:
     """Keys and values go round forward and once more backward; gradients go home. `size`: bytes of a token's."""
     for part in range(1, len(tokens)):
         keys, gradients = ring_keys(tokens, rank, part), ring_gradients(tokens, rank, part)
         for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
-            yield from step.forwards(axis, kind, of_keys * size, layer, overlaps=True)
-            yield step.call(axis, kind, of_keys * size, "backward", layer, overlaps=True)
-            yield step.call(axis, kind, of_gradients * size, "backward", layer, overlaps=True)
+            yield from step.forwards(axis, kind, of_keys * size, site, overlaps=True)
+            yield step.call(axis, kind, of_keys * size, "backward", step.layer_of(site), overlaps=True)
+            yield step.call(axis, kind, of_gradients * size, "backward", step.layer_of(site), overlaps=True)
 
 
 def _gathered(
-    step: _Step, axis: str, layer: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
+    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
 ) -> Iterator[Call]:
     """Keys and values of whole rows on every rank; their gradients dealt to the owners."""
     whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
-    yield from step.forwards(axis, "all_gather", whole, layer, overlaps=True)
-    yield step.call(axis, "all_gather", whole, "backward", layer, overlaps=True)
-    yield step.call(axis, "all_to_all", whole, "backward", layer, overlaps=True)
+    yield from step.forwards(axis, "all_gather", whole, site, overlaps=True)
+    yield step.call(axis, "all_gather", whole, "backward", step.layer_of(site), overlaps=True)
+    yield step.call(axis, "all_to_all", whole, "backward", step.layer_of(site), overlaps=True)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -268,9 +257,9 @@ def _of_experts(step: _Step) -> Iterator[Call]:
         tokens = shape.rows * shape.tokens // (1 if layout.etp > 1 else layout.tp)
         rows = tokens * each.picks * shape.hidden * shape.compute_bytes
         if layout.ep > 1:
-            yield from step.forwards("ep", "all_to_all", each.experts * 8, layer)  # how many rows come
+            yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name)  # how many rows come
             for _ in ("there", "back"):
-                yield from step.forwards("ep", "all_to_all", rows, layer)
+                yield from step.forwards("ep", "all_to_all", rows, each.name)
                 yield step.call("ep", "all_to_all", rows, "backward", layer)
         if layout.etp > 1:
             yield from _summed_over_tp(step, each, layer)
@@ -281,18 +270,18 @@ def _of_experts(step: _Step) -> Iterator[Call]:
 def _summed_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]:
     """Of experts whose features are split: what enters, its gradients, and the sum. A second forward that nothing
     follows does without the sum."""
-    shape, again = step.shape, not experts.is_last
+    shape, site = step.shape, experts.name
     tokens, hidden = shape.rows * shape.tokens, shape.hidden_bytes
     weights = tokens * experts.picks * max(4, shape.compute_bytes)
     if not step.plan.splits_sequence:
-        yield from step.forwards("tp", "all_reduce", hidden, layer, is_again=again)
+        yield from step.forwards("tp", "all_reduce", hidden, site, is_last=experts.is_last)
         yield step.call("tp", "all_reduce", hidden, "backward", layer)
         yield step.call("tp", "all_reduce", weights, "backward", layer)
         return
     for size in (hidden, weights, tokens * experts.picks * 8):  # the last: which experts, int64
-        yield from step.forwards("tp", "all_gather", size, layer)
+        yield from step.forwards("tp", "all_gather", size, site)
     yield step.call("tp", "all_gather", hidden, "backward", layer)
-    yield from step.forwards("tp", "reduce_scatter", hidden, layer, is_again=again)
+    yield from step.forwards("tp", "reduce_scatter", hidden, site, is_last=experts.is_last)
     yield step.call("tp", "reduce_scatter", hidden, "backward", layer)
     yield step.call("tp", "reduce_scatter", weights, "backward", layer)
 
@@ -302,7 +291,7 @@ def _shared_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]
     shape, tp = step.shape, step.plan.layout.tp
     longest = -(-shape.rows * shape.tokens // tp) * tp
     rows = longest * shape.hidden * shape.compute_bytes
-    yield from step.forwards("tp", "all_gather", rows, layer, is_again=not experts.is_last)
+    yield from step.forwards("tp", "all_gather", rows, experts.name, is_last=experts.is_last)
     yield step.call("tp", "all_gather", rows, "backward", layer)
     yield step.call("tp", "all_gather", longest * experts.picks * max(4, shape.compute_bytes), "backward", layer)
 
@@ -319,13 +308,12 @@ def _of_routers(step: _Step) -> Iterator[Call]:
     axes = [("tp", plan.layout.tp)] if plan.splits_sequence else []
     axes += [("cp", plan.layout.cp)] if plan.layout.cp > 1 else []
     for each in plan.experts:
-        layer = step.layer_of(each.name)
         for axis, _ in axes if shape.balances_load else ():
-            yield from step.forwards(axis, "all_reduce", 8 * shape.rows * each.experts, layer)
+            yield from step.forwards(axis, "all_reduce", 8 * shape.rows * each.experts, each.name)
         size = 8 * shape.rows * each.experts * _slots(plan, shape)
         for axis, ranks in axes if shape.has_capacity else ():
             size *= ranks
-            yield from step.forwards(axis, "all_gather", size, layer)
+            yield from step.forwards(axis, "all_gather", size, each.name)
 
 
 def router_numbers(experts: Experts) -> int:

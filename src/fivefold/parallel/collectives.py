@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fivefold.core.recompute import Recompute
 from fivefold.parallel.ranks import RankGrid
 
 Phase = Literal["forward", "backward", "step"]
@@ -60,7 +61,7 @@ class StepShape:
     reduce_bytes: int
     zero: int
     sequence_parallel: bool
-    recompute: str
+    recompute: Recompute
     optimizer: str = "adamw"
     balances_load: bool = False
     has_capacity: bool = False

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.facts import Experts
+from fivefold.ops.linear import PLAIN, Linears
 from fivefold.parallel import ops
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Block, split_even
@@ -46,6 +47,7 @@ class ExpertParallel:
     tensor: TensorParallel | None
     part: int
     parts: int
+    linears: Linears = PLAIN
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
         """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
@@ -96,18 +98,22 @@ class ExpertParallel:
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
         first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
-        return expert_mlp(module, rows_SD, counts_E, biased_from=first)
+        return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears)
 
 
 def apply_expert_parallel(
-    model: nn.Module, plan: ParallelPlan, tensor: TensorParallel | None, group: dist.ProcessGroup | None
+    model: nn.Module,
+    plan: ParallelPlan,
+    tensor: TensorParallel | None,
+    group: dist.ProcessGroup | None,
+    linears: Linears = PLAIN,
 ) -> ExpertParallel:
     """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward.
 
-    `group`: the ranks that they are dealt to.
+    `group`: the ranks that they are dealt to. `linears`: how they multiply.
     """
     cut, parts = plan.grid.shard_index(plan.rank, "ep").part, plan.layout.etp
-    fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts)
+    fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, linears)
     for each in plan.facts.experts:
         module = model.get_submodule(each.name)
         experts = 0

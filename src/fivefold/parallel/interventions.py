@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import SPLITTING
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_tensor_parallel(plan)
     if plan.layout.cp > 1:
         yield from _of_context_parallel(plan)
+    if plan.layout.pp > 1 and plan.layout.pp_schedule in SPLITTING:
+        yield from _of_weight_gradients(plan)
     for each in facts.experts:
         yield Intervention(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
     if plan.layout.precision == "bf16":
@@ -52,8 +55,9 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(layer, "forward", "documents", "its attention is given the bounds of packed documents")
     if plan.layout.pp > 1:
         yield from _of_stages(plan)
-    if plan.layout.recompute == "full":
-        for layer in plan.layers:
+    recompute = Recompute(plan.layout.recompute)
+    for layer in plan.layers:
+        if recompute.wraps(layer):
             yield Intervention(layer, "forward", "recompute", "its activations are computed again in backward")
     for unit in plan.units:
         yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
@@ -93,9 +97,17 @@ def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
     for module, stages in plan.stages.places.items():
         if not own & set(stages):
             yield Intervention(module, "stub", "pp", f"it runs in stage {', '.join(map(str, stages))}")
-    if plan.layout.pp_schedule in SPLITTING:
-        for layer in plan.layers:
-            yield Intervention(layer, "forward", "pp", "gradients of its linears' weights are put off")
+
+
+def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
+    """A schedule that splits backward computes the gradients of weights later, of all linears in layers."""
+    routers = {each.router for each in plan.facts.experts}
+    rows = {block.row for block in plan.partition.regions} if plan.partition else set()
+    for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):
+        for matmul in cost.matmuls:
+            module = f"{layer}.{matmul.name.removesuffix('.weight')}"
+            if matmul.times == 1 and module not in routers | rows and module != layer:
+                yield Intervention(module, "forward", "pp", "gradients of its weight are put off")
 
 
 def _scores_experts(plan: "ParallelPlan", router: str, experts: int) -> bool:

@@ -92,9 +92,9 @@ def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
             numbers = costs[layer].saved.on_rank(tp, sequence_parallel=splits) * tokens
             whole[layer] = round(numbers * shape.compute_bytes)
             entered = shape.hidden_bytes // (tp if splits else 1)
-            found[layer] = under_way[stage] * (entered if shape.recompute == "full" else whole[layer])
-    if shape.recompute == "full" and found:
-        dearest = max(whole, key=lambda layer: whole[layer])
+            found[layer] = under_way[stage] * (entered if shape.recompute.wraps(layer) else whole[layer])
+    if again := [layer for layer in found if shape.recompute.wraps(layer)]:
+        dearest = max(again, key=lambda layer: whole[layer])
         found[dearest] += whole[dearest]
     return found
 

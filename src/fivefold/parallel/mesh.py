@@ -1,4 +1,4 @@
-"""The process groups of a layout, live, and the meshes of them that FSDP takes. Private surfaces of torch stay here.
+"""The process groups of a layout, live, and the meshes of them that FSDP takes.
 
 Who is in which group says the `RankGrid`. A group that spans the world is the world's own. NCCL makes all groups of an
 axis in one split of the world's communicator, where that is bound to a device; other backends make one after the other.
@@ -6,7 +6,6 @@ axis in one split of the world's communicator, where that is bound to a device; 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.core.layout import Layout
 from fivefold.parallel.ranks import APART, Over, RankGrid
+from fivefold.torch_internals import can_split_world, timeout_of_world
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Mesh:
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has this name: how recorded collectives are told apart."""
         named: dict[str, str] = {group.group_name: axis for axis, group in self.groups.items()}
-        named[dist.distributed_c10d._get_default_group().group_name] = "world"
+        if dist.group.WORLD:
+            named[dist.group.WORLD.group_name] = "world"
         return named.get(group_name, group_name)
 
 
@@ -102,8 +103,8 @@ def _own_group(groups: Sequence[list[int]], axis: str, device_type: str) -> dist
     unless its axis stands `APART`. All have the timeout of the world's."""
     if len(groups[0]) == dist.get_world_size() and axis not in APART:
         return dist.group.WORLD
-    timeout = _timeout(device_type)
-    if _splits():
+    timeout = timeout_of_world(device_type)
+    if can_split_world():
         return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=axis)
     mine = None
     for ranks in groups:
@@ -111,16 +112,3 @@ def _own_group(groups: Sequence[list[int]], axis: str, device_type: str) -> dist
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def _splits() -> bool:
-    """Whether the world's group can be split by one call: NCCL's, which is there before the first collective when it is
-    bound to a device."""
-    bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
-    return bound is not None and torch.accelerator.is_available()
-
-
-def _timeout(device_type: str) -> timedelta | None:
-    """Of the world's group; None where its backend has none. Without it, a new group of NCCL has ten minutes."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -16,6 +16,7 @@ from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import TYPICAL, Slot
 from fivefold.core.schedule import Plan as Schedule
 from fivefold.models.anatomy import Anatomy, is_within
@@ -316,7 +317,7 @@ class ParallelPlan:
             reduce_bytes=reduce_bytes or max(compute, 4),
             zero=layout.zero,
             sequence_parallel=layout.sequence_parallel,
-            recompute=layout.recompute,
+            recompute=Recompute(layout.recompute),
         )
 
     def calls(self, shape: StepShape) -> tuple[Call, ...]:

@@ -23,7 +23,6 @@ from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stage_plan import StagePlan
-from fivefold.parallel.weight_grad_store import Deferred
 
 # ---- what stands in for a module of another stage --------------------------------------------------------------------
 
@@ -95,7 +94,6 @@ class StageModules:
     own_tokens: Callable[[int], int]
     tokens: Callable[[int], int]
     hidden_size: int
-    deferred: Deferred | None = None  # where weights' gradients go in the slot under way, if they are put off
     views: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
     slots: dict[int, tuple[_Slot | None, _Slot | None]] = field(default_factory=dict)
 

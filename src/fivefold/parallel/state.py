@@ -13,6 +13,7 @@ from fivefold.models.sources import TensorSource
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, expert, pipeline, tensor
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.guard import Guard
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
@@ -44,9 +45,9 @@ def fill(model: nn.Module, source: TensorSource) -> None:
     state = state_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local = tensor.local(parameter)
+            shard = local(parameter)
             for global_region, local_region in state.plan.regions(name):
-                local[local_region].copy_(source.read(name, global_region))
+                shard[local_region].copy_(source.read(name, global_region))
         for name, buffer in model.named_buffers():
             if name in state.plan.buffers:
                 buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))

@@ -19,13 +19,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.facts import Partition, TPInput
+from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.mappings import (
     CopyToTensorParallel,
     GatherFeatures,
@@ -86,8 +86,11 @@ class TensorParallel:
         return temporarily(self, head_in_chunks=True)
 
 
-def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup) -> TensorParallel:
-    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them."""
+def apply_tensor_parallel(
+    model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup, linears: Linears = PLAIN
+) -> TensorParallel:
+    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
+    rows multiply."""
     rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.facts.partition
     vocabulary = tuple(rows[0] for rows, _ in plan.shards[f"{anatomy.embedding}.weight"].held)
     fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary, sums=dict(plan.gradient_sums))
@@ -102,13 +105,20 @@ def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, group: dist.Proc
         for entry in region.entries:
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
-        _replace_forward(row, _row_linear(row, fold))
+        place(row, "row", linears, reduce=fold.leave)
         if region.attends:
             _count_own_heads(model.get_submodule(region.owner), row, partition, size)
     for name, deal in partition.across.items():
         module = model.get_submodule(name)
         _replace_forward(module, _over_all_features(module.forward, dealt(deal, partition, size), fold))
     return fold
+
+
+def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
+    """Let a linear of any registered class multiply as `linears` say. `reduce`: sums up the partial products of a
+    row."""
+    is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
+    linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -217,17 +227,6 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """A row-parallel linear: partial products summed first, the bias added once."""
-    is_transposed = hf_internals.linear_dims(linear) == (1, 0)
-
-    def forward(x_BTF: Tensor) -> Tensor:
-        out = fold.leave(F.linear(x_BTF, linear.weight.T if is_transposed else linear.weight))
-        return out if linear.bias is None else out + linear.bias
-
-    return forward
-
-
 def _vocabulary_lookup(embedding: nn.Embedding, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """Each rank looks up the ids of its own rows, as the module does it (some scale them); the others give zero."""
     start, stop = fold.vocabulary[fold.rank]
@@ -258,8 +257,3 @@ def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: d
         dist.all_reduce(flat, group=group)
         for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, a DTensor or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.models import hf_internals
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.ranks import row_blocks
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.stages import StageStub
 from fivefold.parallel.state import state_of
-from fivefold.parallel.tensor import local
 from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import Distance, ReferenceTensors
 

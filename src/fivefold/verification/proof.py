@@ -23,10 +23,10 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.data import master_dtype
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizer import build_optimizer, local_gradients
@@ -45,7 +45,7 @@ class Proof:
     """A layout under proof on this rank. Every rank makes one and calls the same methods; rank 0 has the rows."""
 
     def __init__(self, subject: ProofCase, layout: Layout, evidence: ReferenceTensors, device: str) -> None:
-        """Spread the model of `subject`. Raises `UserError` where it cannot be spread so."""
+        """ParallelState the model of `subject`. Raises `UserError` where it cannot be spread so."""
         self.subject, self.evidence = subject, evidence
         self.layout = layout.resolve(dist.get_world_size())
         model = build_meta(load_model_config(subject.folder))
