@@ -140,10 +140,10 @@ def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recomput
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in layers:
         block = model.get_submodule(name)
-        forward = compiled.block(name, block.forward) if compiled else block.forward
+        if compiled:
+            block.forward = compiled.block(name, block.forward)
         if recompute.wraps(name):
-            forward = partial(checkpoint, forward, use_reentrant=False)
-        block.forward = forward
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _materialise(model: nn.Module, anatomy: Anatomy, device: torch.device) -> None:
