@@ -87,9 +87,9 @@ def test_facts_depend_on_config_class_and_what_is_trained() -> None:
     assert len(keys) == 4
 
 
-@pytest.mark.parametrize(("family", "off"), [("llama", 0.15), ("olmo2", 0.25)])
-def test_saved_activations_are_those_of_a_real_forward(family: str, off: float) -> None:
-    """Numbers that the layers of the reference keep, each tensor once, but for what attention keeps of its own."""
+@pytest.mark.parametrize("family", ["llama", "olmo2", "phi3"])
+def test_saved_activations_are_those_of_a_real_forward(family: str) -> None:
+    """Numbers that a layer of the reference keeps, each tensor once; its attention keeps no scores."""
     case = Case("single", family)
     found = facts(family)
     model = reference_model(case, torch.float32).train()
@@ -106,10 +106,8 @@ def test_saved_activations_are_those_of_a_real_forward(family: str, off: float) 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         model.model(input_ids=torch.arange(tokens).unsqueeze(0), use_cache=False)
     measured = (held[1] - held[0]) / tokens
-    heads = next(iter(found.attends.values()))
-    measured -= heads.query * (2 * tokens)  # scores, which the kernel of a layout does not keep
     expected = found.layer_costs[0].saved.on_rank(1, sequence_parallel=False)
-    assert abs(expected - measured) <= off * measured, (expected, measured)
+    assert abs(expected - measured) <= 0.1 * measured, (expected, measured)
 
 
 # ---- any rank of any world -------------------------------------------------------------------------------------------
@@ -156,7 +154,9 @@ def test_bytes_of_a_step() -> None:
     part = shards.bytes(shards.step_shape(1, 64, 1))
     assert one.parameters == one.gradients == 4 * found.size and one.optimizer == 2 * one.parameters
     assert one.parameters / 4 <= part.parameters < one.parameters / 3
-    assert part.gathered < one.gathered or part.gathered == one.gathered
+    every = lower(found, Layout.parse("shard4+fp32+zero1"), 0)
+    kept_whole = every.bytes(every.step_shape(1, 64, 2))
+    assert part.gathered < kept_whole.gathered and part.unreduced < kept_whole.unreduced
     full = lower(found, Layout.parse("single+fp32+full"), 0)
     kept = full.bytes(full.step_shape(1, 64, 1)).saved
     least = 64 * found.hidden_size * 4
