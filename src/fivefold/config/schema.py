@@ -130,12 +130,6 @@ class TokenizerSection(Section):
             raise ValueError(f"{value} is too large: at most {MOST_VOCABULARY} tokens")
         return f"train:{parse_length(size)}"
 
-    @property
-    def trained_size(self) -> int | None:
-        """Vocabulary size, in tokens, of a tokenizer to be trained on the corpus; None when it exists already."""
-        kind, colon, size = self.name_or_path.partition(":")
-        return int(size) if kind == "train" and colon else None
-
 
 class DataSource(Section):
     path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
