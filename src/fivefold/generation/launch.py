@@ -1,12 +1,10 @@
 """Where generation runs: in this process, over workers of its own, or in the world that this process is part of."""
 
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from fivefold.core.layout import Layout
-from fivefold.launch.processes import is_scratch, keep, scratch_folder
-from fivefold.launch.restart import WorkerDied
+from fivefold.launch.processes import kept_if_one_dies
 from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import alone, device_kind, find_world, join
 
@@ -32,15 +30,8 @@ def start(options: Mapping[str, Any], *, device: str, quiet: bool = False) -> st
 
 def _over_workers(options: Mapping[str, Any], workers: int, device: str, *, quiet: bool) -> str:
     """The folder of the workers' logs stays only after a failure, whose message names it."""
-    logs = scratch_folder("generate")
-    result = logs / "text"
-    request = {"generate": dict(options), "result": str(result), "quiet": quiet, "device": device}
-    try:
+    with kept_if_one_dies("generate") as logs:
+        result = logs / "text"
+        request = {"generate": dict(options), "result": str(result), "quiet": quiet, "device": device}
         start_workers("fivefold.generation.run:on_worker", request, workers=workers, logs=logs)
         return result.read_text(encoding="utf-8")
-    except WorkerDied:
-        keep(logs)
-        raise
-    finally:
-        if is_scratch(logs):
-            shutil.rmtree(logs)
