@@ -26,9 +26,9 @@ from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, record, total
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.exact import exact, exactly

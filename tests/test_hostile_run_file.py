@@ -28,6 +28,7 @@ FILES = {
     "a list for a key": ("{[a, b]: 1}", "a key is a word"),
     "a NUL byte": ('run: {name: "a\\0b"}', "NUL byte"),
     "half of a character": ('run: {name: "\\ud800"}', "lone surrogate"),
+    "the other half": ('run: {name: "\\udc00"}', "lone surrogate"),
     "infinity": ("optimizer: {learning_rate: .inf}", ".inf is not a finite number"),
     "a number of 64 bits and one": ("train: {max_steps: 9223372036854775808}", "larger than 64 bits"),
     "a large number": (f"train: {{max_steps: {'9' * 5000}}}", "larger than 64 bits"),

@@ -65,6 +65,26 @@ def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
     python(code)
 
 
+@pytest.mark.parametrize(
+    ("module", "imported", "said"), [("fivefold", "typer", "stopped\n"), ("fivefold.worker", "fivefold.config", "")]
+)
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str, imported: str, said: str) -> None:
+    code = f"""
+import os, runpy, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "{imported}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("{module}", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+
+
 def test_import_is_fast_and_imports_no_torch() -> None:
     empty = best_seconds(sys.executable, "-c", "")
     assert best_seconds(sys.executable, "-c", "import fivefold") - empty < 0.2

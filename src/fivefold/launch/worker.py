@@ -5,6 +5,11 @@ Reads its place in the world, joins it and calls `body(request, world)`. BODY na
 where the process that started the workers finds it and says it once.
 """
 
+from fivefold.core import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # who started it has the word
+
 import faulthandler
 import json
 import logging
@@ -24,7 +29,8 @@ from fivefold.launch.memory import out_of_gpu_memory
 from fivefold.launch.watch import TELL, stack_file
 from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
 
-INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended by Ctrl-C and by SIGTERM
+INTERRUPTED = interrupts.INTERRUPTED
+TERMINATED = 143  # what a shell reports for a process ended by SIGTERM
 CLOSED = CLOSED_PIPE
 
 
@@ -145,6 +151,7 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     try:
+        interrupts.raise_again()
         exit_code = main(*sys.argv[1:])
     except KeyboardInterrupt:  # while another one was being handled
         exit_code = INTERRUPTED
