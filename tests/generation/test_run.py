@@ -47,10 +47,6 @@ def test_the_command(folder: Path, expected: str, layout: str, capfd: pytest.Cap
     run = str(folder.parent / "run")
     request = GenerateRequest(model=run, prompt=PROMPT, layout=layout, max_new_tokens=TOKENS, temperature=0.0)
     text = start(request)
-        GenerateRequest(
-            model=str(folder.parent / "run"), prompt=PROMPT, layout=layout, max_new_tokens=TOKENS, temperature=0.0
-        )
-    )
     assert text == expected
     assert capfd.readouterr().out == f"{PROMPT}{expected}\n"
 
