@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold import files
-from fivefold.json_lines import JsonLines
+from fivefold.core.json_lines import JsonLines
 
 
 @pytest.fixture

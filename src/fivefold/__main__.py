@@ -1,6 +1,6 @@
 """`fivefold` and `python -m fivefold`."""
 
-from fivefold import interrupts
+from fivefold.core import interrupts
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Every family of `src/fivefold/models/families`: a new file there is tested here without a change to this one.
+"""Every family of `tests/families.py`: a new entry there is tested here without a change to this file.
 
 The reference is always the unmodified model of `transformers`, built on the CPU.
 """
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fivefold.checkpoint import export
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, check_lengths
 from fivefold.models.in_memory import ModelTensors

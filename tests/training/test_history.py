@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.history import Event, History, Start, load
-from fivefold.launch.local import _tell_restart
-from fivefold.pages.run import main as report
+from fivefold.core.history import Event, History, Start, load
+from fivefold.report.run import main as report
 from fivefold.training import header
+from fivefold.training.launch import _tell_restart
 from tests.training.bodies import column, run_dir, run_file, train
 
 SCHEDULE = {"name": "cosine", "peak": 1e-3, "warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1}
@@ -68,7 +68,7 @@ def test_a_worker_that_died_is_kept_by_the_launcher(tmp_path: Path) -> None:
 
 
 def test_a_jump_of_the_learning_rate_is_said_and_nothing_else() -> None:
-    from fivefold.history import Start
+    from fivefold.core.history import Start
 
     def said(**now: object) -> list[tuple[str, str]]:
         before = History([Start(5, "", {"layout": "tp2", "schedule": SCHEDULE})])

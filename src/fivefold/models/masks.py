@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 INSTEAD_OF_A_MASK = (
     "leave attention_mask out: with padding at the end of a row no token sees it, and position_ids that restart keep "

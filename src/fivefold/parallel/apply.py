@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from fivefold import heads
-from fivefold.errors import UserError
-from fivefold.launch.world import open_world
-from fivefold.layout import Layout
+from fivefold.core import heads
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import SPLITTING, nothing_put_off
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import check_rows, use_our_attention
@@ -34,7 +34,6 @@ from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial, weight_grad_store
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
 from fivefold.parallel.stages import StageModules, StagePlan, assign, install
@@ -54,13 +53,12 @@ def parallelize(
     """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
-    initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
-    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
-    `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
+    initialisation by the model's own recipe with `seed`. The process group is there already. Adds
+    `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
+    (`Spread`). For users: `fivefold.own_loop.parallelize`.
 
     Raises `UserError` when the layout does not fit the world or the model.
     """
-    open_world()
     layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     use_our_attention(model)
