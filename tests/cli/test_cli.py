@@ -66,7 +66,8 @@ def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "imported", "said"), [("fivefold", "typer", "stopped\n"), ("fivefold.worker", "fivefold.config", "")]
+    ("module", "imported", "said"),
+    [("fivefold", "typer", "stopped\n"), ("fivefold.launch.worker", "fivefold.launch.failure", "")],
 )
 def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str, imported: str, said: str) -> None:
     code = f"""
