@@ -52,6 +52,12 @@ def test_a_rank_without_a_beat_is_frozen(machine: Machine) -> None:
     assert machine.frozen_after(1, lambda: machine.beats[0].write(still=0.0, waits=False)) == {1}
 
 
+def test_each_beat_begins_the_wait_anew(machine: Machine) -> None:
+    for _ in range(3):  # eight seconds each
+        machine.beats[1].write(still=0.0, waits=False)
+        assert machine.frozen_after(4, lambda: machine.beats[0].write(still=0.0, waits=False)) == set()
+
+
 def test_one_that_computes_is_not(machine: Machine) -> None:
     def computes() -> None:
         machine.cpu = [machine.cpu[0] + 1.0, machine.cpu[1] + 0.1]
