@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -125,19 +126,21 @@ def test_a_thread_that_nobody_waits_for_does_not_count() -> None:
 
 
 def test_a_thread_that_goes_from_place_to_place_moves() -> None:
-    turn, ended = threading.Barrier(2), threading.Event()
+    turn = threading.Barrier(2)
 
     def walk() -> None:
-        while not ended.is_set():
-            turn.wait()
-            turn.wait()
+        with suppress(threading.BrokenBarrierError):
+            while True:
+                turn.wait()
+                turn.wait()
 
     walker = threading.Thread(target=walk)  # somebody waits for it
     walker.start()
-    assert still_while(turn.wait, looks=7) <= 0.5
-    ended.set()
-    turn.wait()
-    walker.join()
+    try:
+        assert still_while(turn.wait, looks=7) <= 0.5
+    finally:
+        turn.abort()
+        walker.join()
 
 
 # ---- the first cause ------------------------------------------------------------------------------------------------
