@@ -143,6 +143,19 @@ def test_a_thread_that_goes_from_place_to_place_moves() -> None:
         walker.join()
 
 
+def test_waiting_for_the_network_moves() -> None:
+    """Its clients end that themselves."""
+    there, scope = threading.Event(), {"__name__": "fsspec.implementations.http"}
+    exec("def fetch(there): there.wait()", scope)
+    client = threading.Thread(target=cast(Any, scope["fetch"]), args=(there,))
+    client.start()
+    try:
+        assert still_while(lambda: time.sleep(0.005)) == 0
+    finally:
+        there.set()
+        client.join()
+
+
 # ---- the first cause ------------------------------------------------------------------------------------------------
 
 
