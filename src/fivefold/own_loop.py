@@ -23,7 +23,7 @@ from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
-from fivefold.checkpoint.save import on_first_rank, save_as
+from fivefold.checkpoint.save import on_first_rank, save_as, standing
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
@@ -544,7 +544,8 @@ def save(
     any layout. It appears when all of it is written and read back.
 
     `state`: anything that JSON holds (a step, a scheduler's `state_dict()`), which `load` returns. `overwrite`: replace
-    a checkpoint of that name. Raises `UserError`, and `RunFailed` when it cannot be written.
+    a checkpoint of that name, which `load` finds until the new one is there. Raises `UserError`, and `RunFailed` when
+    it cannot be written.
     """
     _check_parallel(model)
 
@@ -574,7 +575,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
     betas) become those that were saved. Raises `UserError`, before anything changes, where that does not fit.
     """
     _check_parallel(model)
-    folder = Path(path)
+    folder = standing(Path(path))
 
     def check() -> Checkpoint:
         opened = Checkpoint.open(folder) if (folder / MANIFEST).exists() else find_checkpoint(folder)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.families import family_of
 from fivefold.models.feature_groups import FeatureGroup, FeatureGroups, by_features, by_heads
 from fivefold.models.feeds import Pair, pairs_of
+from fivefold.models.proved import PROVED
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
@@ -165,8 +165,7 @@ class _Derivation:
         return Partition(
             roles={name: roles[name] for name, _ in self.model.named_parameters()},
             regions=tuple(self.regions), query=self.heads[0], kv=self.heads[1], across=self.across,
-            refusal=refusal, sequence_parallel_refusal=refusal or alone,
-            is_proved=family_of(self._name) is not None,
+            refusal=refusal, sequence_parallel_refusal=refusal or alone, is_proved=self._name in PROVED,
         )  # fmt: skip
 
     @property

@@ -22,7 +22,6 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import SPLITTING
-from fivefold.launch.world import open_world
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
@@ -56,14 +55,13 @@ def parallelize(
     """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
-    initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
-    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
-    `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
+    initialisation by the model's own recipe with `seed`. The process group is there already. Adds
+    `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
+    (`Spread`). For users: `fivefold.own_loop.parallelize`.
 
     Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
     torch_internals.check()
-    open_world()
     layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     use_our_attention(model)
