@@ -9,6 +9,7 @@ from tests.parity import Case, Outcome, assert_proved, outcome, reference
 from tests.pool import run_ranks
 
 LEARNT = (("learnt_scale", True),)
+OWN_LINEARS = (("own_linears", True),)
 
 
 @lru_cache
@@ -30,6 +31,12 @@ def check(case: Case, *, listed: bool) -> None:
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "tried"])
 def test_a_model_that_nobody_knows(layout: str, tied: bool, listed: bool) -> None:
     check(Case(f"{layout}+mb4+fp64", family="toy", tied=tied, loss_chunks=3), listed=listed)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+nosp+full", "pp2+zb"])
+def test_a_class_derived_from_linear_is_one_and_keeps_its_own_forward(layout: str, family: Path) -> None:
+    """Split as columns and rows; a row's bias is added once."""
+    check(Case(f"{layout}+mb4+fp64", family="toy", overrides=OWN_LINEARS), family)
 
 
 @pytest.mark.parametrize("layout", ["single", "shard2", "dp2"])
