@@ -27,8 +27,8 @@ from tests.pool import run_ranks
 
 from common import RESULTS, machine
 from fivefold.config import OptimizerSection
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta

@@ -89,8 +89,9 @@ def _steps(case: Rehearsal) -> Seen:
     import torch
     from torch._dynamo.utils import counters
 
+    from fivefold.core import schedule
     from fivefold.models.build import build_meta
-    from fivefold.parallel import apply, schedule
+    from fivefold.parallel import apply
     from fivefold.parallel.spread import spread_of
     from fivefold.training import step
     from fivefold.training.optimizer import build_optimizer

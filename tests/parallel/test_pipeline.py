@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.schedule import SPLITTING, Plan, Slot
 from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes, stopwatch
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.schedule import SPLITTING, Plan, Slot
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.tensor import local

@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from fivefold import heads
-from fivefold.errors import UserError
+from fivefold.core import heads
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import SPLITTING, nothing_put_off
 from fivefold.launch.world import open_world
-from fivefold.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import check_rows, use_our_attention
@@ -34,7 +35,6 @@ from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial, weight_grad_store
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
 from fivefold.parallel.stages import StageModules, StagePlan, assign, install

@@ -26,8 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.trace import Experts

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
 from fivefold.parallel.tensor import local

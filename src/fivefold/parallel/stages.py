@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core import schedule
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.trace import Experts, Trace
-from fivefold.parallel import schedule
 from fivefold.parallel.weight_grad_store import Deferred
 
 

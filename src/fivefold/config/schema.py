@@ -24,16 +24,16 @@ from pydantic import (
     model_validator,
 )
 
-from fivefold.config_errors import explained
-from fivefold.errors import UserError
-from fivefold.heads import check_method
-from fivefold.keys import NOT_BUILT, Key, keys_of
-from fivefold.layout import SCHEDULES, Layout
-from fivefold.models.folder_config import read_folder_config
-from fivefold.models.shapes import shape_folder
-from fivefold.parallel.schedule import check as check_pipeline
-from fivefold.runfile import READ_MORE, RunFile
-from fivefold.units import parse_count, parse_fraction, parse_length, parse_steps
+from fivefold.config.key import NOT_BUILT, Key, keys_of
+from fivefold.config.messages import explained
+from fivefold.config.runfile import READ_MORE, RunFile
+from fivefold.core.errors import UserError
+from fivefold.core.folder_config import read_folder_config
+from fivefold.core.heads import check_method
+from fivefold.core.layout import SCHEDULES, Layout
+from fivefold.core.schedule import check as check_pipeline
+from fivefold.core.shapes import shape_folder
+from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000

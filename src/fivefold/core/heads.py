@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 
 def head_counts(config: Any) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}

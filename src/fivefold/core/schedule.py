@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
 V_SHAPED = ("zbv", "dualpipev")
