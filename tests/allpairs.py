@@ -51,8 +51,8 @@ def all_pairs(
 ) -> list[Choice]:  # fmt: skip
     """Choices, one value per option, that cover every pair of values some legal choice contains, or those `needed`.
 
-    Deterministic. Greedy: a choice begins with a pair that is missing, and takes on the values that bring the most missing pairs with
-    what it has; of `tries` such choices the best is kept.
+    Deterministic. Greedy: a choice begins with a pair that is missing, and takes on the values that bring the most
+    missing pairs with what it has; of `tries` such choices the best is kept.
     """
     draw = random.Random(seed)
     missing = set(reachable(options, legal) if needed is None else needed)

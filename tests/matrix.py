@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fivefold.layout import DEGREES, SCHEDULES, Layout
-from tests.allpairs import Choice, Pair, all_pairs, pairs_of, reachable
+from fivefold.core.layout import DEGREES, SCHEDULES, Layout
+from tests.allpairs import Choice, Pair, all_pairs, reachable
 from tests.verification.faults.fault import Model
 
 ROWS, RANKS, CHUNKS = 8, 4, 3

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference_tensors import ReferenceTensors
