@@ -8,6 +8,7 @@ import pytest
 from tests.parallel import toy
 from tests.parity import Case, Outcome, assert_proved, outcome, reference
 from tests.pool import run_ranks
+from tests.tiers import every
 
 LEARNT = (("learnt_scale", True),)
 
@@ -34,12 +35,12 @@ def check(case: Case, folder: Path | None) -> None:
 @pytest.mark.parametrize(
     ("layout", "tied"), [("tp2", False), ("tp2+nosp", True), ("tp4", True), ("shard2.tp2+full", False)]
 )
-@pytest.mark.parametrize("has_file", [True, False], ids=["listed", "tried"])
+@pytest.mark.parametrize("has_file", every([False, True], 2), ids=["tried", "listed"])
 def test_a_model_that_nobody_knows(layout: str, tied: bool, has_file: bool, family: Path) -> None:
     check(Case(f"{layout}+mb4+fp64", family="toy", tied=tied, loss_chunks=3), family if has_file else None)
 
 
-@pytest.mark.parametrize("layout", ["single", "shard2", "dp2"])
+@pytest.mark.parametrize("layout", every(["shard2", "dp2", "single"], 3))
 @pytest.mark.parametrize("overrides", [(), LEARNT], ids=["fixed", "learnt scale"])
 def test_without_a_family_a_model_trains_under_data_parallelism(layout: str, overrides: tuple) -> None:
     """The learnt scale is a parameter of the causal model itself, neither of its base nor of its head."""
