@@ -6,7 +6,7 @@ errors of one dtype, of one rank, or of compiled blocks show here.
 
 import pytest
 
-from fivefold.parallel.schedule import SPLITTING, nothing_put_off
+from fivefold.pipeline_schedule import SCHEDULES as RECORDS
 from tests.rehearsal import Rehearsal, rehearse
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved+v2", "zb", "zb+v2", "zbv", "dualpipev")
@@ -65,7 +65,7 @@ def test_layers_with_experts_are_compiled_in_the_same_pieces() -> None:
     assert sum(twelve.breaks.values()) == sum(two.breaks.values())
 
 
-@pytest.mark.parametrize("schedule", SPLITTING)
+@pytest.mark.parametrize("schedule", [name for name, record in RECORDS.items() if record.splits_backward])
 def test_a_schedule_that_gains_nothing_in_compiled_blocks_says_so(schedule: str) -> None:
     seen = rehearse(Rehearsal(f"pp2+{schedule}", overrides=SIZES, compiled=True, steps=1))
-    assert any(nothing_put_off(schedule) == each for each in seen.warned)
+    assert any(RECORDS[schedule].nothing_put_off == each for each in seen.warned)

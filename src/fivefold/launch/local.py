@@ -6,8 +6,8 @@ The data is prepared here, before any process group exists, so that nobody waits
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -26,7 +26,7 @@ from fivefold.launch.report_once import one_voice, said_once
 from fivefold.launch.restart import WorkerDied, with_restarts
 from fivefold.launch.watch import Watch
 from fivefold.launch.world import World, device_kind, find_world, join
-from fivefold.layout import MESH_AXES, Layout
+from fivefold.layout import Layout
 from fivefold.terminal import say
 from fivefold.verification import before_training
 from fivefold.worker import CLOSED, INTERRUPTED, TERMINATED, execute
@@ -73,11 +73,10 @@ def worker_count(
         workers = nproc
     else:
         workers = devices if kind == "cuda" else -(-CPU_WORKERS // fixed) * fixed
-    with _arithmetic():
-        layout.resolve(workers if nproc is None else nproc)
+    layout.resolve(workers if nproc is None else nproc)
     if kind == "cuda" and workers > devices:
         raise UserError(
-            f"{_product(layout)} needs {workers} GPUs, but this machine has {devices}",
+            f"{layout.product} needs {workers} GPUs, but this machine has {devices}",
             fix=f"choose a layout of {devices}, or {on_cpu}",
             more="docs/layouts.md",
         )
@@ -102,10 +101,8 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
 def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: bool, listener: Listener | None) -> Path:
     kind = device_kind(config.train.device)
     workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
-    with _arithmetic():
-        layout = config.layout.resolve(workers)
-        layout.accumulation(config.train.global_batch_size)
-    check_model(config)
+    layout = config.layout.resolve(workers)
+    check_model(config, layout=layout)
     if verify:
         before_training(config, layout)
     _prepare(config, show=True)
@@ -137,10 +134,8 @@ def _run_inside(
     with one_voice(world):
         if nproc is not None and nproc != world.size:
             raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
-        with _arithmetic():
-            layout = config.layout.resolve(world.size)
-            layout.accumulation(config.train.global_batch_size)
-        check_model(config)
+        layout = config.layout.resolve(world.size)
+        check_model(config, layout=layout)
         _prepare(config, show=world.is_first)
     from fivefold import checkpoint  # imports torch
 
@@ -162,16 +157,6 @@ def _agreed_name(config: RunConfig, world: World) -> RunConfig:
     return named(config, plain.of_first(claim_fresh(config).run.name if world.is_first else ""))
 
 
-@contextmanager
-def _arithmetic() -> Iterator[None]:
-    """Adds to the sums of a layout what to do about them and where to read more."""
-    try:
-        yield
-    except UserError as error:
-        fix = error.fix or "change the layout, or the number of workers: --nproc; dp_shard -1 takes those that are left"
-        raise type(error)(error.what, fix=fix, more=error.more or "docs/layouts.md") from None
-
-
 def _prepare(config: RunConfig, *, show: bool) -> None:
     from fivefold.data import prepare
     from fivefold.launch.preparing import Preparing
@@ -188,10 +173,6 @@ def gpus() -> int:
     from torch import cuda
 
     return cuda.device_count()
-
-
-def _product(layout: Layout) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size != 1)
 
 
 def _run_workers(command: Sequence[str], *, workers: int, logs: Path, patience: float) -> None:

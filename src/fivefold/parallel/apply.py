@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from fivefold import heads
+from fivefold import heads, legality
 from fivefold.errors import UserError
 from fivefold.launch.world import open_world
 from fivefold.layout import Layout
@@ -33,8 +33,8 @@ from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial, weight_grad_store
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
 from fivefold.parallel.stages import StageModules, StagePlan, assign, install
@@ -73,7 +73,8 @@ def parallelize(
         check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
         model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    _check_sequence_parallel(partition, layout)
+    limits = limits_of(model, anatomy, traced, partition, expert_tp=layout.etp > 1)
+    legality.refuse(legality.violations(layout, limits))
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     stages = assign(model, anatomy, traced, layout)
@@ -101,8 +102,8 @@ def parallelize(
     hand_on_cu_seqlens(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
-    if staged and compile_blocks and layout.pp_schedule in SPLITTING:
-        warnings.warn(nothing_put_off(layout.pp_schedule), stacklevel=2)
+    if staged and compile_blocks and layout.schedule.splits_backward:
+        warnings.warn(layout.schedule.nothing_put_off, stacklevel=2)
     elif staged:
         weight_grad_store.store_weight_grads(model, own_layers, staged)
     compiled = Compiled() if compile_blocks else None
@@ -150,17 +151,6 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
             fix=error.fix
             or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
-
-
-def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
-    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
-    if partition is None or partition.refusal or not layout.sequence_parallel:
-        return
-    if partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
 
 
 def _tensor_parallel(

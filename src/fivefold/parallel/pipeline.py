@@ -20,15 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fivefold import legality
 from fivefold.layout import Layout
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
 from fivefold.parallel.tensor import local
 from fivefold.parallel.weight_grad_store import Deferred
+from fivefold.pipeline_schedule import Plan, Slot, Timed, Timeline, Transfer
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Pipeline:
     def plan(self, micro_batches: int) -> Plan:
         """The schedule of a step, made once. Raises `UserError` where it does not take so many micro batches."""
         if micro_batches not in self.plans:
+            legality.refuse(legality.of_micro_batches(self.layout, micro_batches))
             self.plans[micro_batches] = Plan.of(self.layout, micro_batches)
         return self.plans[micro_batches]
 
@@ -151,7 +153,7 @@ class _Step:
         if hidden is not None:
             assert hidden.grad is not None, f"no gradient reached the input of stage {stage}"
             self._give("B", stage - 1, at, hidden.grad)
-        if self.plan.splits_backward and slot.kind == "B":
+        if self.plan.record.splits_backward and slot.kind == "B":
             self._weights(slot)
 
     def _weights(self, slot: Slot) -> None:
@@ -160,7 +162,7 @@ class _Step:
 
     @contextmanager
     def _deferring(self, stage: int, at: int) -> Iterator[None]:
-        if self.plan.splits_backward:
+        if self.plan.record.splits_backward:
             self.staged.deferred = self._deferred.setdefault((stage, at), Deferred())
         try:
             yield
@@ -257,7 +259,7 @@ class _Flags:
     hooks, it reduces when they have."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
-        self._zero, self._splits = pipeline.layout.zero, plan.splits_backward
+        self._zero, self._splits = pipeline.layout.zero, plan.record.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
             (model.get_submodule(unit.name), pipeline.users(unit)) for unit in pipeline.units if unit.parameters
         ]

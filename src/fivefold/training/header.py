@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 from fivefold.config import RunConfig
 from fivefold.history import History, changes
 from fivefold.launch.world import multiplies_bf16
-from fivefold.layout import MESH_AXES
-from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.spread import spread_of
 from fivefold.training import length
 from fivefold.training.schedule import learning_rate
@@ -26,7 +24,7 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/
 def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
     config, layout, world = job.config, spread_of(job.model).layout, job.world
-    on = " ".join(f"{axis} {getattr(layout, axis)}" for axis in MESH_AXES if getattr(layout, axis) > 1) or "one process"
+    on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
     device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
@@ -46,8 +44,8 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    if compiled and layout.pp > 1 and layout.pp_schedule in SPLITTING:
-        rows.append(("", nothing_put_off(layout.pp_schedule)))
+    if compiled and layout.pp > 1 and layout.schedule.splits_backward:
+        rows.append(("", layout.schedule.nothing_put_off))
     alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
     too_long = length.warning(config, job.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long) if line]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from fivefold import checkpoint, history
+from fivefold import checkpoint, history, legality
 from fivefold.config import RunConfig, check_supported
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
@@ -31,7 +31,6 @@ from fivefold.launch.events import Events
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
-from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
 from fivefold.training import checks, flops, header, length, record, room
 from fivefold.training.checkpoints import CheckpointManager, Resumed
@@ -110,7 +109,7 @@ class Trainer:
         check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
-        check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size))
+        legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(model)
         total_steps = length.total_steps(config, data)

@@ -21,8 +21,8 @@ from fivefold.config import parse_config
 from fivefold.errors import UserError
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.layout import Layout
+from fivefold.legality import layers_for
 from fivefold.models import hf_internals
-from fivefold.parallel.schedule import layers_for
 from fivefold.terminal import say
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
