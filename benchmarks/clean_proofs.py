@@ -27,8 +27,8 @@ from tests.pool import run_ranks
 
 from common import RESULTS, machine
 from fivefold.config import OptimizerSection
-from fivefold.layout import Layout
-from fivefold.legality import violations
+from fivefold.core.layout import Layout
+from fivefold.core.legality import violations
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from fivefold.config import OptimizerSection
+from fivefold.core.layout import Layout
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
-from fivefold.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.experts import router_buffers

@@ -89,7 +89,7 @@ def _steps(case: Rehearsal) -> Seen:
     import torch
     from torch._dynamo.utils import counters
 
-    from fivefold.legality import micro_batches_for
+    from fivefold.core.legality import micro_batches_for
     from fivefold.models.build import build_meta
     from fivefold.parallel import apply
     from fivefold.parallel.spread import spread_of

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.config import keys, load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.launch import local
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

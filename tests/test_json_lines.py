@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import fivefold as ff
-from fivefold import files, json_lines
-from fivefold.json_lines import JsonLines, read
+from fivefold.core import files, json_lines
+from fivefold.core.json_lines import JsonLines, read
 
 ODD = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\r\n\ud800"
 

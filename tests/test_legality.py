@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.layout import CP_METHODS, Layout
-from fivefold.legality import ModelLimits, Violation, violations
+from fivefold.core.layout import CP_METHODS, Layout
+from fivefold.core.legality import ModelLimits, Violation, violations
+from fivefold.core.schedule import SCHEDULES, Plan, Slot, balanced
 from fivefold.parallel.sharding import split_even
-from fivefold.pipeline_schedule import SCHEDULES, Plan, Slot, balanced
 
 # ---- what can be built, without a rule -------------------------------------------------------------------------------
 

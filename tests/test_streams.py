@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fivefold.streams import unseen_if_need_be
+from fivefold.core.streams import unseen_if_need_be
 from fivefold.training.display import PlainDisplay
 from tests.training.bodies import column, run_dir, run_file
 
@@ -73,7 +73,9 @@ def test_a_verb_says_that_it_cannot_write() -> None:
 
 def test_what_is_opened_does_not_become_standard_output(tmp_path: Path) -> None:
     """Without this, a closed descriptor 1 is the next file's, and what is printed goes into it."""
-    script = "import sys; from fivefold.streams import make_usable; make_usable(); f = open(sys.argv[1], 'w'); print(1)"
+    script = (
+        "import sys; from fivefold.core.streams import make_usable; make_usable(); f = open(sys.argv[1], 'w'); print(1)"
+    )
     command = ["sh", "-c", f'"{sys.executable}" -c "{script}" {tmp_path / "weights"} >&- 2>&- <&-']
     assert subprocess.run(command, check=True).returncode == 0
     assert (tmp_path / "weights").read_text() == ""

@@ -21,8 +21,8 @@ import torch
 
 from common import OPTIONS, RESULTS, SHAPES, machine, plain_model, run_ranks
 from fivefold.checkpoint import Checkpoint, Metadata, Saver, export, step_folder
+from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, find_world, join
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize

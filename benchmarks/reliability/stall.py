@@ -26,8 +26,8 @@ import torch
 
 from common import OPTIONS, RESULTS, SEED, SHAPES, machine, micro_batch
 from fivefold.checkpoint import Metadata, Saver, shard
+from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, join
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.training.optimizer import build_optimizer

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from fivefold import json_lines
-from fivefold.errors import UserError
+from fivefold.core import json_lines
+from fivefold.core.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 
 if TYPE_CHECKING:

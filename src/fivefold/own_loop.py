@@ -24,12 +24,12 @@ from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
 from fivefold.checkpoint.save import on_first_rank, save_as
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
-from fivefold.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
 from fivefold.launch.world import open_world
-from fivefold.layout import Layout
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import apply, guard, passes, plain
 from fivefold.parallel.balance import BalanceOptions, configure

@@ -9,7 +9,7 @@ from xxhash import xxh3_128_hexdigest
 
 from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, find_checkpoint, newest, steps
 from fivefold.checkpoint.manifest import signed
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from tests.checkpoint.ranks import restore_error, save_on_bad_disk, save_steps, save_twice
 from tests.parity import Case
 from tests.pool import run_ranks

@@ -16,7 +16,7 @@ import torch
 
 from fivefold.checkpoint import Checkpoint, disk, newest
 from fivefold.checkpoint.load import is_valid
-from fivefold.step_folders import step_folder
+from fivefold.core.step_folders import step_folder
 
 saving = sys.modules["fivefold.checkpoint.save"]
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "scandir", "unlink", "rmdir")

@@ -16,8 +16,8 @@ from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.load import candidates, is_valid
 from fivefold.checkpoint.manifest import NAME, read_manifest
 from fivefold.config import RunConfig
-from fivefold.errors import RunFailed, UserError
-from fivefold.step_folders import step_folder
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.step_folders import step_folder
 from tests.checkpoint.test_killed_save import content, save_step
 
 URL = "memory://bucket/runs/demo"

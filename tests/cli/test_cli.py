@@ -16,7 +16,7 @@ import pytest
 from fivefold import cli
 from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
-from fivefold.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch import local
 
 VERBS = ("train", "verify", "generate", "export", "report", "doctor")
@@ -263,7 +263,7 @@ def test_doctor_prints_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from fivefold import doctor
+    from fivefold.doctor import machine as doctor
 
     def torchless() -> Any:
         yield doctor.Finding("torch", "missing", "not installed", "pip install 'torch>=2.11'")
@@ -278,7 +278,7 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     [("2.13.0+cpu", ">=2.11", True), ("2.9.1", ">=2.11", False), ("6.0.0", "<6", False), ("5.23.0", "<6", True)],
 )
 def test_versions_are_compared_as_numbers(version: str, bound: str, meets: bool) -> None:
-    from fivefold.doctor import _meets
+    from fivefold.doctor.machine import _meets
 
     assert _meets(version, bound) is meets
 

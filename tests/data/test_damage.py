@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, integrity, prepare
 from fivefold.data.integrity import CHUNK, file_checksum, signed
 from fivefold.data.store import StoreMeta, open_store
-from fivefold.errors import UserError
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole
 
 TEXTS = random_texts(0)

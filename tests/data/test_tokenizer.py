@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.data import PreparedData, prepare, tokenizer
-from fivefold.errors import RunFailed, UserError
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 TEXT = "def f(x):\n\treturn 'caf\xe9 \U0001f600'  # \x00 \r\n  <|endoftext|x\n"

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from fivefold.config import load_config
-from fivefold.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.layout import Layout
 from fivefold.launch import local
 from fivefold.launch.failure import failure_file, hang_flag
 from fivefold.launch.folder import claim_fresh, open_folder
 from fivefold.launch.local import WorkerCrashed, start_workers, worker_count
 from fivefold.launch.world import World
-from fivefold.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 

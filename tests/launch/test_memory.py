@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fivefold.config import load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.launch import local
 from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import GIB, Needs, Pressure, Room, room
 from fivefold.launch.world import World
-from fivefold.layout import Layout
 from fivefold.training import needs as needs_module
 from fivefold.training.needs import check_memory, needs_of
 

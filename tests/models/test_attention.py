@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import kernels, packed
 from fivefold.models.attention import attention_forward, reference_attention
 from fivefold.models.build import build_meta

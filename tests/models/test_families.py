@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fivefold.checkpoint import export
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, check_lengths
 from fivefold.models.in_memory import ModelTensors

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Llama4TextConfig, MistralConfig, masking_utils
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals, masks
 from fivefold.models.masks import Mask, MaskOpened
 

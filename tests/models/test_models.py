@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta
 from fivefold.models.recipe import buffer_values
 from tests.models import tiny

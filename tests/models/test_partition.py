@@ -21,7 +21,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, check_rows
 from fivefold.models.families import families

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fivefold.config import RunConfig, load_config
-from fivefold.errors import UserError
-from fivefold.pages.curves import POINTS, panels
-from fivefold.pages.load import heat
-from fivefold.pages.run import main
+from fivefold.core.errors import UserError
+from fivefold.report.curves import POINTS, panels
+from fivefold.report.load import heat
+from fivefold.report.run import main
 from tests.pages.html import asks_for_nothing
 from tests.verification.test_page import HOSTILE, holds
 

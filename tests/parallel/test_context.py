@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.errors import UserError
-from fivefold.heads import CPMethod, context_method
-from fivefold.layout import Layout
-from fivefold.legality import ModelLimits, refuse, violations
+from fivefold.core.errors import UserError
+from fivefold.core.heads import CPMethod, context_method
+from fivefold.core.layout import Layout
+from fivefold.core.legality import ModelLimits, refuse, violations
 from fivefold.models.attention import reference_attention
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models.experts import expert_mlp
-from fivefold.pages.slices import slice_map
 from fivefold.parallel import expert_features
 from fivefold.parallel.expert_features import feature_splits
 from fivefold.parallel.spread import spread_of
+from fivefold.report.slices import slice_map
 from tests.allpairs import all_pairs
 from tests.checkpoint.ranks import load_and_save, train_and_save
 from tests.checkpoint.test_reshard import equal, whole

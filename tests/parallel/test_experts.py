@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models.experts import expert_mlp, grouped_matmul, routed, sort_by_expert
 from fivefold.parallel.spread import spread_of
 from tests.allpairs import all_pairs

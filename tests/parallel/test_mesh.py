@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.parallel import mesh as meshes
 from fivefold.parallel.mesh import Mesh, build_mesh
 from tests.pool import TIMEOUT_SECONDS, run_ranks

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.schedule import SCHEDULES as RECORDS
+from fivefold.core.schedule import Plan, Slot
 from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes, stopwatch
@@ -22,8 +24,6 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.tensor import local
-from fivefold.pipeline_schedule import SCHEDULES as RECORDS
-from fivefold.pipeline_schedule import Plan, Slot
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.allpairs import all_pairs

@@ -6,7 +6,7 @@ errors of one dtype, of one rank, or of compiled blocks show here.
 
 import pytest
 
-from fivefold.pipeline_schedule import SCHEDULES as RECORDS
+from fivefold.core.schedule import SCHEDULES as RECORDS
 from tests.rehearsal import Rehearsal, rehearse
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved+v2", "zb", "zb+v2", "zbv", "dualpipev")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torchs
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.legality import ModelLimits, layers_for, micro_batches_for, refuse, violations
-from fivefold.pipeline_schedule import SCHEDULES as RECORDS
-from fivefold.pipeline_schedule import Plan, Slot, Transfer, balanced
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.legality import ModelLimits, layers_for, micro_batches_for, refuse, violations
+from fivefold.core.schedule import SCHEDULES as RECORDS
+from fivefold.core.schedule import Plan, Slot, Transfer, balanced
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zb", 2), ("zbv", 2),
              ("dualpipev", 2)]  # fmt: skip

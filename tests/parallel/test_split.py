@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.history import History, Start, load
+from fivefold.core.history import History, Start, load
 from fivefold.launch.local import _tell_restart
-from fivefold.pages.run import main as report
+from fivefold.report.run import main as report
 from fivefold.training import header
 from tests.training.bodies import column, run_dir, run_file, train
 
@@ -47,7 +47,7 @@ def test_a_worker_that_died_is_kept_by_the_launcher(tmp_path: Path) -> None:
 
 
 def test_a_jump_of_the_learning_rate_is_said_and_nothing_else() -> None:
-    from fivefold.history import Start
+    from fivefold.core.history import Start
 
     def said(**now: object) -> list[tuple[str, str]]:
         before = History([Start(5, "", {"layout": "tp2", "schedule": SCHEDULE})])

@@ -9,7 +9,7 @@ import yaml
 
 from fivefold.checkpoint import agreement, check_agreement
 from fivefold.config import RunConfig, load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.training import length
 from fivefold.training.schedule import learning_rate
 from tests.data.helpers import prepare_texts

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from fivefold.errors import RunFailed
+from fivefold.core.errors import RunFailed
 from fivefold.launch import world
 from fivefold.training.memory import PeakMemory, out_of_gpu_memory
 

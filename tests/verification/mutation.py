@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fivefold.config import OptimizerSection
-from fivefold.errors import RunFailed
-from fivefold.layout import DEGREES, Layout
+from fivefold.core.errors import RunFailed
+from fivefold.core.layout import DEGREES, Layout
 from fivefold.models import hf_internals
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fivefold.pages.log_scale import LogScale
-from fivefold.pages.names import LONGEST, ranks_text, short_names
-from fivefold.pages.slices import slice_map
+from fivefold.report.log_scale import LogScale
+from fivefold.report.names import LONGEST, ranks_text, short_names
+from fivefold.report.slices import slice_map
 from fivefold.verification import ranks
 from fivefold.verification.page import headline, page, write_page
 from fivefold.verification.report import VerifyReport, report_of

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.verification.prepare import flips, left_to_chance, prepare, rounding
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase

@@ -6,10 +6,10 @@ import pytest
 from transformers import AutoConfig
 
 from fivefold.config import load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.shapes import shape_names
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.families import families
-from fivefold.models.shapes import shape_names
 from fivefold.verification.reduced_model import fewer_layers, make_folder, narrow
 from tests.parity import Case, hf_config
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.verification.reference_tensors import Distance, logit_distances
 from fivefold.verification.results import LayoutResult, Row, Tolerances, judge
 

@@ -7,7 +7,7 @@ from fivefold.checkpoint.load import Checkpoint, CheckpointRef, candidates, newe
 from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest
 from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.save import Metadata, Saver, on_first_rank, save
-from fivefold.step_folders import step_folder, steps
+from fivefold.core.step_folders import step_folder, steps
 
 __all__ = [
     "WARMUP",

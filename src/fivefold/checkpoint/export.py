@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
-from fivefold.errors import RunFailed, UserError
-from fivefold.files import cannot_write, is_users, of_system
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import cannot_write, is_users, of_system
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split

@@ -6,9 +6,9 @@ from pathlib import Path
 from fivefold.checkpoint.load import Checkpoint, newest
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint
 from fivefold.checkpoint.remote import Remote
+from fivefold.core.errors import UserError
+from fivefold.core.step_folders import step_folder, steps
 from fivefold.data.cache import cache_root, entry, key_of
-from fivefold.errors import UserError
-from fivefold.step_folders import step_folder, steps
 
 
 def is_remote(run: str | Path) -> bool:

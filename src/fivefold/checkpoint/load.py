@@ -18,13 +18,13 @@ from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
 from fivefold.checkpoint.remote import Remote
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.step_folders import step_folder, steps
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import fill, spread_of
 from fivefold.parallel.tensor import local
-from fivefold.step_folders import step_folder, steps
 
 Region = tuple[slice, ...]
 

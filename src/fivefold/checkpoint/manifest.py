@@ -25,8 +25,8 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from fivefold import strict_json
-from fivefold.errors import UserError
+from fivefold.core import strict_json
+from fivefold.core.errors import UserError
 
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"

@@ -26,13 +26,13 @@ from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Sli
 from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
-from fivefold.errors import RunFailed, UserError
-from fivefold.files import cannot_write, is_users
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import cannot_write, is_users
+from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import local
-from fivefold.step_folders import step_folder, steps, steps_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"

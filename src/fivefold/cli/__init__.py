@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 
 from fivefold.cli import doctor, export, generate, report, train, verify
-from fivefold.errors import RunFailed, UserError
-from fivefold.files import cannot_write, is_users
-from fivefold.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
-from fivefold.terminal import say
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import cannot_write, is_users
+from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
+from fivefold.core.terminal import say
 
 INTERRUPTED = 130
 
@@ -38,7 +38,7 @@ for _name, _verb in VERBS.items():
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        from fivefold.version import versions
+        from fivefold.core.version import versions
 
         print(versions())
         raise typer.Exit

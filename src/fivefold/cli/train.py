@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
-from fivefold.errors import UserError
-from fivefold.streams import unseen_if_need_be
+from fivefold.core.errors import UserError
+from fivefold.core.streams import unseen_if_need_be
 
 _COLUMNS = 80  # of the list of keys
 
@@ -78,7 +78,7 @@ def print_keys() -> None:
 
 def print_schema() -> None:
     """The JSON schema of a run file."""
-    from fivefold.schema import schema
+    from fivefold.config.json_schema import schema
 
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
 

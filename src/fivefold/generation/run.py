@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
 from fivefold.checkpoint.model_folder import eos_token_ids
+from fivefold.core.errors import UserError
+from fivefold.core.hub import is_hub_id
+from fivefold.core.layout import Layout
+from fivefold.core.nearby import runs
+from fivefold.core.terminal import shown
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import Bos, find_tokenizer
-from fivefold.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.text import TextStream, encode_prompt
-from fivefold.hub import is_hub_id
 from fivefold.launch.world import World
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
-from fivefold.nearby import runs
 from fivefold.parallel.apply import parallelize
-from fivefold.terminal import shown
 
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import put_bos, template_ids
-from fivefold.errors import UserError
 from fivefold.generation.decode import decode, ready
 
 _INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character yet

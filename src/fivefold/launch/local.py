@@ -13,9 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fivefold import history
 from fivefold.config import RunConfig, check_supported, load_config
-from fivefold.errors import RunFailed, UserError
+from fivefold.core import history
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.layout import Layout
+from fivefold.core.terminal import say
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
@@ -25,11 +27,9 @@ from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.report_once import one_voice, said_once
 from fivefold.launch.restart import WorkerDied, with_restarts
 from fivefold.launch.watch import Watch
+from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED, execute
 from fivefold.launch.world import World, device_kind, find_world, join
-from fivefold.layout import Layout
-from fivefold.terminal import say
 from fivefold.verification import before_training
-from fivefold.worker import CLOSED, INTERRUPTED, TERMINATED, execute
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
 
@@ -94,7 +94,7 @@ def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: 
     put_aside(logs)
     request_file = logs / "request.json"
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
-    command = [sys.executable, "-m", "fivefold.worker", verb, str(request_file)]
+    command = [sys.executable, "-m", "fivefold.launch.worker", verb, str(request_file)]
     _run_workers(command, workers=workers, logs=logs, patience=patience)
 
 

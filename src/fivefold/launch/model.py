@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
-from fivefold.files import expanded
-from fivefold.hub import config_file, is_hub_id
-from fivefold.layout import Layout
-from fivefold.legality import ModelLimits, refuse, violations
-from fivefold.models.folder_config import read_folder_config
-from fivefold.models.shapes import shape_folder, shape_names
-from fivefold.nearby import runs
+from fivefold.core.errors import UserError
+from fivefold.core.files import expanded
+from fivefold.core.folder_config import read_folder_config
+from fivefold.core.hub import config_file, is_hub_id
+from fivefold.core.layout import Layout
+from fivefold.core.legality import ModelLimits, refuse, violations
+from fivefold.core.nearby import runs
+from fivefold.core.shapes import shape_folder, shape_names
 
 READ_MORE = "fivefold train --keys"
 

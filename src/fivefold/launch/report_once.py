@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.launch.world import World
 
 PATIENCE = timedelta(seconds=3)  # how long other ranks wait for rank 0 to meet the same error

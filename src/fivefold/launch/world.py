@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 LOOPBACK, FILE = "127.0.0.1", "file://"
 TIMEOUT = timedelta(hours=1)  # of one collective, behind the watchdog of the run (train.collective_timeout)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.families import family_of
 

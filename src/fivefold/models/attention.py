@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals, kernels, masks
 from fivefold.models.masks import Mask
 from fivefold.models.packed import packed_attention

@@ -13,13 +13,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fivefold.errors import UserError
-from fivefold.hub import MODEL, config_file, is_hub_id, snapshot
+from fivefold.core.errors import UserError
+from fivefold.core.folder_config import check_counts, read_folder_config
+from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
+from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import hf_internals
-from fivefold.models.folder_config import check_counts, read_folder_config
-from fivefold.models.shapes import shape_folder, shape_names
 
 MOST_PARAMETERS = 10**14
 MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform
 

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from fivefold import safetensors_header, strict_json
-from fivefold.errors import UserError
+from fivefold.core import safetensors_header, strict_json
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
 from fivefold.models.experts import router_buffers

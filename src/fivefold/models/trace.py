@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.recipe import buffer_values

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from fivefold import heads, legality
-from fivefold.errors import UserError
+from fivefold.core import heads, legality
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.launch.world import open_world
-from fivefold.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import check_rows, use_our_attention

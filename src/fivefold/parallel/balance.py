@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import is_within
 from fivefold.models.trace import Experts
 from fivefold.parallel import capacity

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold import heads
-from fivefold.errors import UserError
-from fivefold.heads import CPMethod
+from fivefold.core import heads
+from fivefold.core.errors import UserError
+from fivefold.core.heads import CPMethod
 from fivefold.models import kernels, offdiagonal
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import CONTEXT

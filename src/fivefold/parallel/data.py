@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.trace import Experts
 from fivefold.parallel.collectives import Collective, StepShape

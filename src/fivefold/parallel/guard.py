@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 READ_MORE = "docs/python.md"
 

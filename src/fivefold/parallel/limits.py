@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from fivefold.errors import UserError
-from fivefold.legality import ModelLimits
+from fivefold.core.errors import UserError
+from fivefold.core.legality import ModelLimits
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.partition import Partition
 from fivefold.models.trace import Experts, Trace

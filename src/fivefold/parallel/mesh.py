@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.layout import MESH_AXES, Layout
+from fivefold.core.layout import MESH_AXES, Layout
 from fivefold.parallel.sharding import Cut, Over, Place
 
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold import legality
-from fivefold.layout import Layout
+from fivefold.core import legality
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
@@ -29,7 +30,6 @@ from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
 from fivefold.parallel.tensor import local
 from fivefold.parallel.weight_grad_store import Deferred
-from fivefold.pipeline_schedule import Plan, Slot, Timed, Timeline, Transfer
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.partition import Partition
 from fivefold.models.sources import TensorSource

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import balanced
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.trace import Experts, Trace
 from fivefold.parallel.weight_grad_store import Deferred
-from fivefold.pipeline_schedule import balanced
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold import heads
-from fivefold.errors import UserError
+from fivefold.core import heads
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.feature_groups import FeatureGroups

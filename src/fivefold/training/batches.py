@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from xxhash import xxh3_64_intdigest
 
+from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.errors import UserError
 from fivefold.parallel import plain
 from fivefold.parallel.spread import Spread, spread_of
 

@@ -11,8 +11,8 @@ import torch
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
-from fivefold.errors import UserError
 
 
 @dataclass(frozen=True)

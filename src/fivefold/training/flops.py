@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fivefold.core.heads import head_counts
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.heads import head_counts
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 

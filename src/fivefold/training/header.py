@@ -5,12 +5,12 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
-from fivefold.history import History, changes
+from fivefold.core.history import History, changes
+from fivefold.core.units import human
 from fivefold.launch.world import multiplies_bf16
 from fivefold.parallel.spread import spread_of
 from fivefold.training import length
 from fivefold.training.schedule import learning_rate
-from fivefold.units import human
 
 if TYPE_CHECKING:
     from fivefold.config import RunConfig

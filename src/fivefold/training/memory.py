@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fivefold.errors import RunFailed
+from fivefold.core.errors import RunFailed
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fivefold.config import RunConfig
-from fivefold.json_lines import JsonLines
+from fivefold.core.json_lines import JsonLines
 from fivefold.launch.folder import last_logged_step
 from fivefold.training.trackers import TRACKERS, TrackerSink
 

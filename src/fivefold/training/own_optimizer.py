@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.parallel.tensor import local
 
 READ_MORE = "docs/python.md"

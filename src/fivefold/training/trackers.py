@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
-from fivefold.files import replace
+from fivefold.core.errors import UserError
+from fivefold.core.files import replace
 
 PROJECT = "fivefold"
 IDS = "trackers.json"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.config import RunConfig
-from fivefold.errors import RunFailed
-from fivefold.layout import Layout
+from fivefold.core.errors import RunFailed
+from fivefold.core.layout import Layout
 
 if TYPE_CHECKING:
     from fivefold.verification.report import VerifyReport

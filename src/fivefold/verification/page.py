@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fivefold.pages.render import render, write
+from fivefold.report.render import render, write
 from fivefold.verification import plots
 from fivefold.verification.plots import Point
 from fivefold.verification.report import VerifyReport, number

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from fivefold.pages.drawing import CSS, canvas, curve, gaps, legend, styled, to_svg
-from fivefold.pages.log_scale import LogScale
-from fivefold.pages.names import layers_of, short_names
+from fivefold.report.drawing import CSS, canvas, curve, gaps, legend, styled, to_svg
+from fivefold.report.log_scale import LogScale
+from fivefold.report.names import layers_of, short_names
 
 TICKS = 60  # names under an axis; of more, only the layers are named
 ALLOWED, WRONG = "allowed", "more than is allowed"  # in legends, last

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.partition import derive

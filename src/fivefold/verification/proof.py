@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import passes

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from fivefold.config import OptimizerSection
+from fivefold.core.layout import Layout
+from fivefold.core.legality import micro_batches_for
 from fivefold.data.batch import MicroBatch, Piece, assemble
-from fivefold.layout import Layout
-from fivefold.legality import micro_batches_for
 
 ROW = 61  # tokens of a row, unless asked otherwise
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fivefold.config import parse_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.legality import layers_for
+from fivefold.core.terminal import say
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
-from fivefold.layout import Layout
-from fivefold.legality import layers_for
 from fivefold.models import hf_internals
-from fivefold.terminal import say
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ROW, WEIGHT_DECAY, ProofCase, rows_for

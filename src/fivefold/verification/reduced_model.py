@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.experts import router_buffers

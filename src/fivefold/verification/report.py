@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fivefold.report import Report
-from fivefold.terminal import shown
+from fivefold.core.terminal import shown
+from fivefold.report.table import Report
 from fivefold.verification.results import LayoutResult, Row, worst
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.verification.reference_tensors import Distance
 
 FACTOR = 10.0  # tolerances over the floor that was measured

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fivefold.pages.slices import SliceMap, places, slice_map
+from fivefold.report.slices import SliceMap, places, slice_map
 from fivefold.verification.report import Group, first_wrong, groups, number, sentence
 from fivefold.verification.results import WORDS, LayoutResult, Row
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.errors import UserError
-from fivefold.keys import Key
-from fivefold.peers import answer
-from fivefold.runfile import READ_MORE, RunFile
+from fivefold.config.key import Key
+from fivefold.config.peers import answer
+from fivefold.config.runfile import READ_MORE, RunFile
+from fivefold.core.errors import UserError
 
 
 def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> UserError:

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from fivefold import plain_yaml
-from fivefold.errors import UserError
-from fivefold.layout import SAID, Layout
-from fivefold.nearby import is_run, run_files, runs
-from fivefold.plain_yaml import Path as Path_
+from fivefold.core import plain_yaml
+from fivefold.core.errors import UserError
+from fivefold.core.layout import SAID, Layout
+from fivefold.core.nearby import is_run, run_files, runs
+from fivefold.core.plain_yaml import Path as Path_
 
 COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"

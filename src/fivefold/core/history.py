@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fivefold.json_lines import JsonLines, read
+from fivefold.core.json_lines import JsonLines, read
 
 NAME = "history.jsonl"
 PACKAGES = ("fivefold", "torch", "transformers")

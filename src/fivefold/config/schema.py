@@ -25,15 +25,15 @@ from pydantic import (
     model_validator,
 )
 
-from fivefold import legality
-from fivefold.config_errors import explained
-from fivefold.errors import UserError
-from fivefold.keys import NOT_BUILT, Key, keys_of
-from fivefold.layout import FP8, SAID, Compute, Layout, Recompute
-from fivefold.models.folder_config import read_folder_config
-from fivefold.models.shapes import shape_folder
-from fivefold.runfile import READ_MORE, RunFile
-from fivefold.units import parse_count, parse_fraction, parse_length, parse_steps
+from fivefold.config.key import NOT_BUILT, Key, keys_of
+from fivefold.config.messages import explained
+from fivefold.config.runfile import READ_MORE, RunFile
+from fivefold.core import legality
+from fivefold.core.errors import UserError
+from fivefold.core.folder_config import read_folder_config
+from fivefold.core.layout import FP8, SAID, Compute, Layout, Recompute
+from fivefold.core.shapes import shape_folder
+from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000

@@ -11,20 +11,20 @@ from typing import Any
 
 import yaml
 
-from fivefold import history
 from fivefold.config import RunConfig, load_config
-from fivefold.errors import UserError
-from fivefold.json_lines import read
-from fivefold.nearby import is_run, runs
-from fivefold.pages import curves, story
-from fivefold.pages.load import heat
-from fivefold.pages.names import ranks_text
-from fivefold.pages.render import render, write
-from fivefold.pages.slices import places, slice_map
-from fivefold.pages.timeline import Drawing, drawing
-from fivefold.step_folders import steps
-from fivefold.terminal import shown
-from fivefold.units import human, human_bytes
+from fivefold.core import history
+from fivefold.core.errors import UserError
+from fivefold.core.json_lines import read
+from fivefold.core.nearby import is_run, runs
+from fivefold.core.step_folders import steps
+from fivefold.core.terminal import shown
+from fivefold.core.units import human, human_bytes
+from fivefold.report import curves, story
+from fivefold.report.load import heat
+from fivefold.report.names import ranks_text
+from fivefold.report.render import render, write
+from fivefold.report.slices import places, slice_map
+from fivefold.report.timeline import Drawing, drawing
 
 SCRIPT = Path(__file__).with_name("curves.js")
 SAMPLES = 12  # the last ones are shown
@@ -102,7 +102,7 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
     seen, marks = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows)
     damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
     return render(
-        "run.html.j2", "fivefold.pages", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
+        "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past), slices=slices,
         places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,

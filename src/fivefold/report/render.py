@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fivefold.files import replace, writing
-from fivefold.pages.slices import SliceMap
+from fivefold.core.files import replace, writing
+from fivefold.report.slices import SliceMap
 
 PACKAGES = ("fivefold", "torch", "transformers")
 
@@ -25,7 +25,7 @@ def render(
     """The page that `template` of `package` makes of `values`. `maps`: the slice maps on it; `script`: the one script
     that its policy lets a browser run, by its hash."""
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.pages", ".")]),
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.report", ".")]),
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     environment.filters |= {"pixels": lambda value: f"{value:.1f}".removesuffix(".0"), **filters}

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from fivefold.errors import UserError
-from fivefold.heads import context_method, legal_degrees
+from fivefold.core.errors import UserError
+from fivefold.core.heads import context_method, legal_degrees
 
 if TYPE_CHECKING:
-    from fivefold.layout import Layout
+    from fivefold.core.layout import Layout
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what a config.json may call the number of layers
 _ROWS = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"

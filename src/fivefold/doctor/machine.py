@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.launch.world import cores
-from fivefold.report import Report
+from fivefold.report.table import Report
 
 State = Literal["ok", "help", "missing"]
 MIN_PYTHON = (3, 11)

@@ -9,9 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold import legality
-from fivefold.heads import legal_degrees
-from fivefold.layout import Layout
+from fivefold.core import legality
+from fivefold.core.heads import legal_degrees
+from fivefold.core.layout import Layout
+from fivefold.core.units import human
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.partition import Partition, derive
@@ -19,8 +20,7 @@ from fivefold.models.trace import Untraceable, trace
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.tensor import shard_specs
-from fivefold.report import Report
-from fivefold.units import human
+from fivefold.report.table import Report
 
 if TYPE_CHECKING:
     from rich.console import Console

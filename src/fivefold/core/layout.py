@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, Literal, get_args
 
-from fivefold import legality
-from fivefold.errors import UserError
-from fivefold.pipeline_schedule import SCHEDULES, Schedule
+from fivefold.core import legality
+from fivefold.core.errors import UserError
+from fivefold.core.schedule import SCHEDULES, Schedule
 
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}

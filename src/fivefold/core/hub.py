@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 MODEL = "model.name_or_path"
 _SECONDS = 10  # until a hub that does not answer counts as unreachable

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 # What a person can do about a path that cannot be written; any other error may be a bug.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fivefold.pages.inline_svg import inline_svg
+from fivefold.report.inline_svg import inline_svg
 
 WIDTH = 11.0  # inches; the page's width
 SERIES = 7  # colours, then they come again with other dashes and markers

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold import strict_json
-from fivefold.errors import UserError
-from fivefold.legality import LAYERS
+from fivefold.core import strict_json
+from fivefold.core.errors import UserError
+from fivefold.core.legality import LAYERS
 
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
 MOST_NUMBER = 2**53

@@ -1,4 +1,4 @@
-"""One worker process: `python -m fivefold.worker VERB REQUEST.json`.
+"""One worker process: `python -m fivefold.launch.worker VERB REQUEST.json`.
 
 Reads its place in the world, joins it and calls the verb's body, `body(request, world)`; any verb but `train`
 names its body itself, as `package.module:function`. The first failure of a worker is left as a file
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config import parse_config
-from fivefold.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
 from fivefold.launch.events import events_of
 from fivefold.launch.failure import failure_file, leave_failure
 from fivefold.launch.watch import TELL, stack_file
 from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
-from fivefold.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
 
 INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended by Ctrl-C and by SIGTERM
 CLOSED = CLOSED_PIPE

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from fivefold.files import writing
-from fivefold.terminal import shown
+from fivefold.core.files import writing
+from fivefold.core.terminal import shown
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.pages.names import InLayer, in_layer, ranks_text
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.report.names import InLayer, in_layer, ranks_text
 
 LARGEST, SMALLEST, BAR = 150.0, 26.0, 20.0  # pixels of a side; of a vector's other side
 COLOURS = 8  # then they come again; the labels tell

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
 
-from fivefold import strict_json
+from fivefold.core import strict_json
 
 MOST_BYTES = 2**26  # of a header: 64 MiB hold 400,000 tensors
 BYTES = {

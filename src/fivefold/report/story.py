@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.history import Event, History, Start, changes
-from fivefold.pages.curves import Mark
+from fivefold.core.history import Event, History, Start, changes
+from fivefold.report.curves import Mark
 
 Rows = Sequence[Mapping[str, Any]]
 _KNOWN = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.files import replace, write_all
+from fivefold.core.files import replace, write_all
 
 MOST_WAITING = 50_000  # rows kept in memory while they cannot be written
 Row = Mapping[str, Any]

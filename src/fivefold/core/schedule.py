@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from fivefold.layout import Layout
+    from fivefold.core.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
 TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fivefold.units import human
+from fivefold.core.units import human
 
 POINTS = 400  # of a curve; of more, neighbours are averaged
 DOTTED = 60  # curves of fewer points show each
