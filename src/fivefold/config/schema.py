@@ -24,6 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import NOT_BUILT, Key, keys_of
 from fivefold.config.messages import explained
@@ -32,6 +33,7 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.layout import FP8, SAID, Compute, Layout, Recompute
+from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 
@@ -42,7 +44,6 @@ MOST_NAME_BYTES = 240  # of a file; file systems take 255, and what is written g
 MOST_PATH_BYTES = 3000  # Linux takes 4096
 MOST_ROWS = 2**31  # of a step; larger numbers are slips of the keyboard that take minutes to fail
 MOST_VOCABULARY = 2**22
-MUON_DEFAULTS = {"momentum": 0.95, "ns_steps": 5}
 SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
 
 
@@ -67,6 +68,13 @@ def _findable(path: str) -> str:
             f"it has {len(path.encode())} bytes; a path has {MOST_PATH_BYTES} and each part {MOST_NAME_BYTES}"
         )
     return path
+
+
+def _known_optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        *others, last = map(repr, OPTIMIZERS)
+        raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+    return name
 
 
 def _sources(value: Any) -> Any:
@@ -220,8 +228,10 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Literal["adamw", "muon"] = Field(
-        default="adamw", description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest"
+    name: Annotated[str, AfterValidator(_known_optimizer)] = Field(
+        default="adamw",
+        description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest",
+        json_schema_extra={"enum": list(OPTIMIZERS), "type": "string"},
     )
     learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
@@ -239,15 +249,16 @@ class OptimizerSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_muon_s(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
+    def _own_keys(cls, values: Any) -> Any:
+        """Keys that not every optimizer has are set for those that have them, and refused for the others."""
+        facts = OPTIMIZERS.get(str(values.get("name", "adamw"))) if isinstance(values, dict) else None
+        if facts is None:
             return values
-        given = {key: values[key] for key in MUON_DEFAULTS if values.get(key) is not None}
-        if values.get("name") == "muon":
-            return {**values, **MUON_DEFAULTS, **given}
-        if given:
-            raise ValueError(f"{next(iter(given))} is set, which only muon has; set name: muon, or leave it out")
-        return values
+        for key in values:
+            if values[key] is not None and key not in facts.keys and (owners := with_key(key)):
+                whose = f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
+                raise ValueError(f"{key} is set, which only {whose}; set name: {owners[0]}, or leave it out")
+        return {**values, **{key: default for key, default in facts.keys.items() if values.get(key) is None}}
 
 
 class SchedulerSection(Section):

@@ -39,6 +39,7 @@ from fivefold.training.memory import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.needs import check_memory
 from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import rule_of
 from fivefold.training.run_log import RunLog
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
@@ -311,7 +312,7 @@ class Trainer:
         findings += checks.ledger(model, batch, self.data.train, step=self.step - 1, global_batch_size=size)
         if not result.skipped:
             rate, updates = self._learning_rate(self.step - 1), self.step - self.skipped
-            findings += checks.moved(model, optimizer, update)
+            findings += checks.moved(model, optimizer, update, rule=rule_of(self.config.optimizer.name))
             findings += checks.rates(model, optimizer, rate, updates=updates)
         checks.fail_on(findings, step=self.step, passed=self.checked)
         self.checked = self.step
