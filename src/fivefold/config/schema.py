@@ -32,7 +32,7 @@ from fivefold.config.runfile import READ_MORE, RunFile
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
-from fivefold.core.layout import FP8, SAID, Compute, Layout, Recompute
+from fivefold.core.layout import FP8, SAID, Compute, Layout, RecomputeMode
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
@@ -294,7 +294,7 @@ class PrecisionSection(Section):
 
 
 class MemorySection(Section):
-    recompute: Recompute = of_layout("recompute")
+    recompute: RecomputeMode = of_layout("recompute")
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")

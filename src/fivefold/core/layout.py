@@ -27,7 +27,7 @@ MOST_RANKS = 2**20  # of one degree: far above every machine, and small enough t
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-Recompute = Literal["none", "selective", "full"]
+RecomputeMode = Literal["none", "selective", "full"]
 Compute = Literal["bf16", "fp32", "fp64"]
 FP8 = Literal["none", "tensorwise", "rowwise"]
 CP_METHODS = ("auto", "ring", "allgather", "ulysses")
@@ -113,7 +113,7 @@ class Layout:
     micro_batch_size: int = _said(1, "train.micro_batch_size", "rows per forward pass of one data rank", prefix="mb")
     recompute: str = _said(
         "none", "memory.recompute", "activations computed twice",
-        choices=get_args(Recompute), words=_each("selective", "full"),
+        choices=get_args(RecomputeMode), words=_each("selective", "full"),
     )  # fmt: skip
     offload_activations: bool = _said(
         False, "memory.offload_activations", "keep saved activations in host memory", words={"offload": True}

@@ -383,14 +383,6 @@ class Schedule:
         """Whether so many micro batches come in equal rounds: of 4 ranks 5, 7 and 8 do, and 9 do not."""
         return not self.in_rounds or micro_batches % max(1, micro_batches // ranks) == 0
 
-    @property
-    def nothing_put_off(self) -> str:
-        """For the user: what compiled blocks make of a schedule that splits backward."""
-        return (
-            f"pp_schedule {self.name} gains nothing in compiled blocks: they make weights' gradients with all others, "
-            "none is put off into the gaps; use 1f1b or interleaved, or set train.compile: false"
-        )
-
 
 SCHEDULES: dict[str, Schedule] = {
     each.name: each

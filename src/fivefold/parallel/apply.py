@@ -5,7 +5,6 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
@@ -17,12 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from fivefold import torch_internals
 from fivefold.core import heads, legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.launch.world import open_world
+from fivefold.core.recompute import Recompute
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
@@ -30,8 +30,9 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
+from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial, weight_grad_store
+from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.mesh import Mesh, build_mesh
@@ -54,13 +55,13 @@ def parallelize(
     """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
-    initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
-    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
-    `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
+    initialisation by the model's own recipe with `seed`. The process group is there already. Adds
+    `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
+    (`Spread`). For users: `fivefold.own_loop.parallelize`.
 
-    Raises `UserError` when the layout does not fit the world or the model.
+    Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
-    open_world()
+    torch_internals.check()
     layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     use_our_attention(model)
@@ -91,10 +92,20 @@ def parallelize(
         trial.check(model, mesh, device)
     model.to("meta")
     _tie(model, anatomy)
-    fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
+    splits_backward = layout.pp > 1 and layout.schedule.splits_backward
+    linears = Linears(store=WeightGradStore() if splits_backward else None)
+    _place_linears(model, anatomy, traced, partition, linears)
+    fold = _tensor_parallel(model, anatomy, partition, specs, mesh, linears)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     experts = expert.apply_expert_parallel(
-        model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.etp
+        model,
+        traced.experts,
+        specs,
+        fold,
+        group=mesh.ep_group,
+        cut=mesh.part("ep"),
+        parts=layout.etp,
+        linears=linears,
     )
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
     balance = balancing.watch_routers(model, experts, fold, rows, device)
@@ -102,19 +113,17 @@ def parallelize(
     hand_on_cu_seqlens(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
-    if staged and compile_blocks and layout.schedule.splits_backward:
-        warnings.warn(layout.schedule.nothing_put_off, stacklevel=2)
-    elif staged:
-        weight_grad_store.store_weight_grads(model, own_layers, staged)
     compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, own_layers, recompute=layout.recompute, compiled=compiled)
+    _wrap_blocks(model, own_layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
     piped = (
-        pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.embedding_group, tied, balance)
+        pipeline.Pipeline(
+            layout, staged, model_units, mesh.pp_group, mesh.embedding_group, tied, balance, linears.store
+        )
         if staged
         else None
     )
@@ -154,13 +163,28 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
 
 
 def _tensor_parallel(
-    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
-) -> tensor.TensorParallel | None:
+    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh,
+    linears: Linears,
+) -> tensor.TensorParallel | None:  # fmt: skip
     if partition is None:
         return None
     return tensor.apply_tensor_parallel(
-        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
-    )
+        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel,
+        linears=linears,
+    )  # fmt: skip
+
+
+def _place_linears(
+    model: nn.Module, anatomy: Anatomy, traced: Trace, partition: Partition | None, linears: Linears
+) -> None:
+    """Let every linear of the layers, and the head, multiply as its role asks; rows are placed where they are cut."""
+    roles: dict[str, Role] = {anatomy.head: "head", **{each.router: "router" for each in traced.experts}}
+    for region in partition.regions if partition else ():
+        roles |= {region.row: "row", **{name: "column" for name in region.columns}}
+    for name, module in model.named_modules():
+        is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
+        if is_linear and (role := roles.get(name, "dense")) != "row":
+            tensor.place(module, role, linears)
 
 
 def _staged(
@@ -181,12 +205,12 @@ def _staged(
     )  # fmt: skip
 
 
-def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compiled: Compiled | None) -> None:
+def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recompute, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in layers:
         block = model.get_submodule(name)
         forward = compiled.block(name, block.forward) if compiled else block.forward
-        if recompute == "full":
+        if recompute.wraps(name):
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward
 

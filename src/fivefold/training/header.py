@@ -44,8 +44,6 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    if compiled and layout.pp > 1 and layout.schedule.splits_backward:
-        rows.append(("", layout.schedule.nothing_put_off))
     alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
     too_long = length.warning(config, job.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long) if line]

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training.optimizers import Unmoved, UpdateRule, Weights
 
 

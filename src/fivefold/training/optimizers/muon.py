@@ -20,9 +20,9 @@ from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import Spread, spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
