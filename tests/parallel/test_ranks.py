@@ -50,9 +50,7 @@ def test_groups_are_those_of_a_tensor_of_the_world(text: str) -> None:
         assert sorted(map(list, grid.groups(axis))) == sorted(expected[axis]), axis
         for group in expected[axis]:
             assert all(list(grid.members(axis, rank)) == group for rank in group)
-        assert grid.spans_world(axis) == (
-            len(expected[axis][0]) == grid.world > 1 and axis not in ("tp_kv", "pp_ends")
-        )
+        assert grid.spans_world(axis) == (len(expected[axis][0]) == grid.world > 1 and axis not in ("tp_kv", "pp_ends"))
 
 
 @pytest.mark.parametrize("text", GRIDS)

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core import schedule
+from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.units import human, human_bytes
@@ -95,7 +95,7 @@ def examine(
 
 def _fewest(layout: Layout) -> int:
     """Micro batches that a schedule takes, and that fill its pipeline."""
-    least, unit = schedule.micro_batches_for(layout)
+    least, unit = legality.micro_batches_for(layout)
     wanted = max(least, 2 * layout.pp if layout.pp > 1 else 1)
     return -(-wanted // unit) * unit
 

@@ -9,13 +9,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.core.errors import UserError
+from fivefold.core import legality
 from fivefold.core.heads import legal_degrees
 from fivefold.core.layout import Layout
 from fivefold.core.units import human
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.facts import Partition, Untrainable
 from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.shard_rules import shard_specs
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.report.table import Report
@@ -91,12 +92,10 @@ def examine(model: str | Path, *, tp: int) -> RoleReport:
         return RoleReport(title=f"{model_class} under tp {tp}", rows=(), ok=False, closing=f"it {why}", gib_per_rank={})
     anatomy, partition = facts.anatomy, facts.partition
     title = f"{anatomy.model_class} under tp {tp}"
-    try:
-        specs = shard_specs(facts, Layout(tp=tp))
-    except UserError as error:
-        specs, refusal = {}, str(error)
-    else:
-        refusal = ""
+    layout = Layout(tp=tp, sequence_parallel=False)
+    found = legality.violations(layout, limits_of(facts))
+    refusal = str(found[0].error) if found else ""
+    specs = {} if refusal else shard_specs(facts, layout)
     rows: dict[tuple[str, str], RoleRow] = {}
     sizes = {name: parameter.shape for name, parameter in facts.parameters.items()}
     for name, shape in sizes.items():

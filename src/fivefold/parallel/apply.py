@@ -5,7 +5,7 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from fivefold import torch_internals
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import SPLITTING
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
@@ -30,7 +29,7 @@ from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import hand_on_cu_seqlens
 from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial
+from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.plan import ParallelPlan, lower
@@ -48,6 +47,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
 
@@ -55,6 +55,8 @@ def parallelize(
     initialisation by the model's own recipe with `seed`. The process group is there already. Adds
     `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
     (`ParallelState`). For users: `fivefold.own_loop.parallelize`.
+
+    `prove` (see `probe.check`) is asked where tensor parallelism of this class is held against the model by no test.
 
     Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
@@ -72,10 +74,10 @@ def parallelize(
         model.get_submodule(facts.anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     mesh = build_mesh(plan.grid, device.type)
     if plan.partition and not plan.partition.is_proved:
-        trial.check(model, mesh, device)
+        prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, facts.anatomy)
-    splits_backward = layout.pp > 1 and layout.pp_schedule in SPLITTING
+    splits_backward = layout.pp > 1 and layout.schedule.splits_backward
     linears = Linears(store=WeightGradStore() if splits_backward else None)
     _place_linears(model, plan, linears)
     fold = tensor.apply_tensor_parallel(model, plan, mesh.tp_group, linears) if layout.tp > 1 else None
@@ -107,6 +109,10 @@ def parallelize(
             register_fsdp_forward_method(model, method)
         pipeline.prefetch_within_stages(model, staged)
     return model
+
+
+def _trust(*_: Any) -> None:
+    """Of a model that is the proof itself."""
 
 
 def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups
@@ -36,8 +37,8 @@ def calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
     yield from _of_experts(step)
     yield from _of_routers(step)
     yield from _of_world(step)
-    if shape.optimizer == "muon":
-        yield from _of_muon(step)
+    if OPTIMIZERS[shape.optimizer].of_matrices is not None:
+        yield from _of_full_matrices(step)
 
 
 @dataclass(frozen=True)
@@ -337,8 +338,8 @@ def _of_world(step: _Step) -> Iterator[Call]:
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 
 
-def _of_muon(step: _Step) -> Iterator[Call]:
-    """Matrices are put together on one rank each, and dealt out again."""
+def _of_full_matrices(step: _Step) -> Iterator[Call]:
+    """Matrices that an optimizer sees whole are put together on one rank each, and dealt out again."""
     plan = step.plan
     if plan.world == 1:
         return

@@ -10,29 +10,31 @@ it is added once and lies on one rank.
 
 from collections.abc import Mapping
 
-from fivefold.core.errors import UserError
-from fivefold.models.facts import ORDERS, Experts
+from fivefold.models.facts import ORDERS, Experts, ModelFacts
 from fivefold.parallel.sharding import Split, split_even
 
 
-def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], parts: int) -> dict[str, Split]:
-    """Parameter of a module of experts -> its cut into `parts`; `shapes`: of all of its parameters.
-
-    Raises `UserError`, naming the reason, where a part of the features would not compute a part of the result.
-    """
-    name, features = experts.name, experts.features
+def features_refusal(facts: ModelFacts, experts: Experts) -> str | None:
+    """Why a part of the features would not compute a part of the result; None where it does."""
+    features, name = experts.features, experts.name
     assert features is not None, "they are found with the facts"
-    if features.refusal:
-        raise _refused(name, features.refusal)
+    reason = features.refusal
+    if reason is None:
+        made = facts.parameters[f"{name}.{features.first}"].shape[features.made]
+        size = facts.parameters[f"{name}.down_proj"].shape[features.read]
+        if made != ORDERS[features.order][0] * size:
+            reason = f"{features.first} makes {made} numbers for {size} features"
+    return f"the features of {name} cannot be split: {reason}" if reason else None
+
+
+def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], parts: int) -> dict[str, Split]:
+    """Parameter of a module of experts -> its cut into `parts`, which is legal; `shapes`: of all of its parameters."""
+    features = experts.features
+    assert features is not None, "they are found with the facts"
     first, made, read = features.first, features.made, features.read
     size, outputs = shapes["down_proj"][read], shapes["down_proj"][made]
-    inputs, order = ORDERS[features.order]
-    if shapes[first][made] != inputs * size:
-        raise _refused(name, f"{first} makes {shapes[first][made]} numbers for {size} features")
-    if size < parts:
-        raise _refused(name, f"an expert has {size} features", fix=f"use tp {size} or less")
     blocks = split_even(size, parts)
-    in_first = tuple(order(block, size) for block in blocks)
+    in_first = tuple(ORDERS[features.order][1](block, size) for block in blocks)
     splits = {
         first: Split(made, in_first),
         f"{first}_bias": Split(1, in_first),
@@ -40,7 +42,3 @@ def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], part
         "down_proj_bias": Split(1, tuple((block,) for block in split_even(outputs, parts))),
     }
     return {leaf: splits[leaf] for leaf in shapes}
-
-
-def _refused(name: str, reason: str, fix: str = "set layout.expert_tp: false") -> UserError:
-    return UserError(f"expert_tp: the features of {name} cannot be split: {reason}", fix=fix)

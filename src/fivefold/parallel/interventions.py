@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import SPLITTING
 
 if TYPE_CHECKING:
     from fivefold.parallel.plan import ParallelPlan
@@ -41,7 +40,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_tensor_parallel(plan)
     if plan.layout.cp > 1:
         yield from _of_context_parallel(plan)
-    if plan.layout.pp > 1 and plan.layout.pp_schedule in SPLITTING:
+    if plan.layout.pp > 1 and plan.layout.schedule.splits_backward:
         yield from _of_weight_gradients(plan)
     for each in facts.experts:
         yield Intervention(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.collectives import StepShape
 
 if TYPE_CHECKING:
@@ -49,12 +50,17 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
     """Of one optimizer step."""
     held = {name: plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)}
     trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
-    matrices = set(plan.block_matrices) if shape.optimizer == "muon" else set()
+    optimizer, matrices = OPTIMIZERS[shape.optimizer], set(plan.block_matrices)
     gathered, unreduced = _of_units(plan, shape)
     return StepBytes(
         parameters=sum(held.values()),
         gradients=sum(trained.values()),
-        optimizer=sum(size * (1 if name in matrices else 2) for name, size in trained.items()),
+        optimizer=sum(
+            size
+            for kind in optimizer.state
+            for name, size in trained.items()
+            if optimizer.keeps(kind, is_matrix=name in matrices)
+        ),
         gathered=gathered,
         unreduced=unreduced,
         saved=_saved(plan, shape),

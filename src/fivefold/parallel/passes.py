@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.parallel import data, pipeline
+from fivefold.parallel import data, pipeline, tensor
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.state import ParallelState, state_of
 
@@ -17,6 +17,17 @@ def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
     state = state_of(model)
     with state.guard.library():
         return pipeline.run(model, state.pipeline, batch) if state.pipeline else _one_by_one(model, state, batch)
+
+
+def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
+    """`backward`, with gradients reduced. `rows`: of the global batch, for what balances experts."""
+    state = state_of(model)
+    if state.balance and not state.balance.is_begun:
+        state.balance.begin_step(rows)
+    loss = backward(model, batch)
+    if state.tensor:
+        tensor.sum_partial_gradients(model, state.tensor, state.mesh.kv_replicas)
+    return loss
 
 
 def _one_by_one(model: Any, state: ParallelState, batch: Sequence[LossInputs]) -> Tensor:

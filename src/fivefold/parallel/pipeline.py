@@ -137,7 +137,7 @@ class _Step:
         if hidden is not None:
             assert hidden.grad is not None, f"no gradient reached the input of stage {stage}"
             self._give("B", stage - 1, at, hidden.grad)
-        if self.plan.splits_backward and slot.kind == "B":
+        if self.plan.record.splits_backward and slot.kind == "B":
             self._weights(slot)
 
     def _weights(self, slot: Slot) -> None:
@@ -210,7 +210,7 @@ class _Flags:
     hooks, it reduces when they have."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
-        self._zero, self._splits = pipeline.plan.layout.zero, plan.splits_backward
+        self._zero, self._splits = pipeline.plan.layout.zero, plan.record.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
             (model.get_submodule(unit.name), pipeline.plan.users(unit))
             for unit in pipeline.plan.units

@@ -12,8 +12,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
-from fivefold.core import heads
-from fivefold.core.errors import UserError
+from fivefold.core import heads, legality
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
@@ -25,6 +24,7 @@ from fivefold.parallel.calls import calls
 from fivefold.parallel.chunks import chunk_sizes
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.interventions import Intervention, interventions
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
 from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, row_blocks
@@ -335,8 +335,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     Raises `UserError`, with the arithmetic, where the layout does not fit the model.
     """
     partition = facts.partition
-    if layout.tp > 1:
-        _check_sequence_parallel(partition, layout)
+    legality.refuse(legality.violations(layout, limits_of(facts)))
     shards = shard_specs(facts, layout)
     stages = stage_plan(facts, layout)
     pp_ranks = {name: stages.holders(name) for name in shards}
@@ -352,17 +351,6 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else {}
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
     return ParallelPlan(facts, layout, rank, grid, shards, stages, pp_ranks, own, method)
-
-
-def _check_sequence_parallel(partition: Partition, layout: Layout) -> None:
-    """Raise `UserError` where the partition cannot split tokens."""
-    if partition.refusal or not layout.sequence_parallel:
-        return
-    if partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
 
 
 def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod | None:
@@ -389,4 +377,5 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 
 @lru_cache(maxsize=16)
 def _schedule(layout: Layout, micro_batches: int) -> Schedule:
+    legality.refuse(legality.of_micro_batches(layout, micro_batches))
     return Schedule.of(layout, micro_batches)

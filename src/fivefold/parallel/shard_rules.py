@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from fivefold.core import heads
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.models.facts import Experts, FeatureGroups, ModelFacts, Partition
 from fivefold.parallel.expert_features import feature_splits
@@ -16,10 +15,7 @@ from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whol
 
 
 def shard_specs(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
-    """The shard of every parameter, in the model's order.
-
-    Raises `UserError` when tensor parallelism is refused for this model, heads do not divide, or experts do not fit.
-    """
+    """The shard of every parameter, in the model's order. `layout` is legal for the model."""
     return _by_role(facts, layout.tp) | _of_experts(facts, layout)
 
 
@@ -30,24 +26,15 @@ def _by_role(facts: ModelFacts, tp: int) -> dict[str, ShardSpec]:
     shapes, partition = {name: each.shape for name, each in facts.parameters.items()}, facts.partition
     if tp == 1:
         return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    if partition.refusal:
-        raise UserError(f"tp {tp} is refused: {partition.refusal}", fix="use dp_shard instead (FSDP needs no roles)")
-    heads.check_heads(partition.query, partition.kv, tp)
-    return {name: _shard(name, shape, partition, tp, facts.model_class) for name, shape in shapes.items()}
+    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
 
 
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, model_class: str) -> ShardSpec:
+def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
     role = partition.roles[name]
     if role.dim is None:
         return whole(name, shape, tp)
     if role.deal is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    if tp > partition.kv and {"query", "kv"} <= {part.owner for part in role.deal}:
-        raise UserError(
-            f"tp={tp} is more than num_key_value_heads={partition.kv} of {model_class}, and {name} makes all heads at "
-            "once",
-            fix=f"use tp {partition.kv} or less",
-        )
     return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
 
 
@@ -94,20 +81,12 @@ def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, seque
 def _of_experts(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
     """The experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too."""
     ep, pieces = layout.ep, layout.etp
-    if ep > 1 and not facts.experts:
-        raise UserError(f"ep {ep}: {facts.model_class} has no experts to deal to ranks", fix="set layout.ep: 1")
-    if pieces > 1 and not facts.experts:
-        fix = "set layout.expert_tp: false"
-        raise UserError(f"expert_tp: {facts.model_class} has no experts to split over tp", fix=fix)
     specs = {}
     for each in facts.experts:
         shapes = _shapes(facts, each)
         features = feature_splits(each, shapes, pieces) if pieces > 1 else {}
         for leaf, shape in shapes.items():
             name = f"{each.name}.{leaf}"
-            if shape[0] < ep:
-                fix = f"use ep {shape[0]} or less"
-                raise UserError(f"ep {ep} is more than the {shape[0]} experts of {each.name}", fix=fix)
             splits = [Split(0, tuple((block,) for block in split_even(shape[0], ep)))]
             splits += [features[leaf]] if leaf in features else []
             specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from fivefold.core import schedule
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.schedule import balanced
 from fivefold.models.facts import ModelFacts
 
 
@@ -28,7 +27,7 @@ class StagePlan:
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank of a stage."""
-        return schedule.rank_of(self.layout.pp_schedule, self.layout.pp, stage)
+        return self.layout.schedule.rank_of(stage, self.layout.pp)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank."""
@@ -47,20 +46,11 @@ class StagePlan:
 
 
 def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:
-    """The model in the stages of `layout`.
-
-    Raises `UserError` when layers do not suffice, or something would have to travel besides hidden states.
-    """
+    """The model in the stages of `layout`, which is legal for it."""
     anatomy = facts.anatomy
-    schedule.check(layout, layers=len(anatomy.layers))
     if layout.pp == 1:
         return StagePlan(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
-    if facts.carried:
-        raise UserError(
-            f"pp {layout.pp} is refused: in {facts.model_class}, {facts.carried}, and a stage is sent no more",
-            fix="use dp_shard and tp instead",
-        )
-    count = layout.pp * schedule.stages_per_rank(layout)
+    count = layout.stages
     splits = tuple(pairwise(accumulate(_split(facts, layout, count), initial=0)))
     places: dict[str, tuple[int, ...]] = {}
     for stage, (first, last) in enumerate(splits):
@@ -68,28 +58,12 @@ def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:
     first_too = (count - 1,) if anatomy.tied else ()
     places |= dict.fromkeys(facts.before, (0,)) | dict.fromkeys((*facts.after, anatomy.head), (count - 1,))
     places[anatomy.embedding] = (0, *first_too)
-    _check_places(facts, places)
     return StagePlan(layout, anatomy.layers, splits, places)
 
 
 def _split(facts: ModelFacts, layout: Layout, count: int) -> tuple[int, ...]:
     """Layers of each stage; `auto`: by what a token is multiplied with in them, and in the head."""
-    if layout.pp_split != "auto":
-        return schedule.read_split(layout, len(facts.anatomy.layers))
+    if layout.split is not None:
+        return layout.split
     costs = tuple(float(cost.active) for cost in facts.layer_costs)
-    return schedule.balanced(costs, count, last=float(facts.head_cost))
-
-
-def _check_places(facts: ModelFacts, places: Mapping[str, tuple[int, ...]]) -> None:
-    for name in facts.parameters:
-        if not any(name.startswith(f"{module}.") for module in places):
-            raise UserError(
-                f"pp is refused: {name} of {facts.model_class} is in none of its layers, and not of the modules "
-                "that run before or after them",
-                fix="use dp_shard and tp instead",
-            )
-    if twice := sorted(set(facts.before) & set(facts.after)):
-        raise UserError(
-            f"pp is refused: {twice[0]} of {facts.model_class} runs both before and after its layers",
-            fix="use dp_shard and tp instead",
-        )
+    return balanced(costs, count, last=float(facts.head_cost))

@@ -11,6 +11,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.units import human_bytes
 from fivefold.parallel.state import state_of
+from fivefold.training.optimizers import rule_of
 
 
 def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
@@ -43,10 +44,11 @@ def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of the weights and of what the optimizer keeps of them: two tensors of AdamW's, one of Muon's."""
-    state = state_of(model)
-    muon = set(state.plan.block_matrices) if config.optimizer.name == "muon" else set()
-    elements = sum(prod(spec.shape) * (2 if name in muon else 3) for name, spec in state.plan.shards.items())
+    """Bytes of the weights and of what the optimizer keeps of them, in their shape."""
+    plan = state_of(model).plan
+    sizes = {name: prod(spec.shape) for name, spec in plan.shards.items()}
+    kept = rule_of(config.optimizer.name).state(plan).values()
+    elements = sum(sizes.values()) + sum(sizes[name] for names in kept for name in names)
     return elements * next(model.parameters()).dtype.itemsize
 
 

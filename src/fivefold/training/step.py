@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import passes, tensor
+from fivefold.parallel import passes
 from fivefold.parallel.balance import BalanceOptions, BalanceResult, dropped
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.forward import LossInputs
@@ -107,14 +107,9 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
 
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
     """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
-    state = state_of(model)
     device = next(model.parameters()).device
-    if state.balance and not state.balance.is_begun:
-        state.balance.begin_step(sum(len(each.input_ids) for each in batch) * state.plan.layout.data_ranks)
-    loss = passes.backward(model, [to_device(micro_batch, device, scale) for micro_batch in batch])
-    if state.tensor:
-        tensor.sum_partial_gradients(model, state.tensor, state.mesh.kv_replicas)
-    return loss
+    rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
+    return passes.gradients(model, [to_device(each, device, scale) for each in batch], rows=rows)
 
 
 def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = None) -> LossInputs:

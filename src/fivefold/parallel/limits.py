@@ -1,0 +1,54 @@
+"""What a model that has been traced allows of a layout: the facts that `legality` asks for. No torch."""
+
+from fivefold.core.legality import ModelLimits
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import Experts, ModelFacts, Partition
+from fivefold.parallel.expert_features import features_refusal
+
+
+def limits_of(facts: ModelFacts) -> ModelLimits:
+    """The limits of a model."""
+    partition, attends = facts.partition, facts.attends.values()
+    has_heads = not partition.refusal
+    reasons = [reason for each in facts.experts if (reason := features_refusal(facts, each))]
+    refusals = {
+        "pp": _stages_refusal(facts), "tp": partition.refusal, "sequence_parallel": partition.sequence_parallel_refusal,
+        "expert_tp": next(iter(reasons), None),
+    }  # fmt: skip
+    return ModelLimits(
+        name=facts.model_class,
+        query=partition.query if has_heads else None,
+        kv=partition.kv if has_heads else None,
+        attended=(min(each.query for each in attends), min(each.kv for each in attends)) if attends else None,
+        fused=_fused(partition),
+        layers=len(facts.anatomy.layers),
+        experts=min((each.experts for each in facts.experts), default=0),
+        expert_features=None if reasons else min((_features(facts, each) for each in facts.experts), default=None),
+        refusals={axis: reason for axis, reason in refusals.items() if reason},
+    )
+
+
+def _stages_refusal(facts: ModelFacts) -> str | None:
+    """Why the model cannot be cut into stages whatever the layout; None where it can."""
+    name, anatomy = facts.model_class, facts.anatomy
+    if facts.carried:
+        return f"in {name}, {facts.carried}, and a stage is sent no more"
+    places = (*anatomy.layers, *facts.before, *facts.after, anatomy.head, anatomy.embedding)
+    for parameter in facts.parameters:
+        if not is_within(parameter, places):
+            return f"{parameter} of {name} is in none of its layers, nor in the modules before or after them"
+    if twice := set(facts.before) & set(facts.after):
+        return f"{sorted(twice)[0]} of {name} runs both before and after its layers"
+    return None
+
+
+def _fused(partition: Partition) -> str | None:
+    """A parameter that makes query heads and key/value heads at once."""
+    fused = (name for name, role in partition.roles.items() if {"query", "kv"} <= {p.owner for p in role.deal or ()})
+    return next(fused, None)
+
+
+def _features(facts: ModelFacts, experts: Experts) -> int:
+    """The features of an expert."""
+    assert experts.features is not None, "they are found with the facts"
+    return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]
