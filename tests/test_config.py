@@ -135,7 +135,7 @@ run: {name: demo, dir: runs}
         ("optimizer.learning_rate=1e-4", lambda c: c.optimizer.learning_rate, 1e-4),
         ("optimizer.betas=[0.8, 0.9]", lambda c: c.optimizer.betas, (0.8, 0.9)),
         ("tokenizer.name_or_path=train:4k", lambda c: c.tokenizer.name_or_path, "train:4096"),
-        ("tokenizer.name_or_path=train:4096", lambda c: c.tokenizer.trained_size, 4096),
+        ("tokenizer.name_or_path=train:4096", lambda c: c.tokenizer.name_or_path, "train:4096"),
         ("data.train=./notes.jsonl", lambda c: [s.path for s in c.data.train], ["./notes.jsonl"]),
         ("data.train=[a.txt,b.jsonl]", lambda c: [s.path for s in c.data.train], ["a.txt", "b.jsonl"]),
         ("data.train=[{path: a, text_key: body}, b]", lambda c: c.data.train[0].text_key, "body"),
@@ -327,7 +327,7 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
     assert len(text.splitlines()) <= 45
     config = load_config(None)
     assert (config.run.name, config.model.init, config.layout.dp_shard) == ("demo", "random", -1)
-    assert config.tokenizer.trained_size and config.tokenizer.trained_size <= 4096
+    assert int(config.tokenizer.name_or_path.removeprefix("train:")) <= 4096
     check_supported(config)
     # What its last sample was judged by (README): half the parameters and Muon, at the tokens it had before.
     assert (config.optimizer.name, config.model.overrides["hidden_size"]) == ("muon", 128)

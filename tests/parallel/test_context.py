@@ -13,7 +13,6 @@ from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod, context_method
 from fivefold.core.layout import Layout
 from fivefold.core.legality import ModelLimits, refuse, violations
-from fivefold.models.attention import reference_attention
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
 from fivefold.parallel.collectives import by_group, record
@@ -22,6 +21,7 @@ from fivefold.parallel.context import ContextParallel, _add_first, _groups, row_
 from fivefold.parallel.kv_exchange import carried
 from fivefold.parallel.mesh import Mesh, build_mesh
 from tests.parity import Case, refusal
+from tests.plain_attention import reference_attention
 from tests.pool import run_ranks
 
 METHODS = ("ring", "allgather", "ulysses", "2x2")
