@@ -142,6 +142,7 @@ def use_our_attention(model: PreTrainedModel) -> None:
     own_attention.register()
     own_experts.register()
     _refuse_dropout(model)
+    surfaces.base_first(model)
     surfaces.select_attention(model, own_attention.NAME)
     surfaces.select_experts(model, own_experts.NAME)
     if any(_rope_limits(model.config)):

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from fivefold.errors import UserError
 from fivefold.models import attention, masks, surfaces
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.positions import behind_padding
 from fivefold.models.recipe import buffer_values
 
 _ONE = 2  # the token whose dependencies are looked at
@@ -102,7 +103,8 @@ class Trace:
 
     `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
     `in_tuples`: layers that give their hidden states in a tuple. `carried`: why hidden states are not all that a layer
-    has from those before it, if so. `streams`: that there are several of them, if so. `counted`: see there.
+    has from those before it, if so. `streams`: that there are several of them, if so. `counted`: see there. `padding`: the padding token, where the model counts
+    its tokens from behind it (`positions.py`).
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
@@ -113,6 +115,7 @@ class Trace:
     carried: str | None = None
     streams: str | None = None
     counted: Counted | None = None
+    padding: int | None = None
 
     @property
     def read(self) -> list[Tensor]:
@@ -176,7 +179,7 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     recorder = _Recorder(copy, anatomy, tokens)
     hand_on_bounds(copy, forgetful)
     try:
-        base = copy.get_submodule(anatomy.base)
+        base = cast(PreTrainedModel, copy.get_submodule(anatomy.base))
     except AttributeError as error:
         raise Untraceable(f"it has no part {anatomy.base!r}, where its class says that its layers are") from error
     ids = torch.arange(tokens).unsqueeze(0) % model.config.get_text_config().vocab_size
@@ -184,6 +187,8 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     recorder.begin(stops_at_block=True)
     _follow(recorder, base, **inputs)
     counted = recorder.places
+    if recorder.longest:
+        _check_masks(recorder, base, inputs)
     recorder.begin()
     _follow(recorder, base, position_ids=ids, **inputs)
     traced, noisy, places = recorder.trace, recorder.draws, recorder.places
@@ -191,7 +196,7 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     if len(traced.blocks) != len(anatomy.layers):
         raise Untraceable("its forward does not run every layer once")
     if not _same(counted, places):
-        raise Untraceable("the positions that it counts for itself are not 0, 1, 2 and so on from a document's start")
+        traced.padding = _padding(recorder, base, inputs)
     if counts:
         inputs["position_ids"] = ids
         traced.counted = Counted(counts[0], _same_up_to(recorder, lambda: _follow(recorder, base, **inputs), traced))
@@ -202,6 +207,30 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
             fix = "set its dropout, jitter or noise to 0 in model.overrides"
             raise Untraceable(f"{noisy[0]} computes with random numbers in training", fix=fix)
     return traced
+
+
+def _padding(recorder: "_Recorder", base: PreTrainedModel, inputs: dict[str, Any]) -> int:
+    """The padding token, where the model counts its tokens from behind it. Raises `Untraceable` where it does not."""
+    padding, ids = base.config.get_text_config().pad_token_id, inputs["input_ids"].clone()
+    if padding is not None:
+        ids[0, _ONE] = padding
+        places = []
+        for given in (None, behind_padding(ids, torch.arange(ids.shape[1]).unsqueeze(0), padding)):
+            recorder.begin(stops_at_block=True)
+            _follow(recorder, base, **{**inputs, "input_ids": ids, "position_ids": given})
+            places.append(recorder.places)
+        if _same(*places):
+            return int(padding)
+    raise Untraceable("the positions that it counts for itself are not 0, 1, 2 and so on from a document's start")
+
+
+def _check_masks(recorder: "_Recorder", base: nn.Module, inputs: dict[str, Any]) -> None:
+    """Hold masks against functions that look at tokens (Gemma 4's, for images) in a row of text that is long enough."""
+    tokens, recorder.tokens = recorder.tokens, recorder.longest
+    recorder.begin(stops_at_block=True)
+    ids = inputs["input_ids"]
+    _follow(recorder, base, **{**inputs, "input_ids": ids[:, torch.arange(recorder.tokens) % ids.shape[1]]})
+    recorder.tokens = tokens
 
 
 def _same_up_to(recorder: "_Recorder", run: Callable[[], None], traced: Trace) -> int:
@@ -334,8 +363,11 @@ class _Recorder:
         self.convolutions: list[str] = []
         self.rows: dict[str, tuple[int, Tensor]] = {}  # leaf -> the dimension of its tokens, and the token of each row
         self.random = torch.Generator()
+        self.longest = 0  # tokens of a row in which every mask can be checked, where some look at tokens
         self.begin()
-        self.hidden = model.config.get_text_config().hidden_size
+        self.hidden = getattr(model.config.get_text_config(), "hidden_size", None)
+        if self.hidden is None:
+            raise Untraceable("its config has no hidden_size")
         self.names = {id(module): name for name, module in model.named_modules()}
         self.layers = set(anatomy.layers)
         values = buffer_values(model)
@@ -366,6 +398,8 @@ class _Recorder:
             return
         elif isinstance(module, nn.Embedding):
             module.forward = self._embedding(name, module.embedding_dim)  # type: ignore[method-assign]
+            rows = self._drawn(1, module.embedding_dim).expand_as(module.weight)  # some models look a row up themselves
+            module.weight = nn.Parameter(rows, requires_grad=False)
             return
         else:
             module.register_forward_pre_hook(self._note_arguments(name), with_kwargs=True)
@@ -726,6 +760,11 @@ def _attention(
 
 
 def _mask(*args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> masks.Mask:
-    mask = masks.asked_for(*args, **kwargs)
-    masks.check(mask, mask_function)
+    mask, recorder = masks.asked_for(*args, **kwargs), _recorders[-1]
+    try:
+        masks.check(mask, mask_function)
+    except masks.NeedsTokens:
+        if recorder.tokens >= masks.shown_in(mask):
+            raise
+        recorder.longest = max(recorder.longest, masks.shown_in(mask))
     return mask

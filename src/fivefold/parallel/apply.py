@@ -27,6 +27,7 @@ from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
+from fivefold.models.positions import count_behind_padding
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_bounds, trace
@@ -95,6 +96,8 @@ def parallelize(
     balance = balancing.watch_routers(model, experts, fold, rows, device)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_bounds(model, traced.forgetful)
+    if traced.padding is not None:
+        count_behind_padding(model.get_submodule(anatomy.base), traced.padding)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
     if staged and compile_blocks and layout.pp_schedule in SPLITTING:

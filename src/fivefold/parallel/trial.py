@@ -17,6 +17,7 @@ from fivefold.models import surfaces
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
+from fivefold.models.positions import count_behind_padding
 from fivefold.models.recipe import buffer_values
 from fivefold.models.trace import trace
 from fivefold.parallel import expert, plain, tensor
@@ -104,6 +105,8 @@ def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
         model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
     )
     cut = mesh.tp_rank % layout.expert_parts
+    if traced.padding is not None:
+        count_behind_padding(model.get_submodule(anatomy.base), traced.padding)
     expert.apply_expert_parallel(model, traced.experts, specs, fold, group=None, cut=cut, parts=layout.expert_parts)
     if layout.expert_parts == 1:  # as FSDP does
         fold.sums |= {name: "tp" for name, spec in specs.items() if spec.over == "ep"}
