@@ -15,13 +15,18 @@ from tests.pool import run_ranks
 # Refused before: why.
 ONCE_REFUSED = {
     "BertLMHeadModel": "its head's bias has two names, and its gradient counted twice",
+    "CamembertForCausalLM": "positions behind the padding token, and a head that is made before the rest",
     "DiffLlamaForCausalLM": "parameters drawn on the CPU, whatever the device",
     "Emu3ForCausalLM": "a config that is a part of another model's",
+    "Gemma3ForConditionalGeneration": "a tower for images with as many layers",
     "Gemma3nForCausalLM": "several streams of hidden states",
+    "Gemma4ForConditionalGeneration": "a row of the embedding's weight, looked up directly",
     "Gemma4UnifiedForCausalLM": "inv_freq copied in _init_weights",
+    "Gemma4UnifiedForConditionalGeneration": "a mask that looks at what kind of token each is",
     "GotOcr2ForConditionalGeneration": "a convolution that text never runs through",
     "JetMoeForCausalLM": "several rows per token, in the order of experts",
     "Llama4ForCausalLM": "a base model under another name than its class states",
+    "MossTranscribeDiarizeForConditionalGeneration": "a tower for sound, and layers of another model",
     "LongcatFlashForCausalLM": "two attentions in a layer",
 }
 WITHOUT_TUNING = {"Llama4ForCausalLM": {"attn_temperature_tuning": False}}  # it counts tokens of the row

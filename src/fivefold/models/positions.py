@@ -35,18 +35,19 @@ def _place(padding: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     ids, given = kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
     if ids is None or (given is None and kwargs.get("past_key_values") is not None):
         return args, kwargs  # it counts by itself
-    _check_length(base, padding, ids.shape[1], kwargs.get("bounds"))
     given = torch.arange(ids.shape[1], device=ids.device) if given is None else given
+    bounds, cached = kwargs.get("bounds"), kwargs.get("past_key_values") is not None
+    longest = int(given.max()) + 1 if cached else ids.shape[1] if bounds is None else int(bounds.diff().max())
+    _check_length(base, padding, longest)
     return args, kwargs | {"position_ids": behind_padding(ids, given.expand(ids.shape), padding)}
 
 
-def _check_length(base: Any, padding: int, length: int, bounds: Tensor | None) -> None:
-    """Raise `UserError` for documents that are longer than the places behind the padding token."""
+def _check_length(base: Any, padding: int, longest: int) -> None:
+    """Raise `UserError` for a document that is longer than the places behind the padding token."""
     places = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    longest = length if bounds is None else int(bounds.diff().max())
     if places is not None and longest > places - padding - 1:
         raise UserError(
             f"{type(base).__name__} counts positions from behind its padding token: its {places} leave "
             f"{places - padding - 1} for a document, and one has {longest} tokens",
-            fix=f"set data.seq_length to {places - padding - 1} or less",
+            fix=f"train on rows (data.seq_length) and generate texts of {places - padding - 1} tokens or less",
         )
