@@ -57,6 +57,19 @@ def test_shared_experts_and_their_gates_are_split(model_class: str, layout: str)
     assert verdict.kind == "right", verdict
 
 
+@pytest.mark.parametrize(
+    ("model_class", "layout"),
+    [
+        ("Gemma3ForConditionalGeneration", "tp2"),  # a tower that no token comes to
+        ("MiMoV2FlashForCausalLM", "tp2"),  # layers with other numbers of heads
+        ("RobertaForCausalLM", "tp2+nosp"),  # what changes hidden states for the head, and its bias of two names
+    ],
+)
+def test_parameters_that_had_no_role_have_one(model_class: str, layout: str) -> None:
+    verdict = sweep.module("held_against").judged(run_ranks(2, sweep.on_rank, model_class, layout))
+    assert verdict.kind == "right", verdict
+
+
 @pytest.mark.parametrize(("plant", "kind"), [("", "right"), ("scale", "WRONG"), ("crash", "CRASH")])
 def test_what_is_wrong_is_called_wrong(plant: str, kind: str) -> None:
     (found,) = run_ranks(1, sweep.on_rank, "LlamaForCausalLM", "single", {}, plant)

@@ -1,4 +1,4 @@
-"""Positions behind the padding token, as the models themselves count them; and decoders of models for more than text."""
+"""Positions behind the padding token, as the models themselves count them; and the decoder among several towers."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def counted(ids, past=0):
 
 def test_tokens_of_packed_documents_stand_where_each_alone_would():
     places = torch.cat([torch.arange(len(document)) for document in DOCUMENTS])[None]
-    found = behind_padding(torch.tensor([sum(DOCUMENTS, [])]), places, PADDING)
+    found = behind_padding(torch.cat([torch.tensor(document) for document in DOCUMENTS])[None], places, PADDING)
     assert torch.equal(found, torch.cat([counted(document) for document in DOCUMENTS], 1))
 
 

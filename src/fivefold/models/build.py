@@ -36,8 +36,8 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """The config of a local Hugging Face folder, a `config.json`, a built-in shape name, or a hub id.
 
-    `overrides` replace keys of that `config.json`; values that it leaves to the class are derived afterwards. `of_text`:
-    what they replace of the language model, whose keys a model for images and text keeps in `text_config`.
+    `overrides` replace keys of that `config.json`; values that it leaves to the class are derived afterwards.
+    `of_text`: what they replace of the language model, whose keys a model for images and text keeps in `text_config`.
     Raises `UserError` for a name that cannot be read, an unknown model type or override, and for folders that want
     their own code run.
     """

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from fivefold import heads
 from fivefold.errors import UserError
 from fivefold.launch.world import open_world
 from fivefold.layout import Layout
@@ -76,7 +75,7 @@ def parallelize(
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
     _check_sequence_parallel(partition, layout)
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
-    copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
+    copies = tensor.kv_copies(model, partition, layout.tp)
     stages = assign(model, anatomy, traced, layout)
     holders = {name: stages.holders(name) for name in specs}
     tied = f"{anatomy.embedding}.weight" if anatomy.tied else None
