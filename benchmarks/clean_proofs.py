@@ -27,21 +27,21 @@ from tests.pool import run_ranks
 
 from common import RESULTS, machine
 from fivefold.config import OptimizerSection
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.models import surfaces
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
 from fivefold.models.trace import trace
 from fivefold.parallel import expert, tensor
-from fivefold.verification.evidence import Evidence
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
+from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase, rows_for
+from fivefold.verification.reduced_model import fill
+from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import first_sentence
-from fivefold.verification.rows import Found
-from fivefold.verification.subject import LEARNING_RATE, WEIGHT_DECAY, Subject, rows_for
-from fivefold.verification.thin import fill
+from fivefold.verification.results import LayoutResult
 
 LAYOUTS = ("shard2+zero1", "dp2+full", "tp2", "tp2+nosp", "shard2.tp2+zero2", "tp4")
 FOLDED = ("cp2+ring", "pp2+zero1", "cp2.tp2+allgather", "shard2.pp2+full", "cp2+ulysses+full", "tp2.pp2+gpipe")
@@ -91,11 +91,11 @@ def layouts_of(family: str) -> list[str]:
 def make_subject(family: str, precision: str, layouts: list[str], seed: int, folder: Path) -> None:
     """The model, the documents and what one process computes, in `folder`. Embeddings are tied for every second."""
     torch.manual_seed(seed)
-    model = surfaces.unmodified_model(hf_config(Case("single", family=family, tied=bool(seed % 2))), torch.float32)
+    model = hf_internals.unmodified_model(hf_config(Case("single", family=family, tied=bool(seed % 2))), torch.float32)
     fill(model, seed)
     model.save_pretrained(folder / "model")
     optimizer = "muon" if seed % 5 == 0 else "adamw"
-    subject = Subject(
+    subject = ProofCase(
         folder=folder / "model", model_class=type(model).__name__, vocabulary=model.config.vocab_size,
         rows=rows_for([Layout.parse(text) for text in layouts]), row_length=61, steps=STEPS, seed=seed,
         optimizer=OptimizerSection(name=optimizer, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
@@ -107,7 +107,10 @@ def make_subject(family: str, precision: str, layouts: list[str], seed: int, fol
 def on_rank(folder: Path, layout: str, saved: Path) -> dict[str, Any]:
     """The whole proof, saved and loaded again."""
     proof = Proof(
-        Subject.load(folder / "subject.json"), Layout.parse(layout), Evidence(folder / "evidence.safetensors"), "cpu"
+        ProofCase.load(folder / "subject.json"),
+        Layout.parse(layout),
+        ReferenceTensors(folder / "evidence.safetensors"),
+        "cpu",
     )
     proof.run()
     proof.save(saved)
@@ -137,7 +140,7 @@ def proofs(only: list[str], known: Collection[tuple[str, str, str]] = ()) -> Ite
 
 def _clean(family: str, precision: str, layout: str, seed: int, folder: Path, text: str) -> Clean:
     ranks = run_ranks(Layout.parse(text).world, on_rank, folder, text, folder / f"saved-{layout}")
-    found = Found.of(json.loads(json.dumps(ranks[0])))
+    found = LayoutResult.of(json.loads(json.dumps(ranks[0])))
     judged = [row for row in found.rows if row.tolerance and not row.what.startswith("control")]
     nearest = max(judged, key=lambda row: row.error / row.tolerance)
     alarm = "" if found.ok else first_sentence(found)
@@ -153,7 +156,7 @@ def main() -> int:
     parser.add_argument("--more", action="store_true", help="only those that results/clean_proofs.json does not have")
     parser.add_argument("--only", nargs="*", default=[], choices=list(FAMILIES), metavar="FAMILY")
     args = parser.parse_args()
-    surfaces.no_progress_bars()
+    hf_internals.no_progress_bars()
     found = [Clean(**each) for each in json.loads(FILE.read_text())["proofs"]] if args.more else []
     known = {(each.family, each.precision, each.layout) for each in found}
     for each in proofs(args.only, known):

@@ -22,8 +22,8 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
 from common import OPTIONS, RESULTS, SEED, SHAPES, Shape, machine, micro_batch
+from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, join
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.training.optimizer import build_optimizer

@@ -20,8 +20,8 @@ import torch
 
 import plain_loop
 from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, micro_batch, plain_model
+from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.spread import spread_of

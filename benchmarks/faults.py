@@ -27,7 +27,7 @@ from tests.verification.faults import FAULTS, Fault
 from tests.verification.mutation import prove, prove_fault, sound_losses
 
 from common import RESULTS, machine
-from fivefold.verification.rows import Row as Comparison
+from fivefold.verification.results import Row as Comparison
 
 DOCS = Path(__file__).parents[1] / "docs" / "faults.md"
 BEGIN, END = "<!-- table: python benchmarks/faults.py -->", "<!-- end of table -->"

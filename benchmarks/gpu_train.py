@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from common import OPTIONS, RESULTS, SEED, best_gflops, machine, slug
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.units import parse_length
 from fivefold.data.batch import MicroBatch, Piece, assemble
-from fivefold.errors import UserError
 from fivefold.launch.world import World, alone, find_world, join
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.spread import spread_of
@@ -31,7 +32,6 @@ from fivefold.training import flops
 from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import train_step
-from fivefold.units import parse_length
 from overlap import profile_step
 
 LEARNING_RATE = 1e-4

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.models import surfaces
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.experts import router_buffers
@@ -134,7 +134,7 @@ def random_model(config: PreTrainedConfig) -> Any:
     """The unmodified model in fp32, nothing in it zero or one."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    surfaces.select_experts(surfaces.base_first(model), "eager")
+    hf_internals.select_experts(hf_internals.base_first(model), "eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
@@ -192,7 +192,7 @@ def _reference(tried: Tried, config: PreTrainedConfig) -> dict[str, Any]:
 def _adamw(model: Any) -> torch.optim.Optimizer:
     """torch's own; vectors do not decay, of each expert neither."""
     options = EMPTY.options
-    stacked = {id(p) for module in model.modules() if surfaces.is_experts(module) for p in module.parameters()}
+    stacked = {id(p) for module in model.modules() if hf_internals.is_experts(module) for p in module.parameters()}
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in model.parameters():
         groups[parameter.ndim - (id(parameter) in stacked) > 1].append(parameter)

@@ -25,9 +25,9 @@ import torch
 from transformers import AutoConfig
 
 from common import OPTIONS, PRECISIONS, RESULTS, SEED, machine, run_ranks
+from fivefold.core.layout import Layout
 from fivefold.data.batch import Piece, assemble
 from fivefold.launch.world import alone, find_world, join
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.training.memory import PeakMemory

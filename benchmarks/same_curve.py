@@ -25,8 +25,8 @@ import fivefold
 import plain_loop
 from common import PRECISIONS, RESULTS, machine, plain_model
 from fivefold.config import RunConfig, load_config
+from fivefold.core.json_lines import read
 from fivefold.data import prepare
-from fivefold.json_lines import read
 from fivefold.launch.world import threads_per_worker
 from fivefold.training.model import build_model
 from fivefold.training.schedule import learning_rate
@@ -126,7 +126,7 @@ def rate(config: RunConfig, step: int, steps: int) -> float:
 
 def _small_text(folder: Path) -> Path:
     """fivefold's own source as a text."""
-    sources = sorted(Path(fivefold.__file__).parent.glob("*.py"))
+    sources = sorted(Path(fivefold.__file__).parent.glob("core/*.py"))
     text = folder / "small.txt"
     text.write_text("\n".join(source.read_text(encoding="utf-8") for source in sources), encoding="utf-8")
     return text

@@ -5,7 +5,7 @@ packing, ties, clipping that bites, decay, unequal token counts, prime sizes, mo
 test_composition.py` holds those of at most four ranks and some of eight; `benchmarks/compositions.py` all of them.
 """
 
-from fivefold.layout import DEGREES
+from fivefold.core.layout import DEGREES
 from tests.parity import Case
 
 ROWS = 16

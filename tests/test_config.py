@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
-from fivefold.errors import UserError
-from fivefold.keys import NOT_BUILT
-from fivefold.layout import SCHEDULES
-from fivefold.models.shapes import shape_folder, shape_names
-from fivefold.units import human, parse_count, parse_fraction, parse_length
+from fivefold.config.key import NOT_BUILT
+from fivefold.core.errors import UserError
+from fivefold.core.layout import SCHEDULES
+from fivefold.core.shapes import shape_folder, shape_names
+from fivefold.core.units import human, parse_count, parse_fraction, parse_length
 
 
 def written(folder: Path, text: str) -> Path:

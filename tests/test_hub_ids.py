@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from fivefold import cli, hub
+from fivefold import cli
 from fivefold.config import load_config
-from fivefold.errors import UserError
+from fivefold.core import hub
+from fivefold.core.errors import UserError
 from fivefold.generation.run import GenerateRequest, generate
 from fivefold.launch.model import check_model
 from fivefold.models.build import load_model_config

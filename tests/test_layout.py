@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 
 TEXTS = [
     "single",

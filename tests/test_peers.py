@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.config import keys, load_config
-from fivefold.errors import UserError
-from fivefold.peers import DIFFERENT, SAME
+from fivefold.config.peers import DIFFERENT, SAME
+from fivefold.core.errors import UserError
 
 KEYS = {key.name.replace("[]", "") for key in keys()}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fivefold.report import Report, write
+from fivefold.report.table import Report, write
 
 
 @dataclass(frozen=True)

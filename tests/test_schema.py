@@ -10,8 +10,8 @@ import yaml
 
 from fivefold import cli
 from fivefold.config import DEMO, load_config
-from fivefold.errors import UserError
-from fivefold.schema import schema
+from fivefold.config.json_schema import schema
+from fivefold.core.errors import UserError
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 NOTES = re.search(r"^```yaml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)

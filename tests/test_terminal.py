@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from fivefold.cli import main
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.terminal import shown
 from fivefold.generation.run import to_screen
 from fivefold.launch.preparing import Preparing
-from fivefold.report import Report
-from fivefold.terminal import shown
+from fivefold.report.table import Report
 from fivefold.training.display import open_display
 from fivefold.verification.report import report_of
-from fivefold.verification.rows import Found, Row
+from fivefold.verification.results import Found, Row
 
 COMMANDS = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x00\x08\x7f\u202e\u2066\u2028"
 HOSTILE = f"a [red]b[/red] [/] {COMMANDS} c"
@@ -132,7 +132,7 @@ def test_a_read_only_place_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_pages_and_exports_that_cannot_be_written_are_the_users(tmp_path: Path) -> None:
-    from fivefold.pages.render import write
+    from fivefold.report.render import write
 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write") as caught:

@@ -27,7 +27,7 @@ import torch
 
 from common import RESULTS, machine
 from fivefold.checkpoint import Checkpoint, step_folder
-from fivefold.json_lines import read
+from fivefold.core.json_lines import read
 
 EVERY = 10  # steps between checkpoints
 
@@ -104,7 +104,10 @@ def find_workers(parent: int) -> list[int]:
     for task in Path("/proc").glob("[0-9]*"):
         try:
             words = (task / "cmdline").read_bytes().split(b"\0")
-            if b"fivefold.worker" in words and int((task / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+            if (
+                b"fivefold.launch.worker" in words
+                and int((task / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+            ):
                 found.append(int(task.name))
         except (OSError, ValueError, IndexError):
             continue

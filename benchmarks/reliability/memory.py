@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from common import OPTIONS, RESULTS, SHAPES, machine, plain_model, run_ranks
-from fivefold.checkpoint import About, Checkpoint, Saver, export, step_folder
+from fivefold.checkpoint import Checkpoint, Metadata, Saver, export, step_folder
+from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, find_world, join
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
@@ -72,7 +72,7 @@ def rank(request: dict[str, Any], out: Path) -> None:
         gib = peak.gib
         if request["part"].startswith("import"):
             saver = Saver(folder / "run" / "checkpoints", keep=1)
-            saver.save(model, build_optimizer(model, OPTIONS), About(step=1, state={}))
+            saver.save(model, build_optimizer(model, OPTIONS), Metadata(step=1, state={}))
             saver.wait()
             saver.close()
     out.write_text(json.dumps({"peak": (gib or 0) * 2**30}))

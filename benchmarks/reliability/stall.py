@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from common import OPTIONS, RESULTS, SEED, SHAPES, machine, micro_batch
-from fivefold.checkpoint import About, Saver, shard
+from fivefold.checkpoint import Metadata, Saver, shard
+from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, join
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.training.optimizer import build_optimizer
@@ -57,7 +57,7 @@ def main() -> int:
                 saver = savers[kind]
                 with patch.object(shard, "_hasher", Nothing) if kind == "unhashed" else nullcontext():
                     started = time.perf_counter()
-                    saver.save(model, optimizer, About(step=step, state={}))
+                    saver.save(model, optimizer, Metadata(step=step, state={}))
                     stalls[kind].append(time.perf_counter() - started)
                     saver.wait()
                     whole[kind].append(time.perf_counter() - started)

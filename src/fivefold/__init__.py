@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fivefold.api import Run, export, generate, train, verify
     from fivefold.config import RunConfig, load_config
-    from fivefold.errors import RunFailed, UserError
-    from fivefold.layout import Layout
+    from fivefold.core.errors import RunFailed, UserError
+    from fivefold.core.layout import Layout
     from fivefold.own_loop import (
         ParallelModel,
         clip_grad_norm_,
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 # Public name -> the module it lives in. Nothing is imported before it is used, torch least of all.
 _HOMES = {
-    "Layout": "fivefold.layout",
+    "Layout": "fivefold.core.layout",
     "ParallelModel": "fivefold.own_loop",
     "Run": "fivefold.api",
     "RunConfig": "fivefold.config",
-    "RunFailed": "fivefold.errors",
+    "RunFailed": "fivefold.core.errors",
     "StepResult": "fivefold.training.step",
-    "UserError": "fivefold.errors",
+    "UserError": "fivefold.core.errors",
     "clip_grad_norm_": "fivefold.own_loop",
     "evaluate": "fivefold.own_loop",
     "export": "fivefold.api",
@@ -76,7 +76,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("fivefold.version").version_of("fivefold")
+        return import_module("fivefold.core.version").version_of("fivefold")
     if name not in _HOMES:
         raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

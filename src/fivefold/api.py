@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
-from fivefold import json_lines
-from fivefold.errors import UserError
+from fivefold.core import json_lines
+from fivefold.core.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 
 if TYPE_CHECKING:
@@ -60,14 +60,16 @@ def train(
     come again.
     """
     from fivefold.launch.events import Listener
-    from fivefold.launch.local import run
+    from fivefold.training.launch import run
+    from fivefold.verification import before_training
 
     _check_path(path)
     listener = Listener(on_step, on_eval, on_save) if on_step or on_eval or on_save else None
     with listener.raising() if listener else nullcontext():
         file = None if path is None else Path(path)
-        found = Run(run(file, _written(overrides), nproc=nproc, verify=verify, listener=listener))
-    return found
+        prove = before_training if verify else None
+        folder = run(file, _written(overrides), nproc=nproc, prove=prove, listener=listener)
+    return Run(folder)
 
 
 def verify(

@@ -18,23 +18,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fivefold.checkpoint import About, Checkpoint, find_checkpoint
+from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
 from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
-from fivefold.checkpoint.save import on_first_rank, save_as
+from fivefold.checkpoint.save import on_first_rank, save_as, standing
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
-from fivefold.errors import UserError
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
 from fivefold.generation.decode import decode, ready
 from fivefold.launch.world import open_world
-from fivefold.layout import Layout
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import apply, guard, passes, plain
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import put_in_order, reshard, settle_root
+from fivefold.parallel.data import put_in_order, reshard
 from fivefold.parallel.spread import Spread, spread_of
+from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.batches import Batch, differing, micro_batches, on_every_rank
 from fivefold.training.evaluate import evaluating, mean_loss
 from fivefold.training.model import own_coefficient
@@ -218,7 +219,7 @@ def parallelize(
         splits_tokens=spread.tensor is not None and spread.tensor.sequence_parallel,
         reshard=lambda: reshard(model),
     )  # fmt: skip
-    settle_root(model)
+    fsdp_settle_root(model)
     watch_optimizers(model, spread.layout, before)
     model.__class__ = type(f"Parallel{anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)
@@ -393,7 +394,9 @@ def logits(model: ParallelModel, batch: Batch) -> Tensor:
     own = micro_batches(model, batch, needs_labels=False, also=no_mask)
     inputs = to_device(own[0], next(model.parameters()).device)
     with evaluating(model):
-        found = passes.logits(model, inputs.input_ids, inputs.position_ids, bounds=inputs.bounds, use_cache=False)
+        found = passes.logits(
+            model, inputs.input_ids, inputs.position_ids, cu_seqlens=inputs.cu_seqlens, use_cache=False
+        )
     rows, tokens = batch["input_ids"].shape
     return found[:rows, :tokens]
 
@@ -541,7 +544,8 @@ def save(
     any layout. It appears when all of it is written and read back.
 
     `state`: anything that JSON holds (a step, a scheduler's `state_dict()`), which `load` returns. `overwrite`: replace
-    a checkpoint of that name. Raises `UserError`, and `RunFailed` when it cannot be written.
+    a checkpoint of that name, which `load` finds until the new one is there. Raises `UserError`, and `RunFailed` when
+    it cannot be written.
     """
     _check_parallel(model)
 
@@ -559,7 +563,7 @@ def save(
         about["optimizer"] = _described(model, optimizer)
     at = about["state"].get("step")
     count = at if isinstance(at, int) and at >= 0 else 0
-    save_as(model, optimizer, Path(path), About(step=count, state=about), overwrite=overwrite)
+    save_as(model, optimizer, Path(path), Metadata(step=count, state=about), overwrite=overwrite)
     return Path(path)
 
 
@@ -571,7 +575,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
     betas) become those that were saved. Raises `UserError`, before anything changes, where that does not fit.
     """
     _check_parallel(model)
-    folder = Path(path)
+    folder = standing(Path(path))
 
     def check() -> Checkpoint:
         opened = Checkpoint.open(folder) if (folder / MANIFEST).exists() else find_checkpoint(folder)

@@ -27,7 +27,7 @@ def test_labels_are_shifted_and_rows_are_filled_up_to_the_multiple() -> None:
     assert found.input_ids.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0], [21, 22, 23, 24, 25, 0, 0, 0]]
     assert found.labels.tolist() == [[12, NONE, 14, 15, *[NONE] * 4], [22, 23, 24, 25, *[NONE] * 4]]
     assert found.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]] * 2
-    assert found.bounds.tolist() == [0, 5, 8, 13, 16]
+    assert found.cu_seqlens.tolist() == [0, 5, 8, 13, 16]
     assert (found.tokens, found.targets) == (10, 7)
     assert found.row_tokens is not None and found.row_tokens.tolist() == [5, 5]
 
@@ -42,7 +42,7 @@ def test_padding_on_either_side_takes_no_part_and_positions_stay(kind: torch.dty
     assert found.input_ids.tolist() == [[11, 12, 13, 0], [22, 23, 24, 25]]
     assert found.labels.tolist() == [[12, 13, NONE, NONE], [23, 24, 25, NONE]]
     assert found.position_ids.tolist() == [[0, 1, 2, 0], [1, 2, 3, 4]]
-    assert found.bounds.tolist() == [0, 3, 4, 8]
+    assert found.cu_seqlens.tolist() == [0, 3, 4, 8]
     assert (found.tokens, found.targets) == (7, 5)
     assert found.row_tokens is not None and found.row_tokens.tolist() == [3, 4]
 
@@ -51,9 +51,9 @@ def test_a_document_begins_wherever_positions_do_not_go_on_by_one() -> None:
     positions = torch.tensor([[0, 1, 0, 1, 2], [3, 4, 7, 8, 8]])
     found = read({"input_ids": IDS, "labels": IDS, "position_ids": positions})
     assert found.position_ids.tolist() == positions.tolist()
-    assert found.bounds.tolist() == [0, 2, 5, 7, 9, 10]
+    assert found.cu_seqlens.tolist() == [0, 2, 5, 7, 9, 10]
     of_all_rows = read({"input_ids": IDS, "labels": IDS, "position_ids": positions[0]})
-    assert of_all_rows.bounds.tolist() == [0, 2, 5, 7, 10]
+    assert of_all_rows.cu_seqlens.tolist() == [0, 2, 5, 7, 10]
 
 
 def test_no_rows_are_a_row_of_padding() -> None:

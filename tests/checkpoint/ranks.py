@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.checkpoint import About, Checkpoint, Saver, disk, restore, save, shard
+from fivefold.checkpoint import Checkpoint, Metadata, Saver, disk, restore, save, shard
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.spread import spread_of
@@ -233,5 +233,5 @@ def save_over(case: Case, directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def _about(step: int) -> About:
-    return About(step=step, state={})
+def _about(step: int) -> Metadata:
+    return Metadata(step=step, state={})

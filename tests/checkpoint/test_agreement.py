@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.checkpoint import agreement, check_agreement
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 
 def _agreement(fingerprint: str = "f", **sections: Any) -> dict[str, Any]:

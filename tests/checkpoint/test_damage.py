@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.checkpoint import Checkpoint, Damaged, newest
+from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, newest
 from tests.checkpoint.ranks import restore_error, save_steps, train_and_save
 from tests.parity import Case
 from tests.pool import run_ranks
@@ -38,7 +38,7 @@ def damage_of(folder: Path) -> str:
     """What one process finds wrong with the folder; empty when it is as it was saved."""
     try:
         return next(Checkpoint.open(folder).damages(), "")
-    except Damaged as damage:
+    except CorruptCheckpoint as damage:
         return damage.what
 
 
@@ -129,4 +129,4 @@ def test_no_weight_changes(folder: Path, file: str, layout: str) -> None:
     content[-1] ^= 1
     (folder / file).write_bytes(bytes(content))
     for found in run_ranks(2, restore_error, CASE.with_layout(layout), folder):
-        assert found.startswith("Damaged") and file in found
+        assert found.startswith("CorruptCheckpoint") and file in found

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from fivefold import cli
 from fivefold.checkpoint import export, find_checkpoint
 from fivefold.checkpoint.export import cast, export_dtype
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run

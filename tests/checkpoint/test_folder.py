@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from fivefold.checkpoint import Checkpoint, Damaged, find_checkpoint, newest, steps
+from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, find_checkpoint, newest, steps
 from fivefold.checkpoint.manifest import signed
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from tests.checkpoint.ranks import restore_error, save_on_bad_disk, save_steps, save_twice
 from tests.parity import Case
 from tests.pool import run_ranks
@@ -136,7 +136,7 @@ DAMAGES = {
 def test_a_damaged_step_is_passed_over(run: Path, damage: str) -> None:
     folder = run / "checkpoints" / "step-000300"
     DAMAGES[damage](folder)
-    with pytest.raises(Damaged, match="step-000300"):
+    with pytest.raises(CorruptCheckpoint, match="step-000300"):
         Checkpoint.open(folder)
     assert newest(run / "checkpoints") == run / "checkpoints" / "step-000200"
 

@@ -11,13 +11,13 @@ from unittest.mock import patch
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fivefold.checkpoint import Damaged, Remote
+from fivefold.checkpoint import CorruptCheckpoint, Remote
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.load import candidates, is_valid
 from fivefold.checkpoint.manifest import NAME, read_manifest
 from fivefold.config import RunConfig
-from fivefold.errors import RunFailed, UserError
-from fivefold.step_folders import step_folder
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.step_folders import step_folder
 from tests.checkpoint.test_killed_save import content, save_step
 
 URL = "memory://bucket/runs/demo"
@@ -140,7 +140,7 @@ def test_damage_to_a_copy_is_refused(tmp_path: Path, storage: MemoryFileSystem) 
         copy(folder, remote, keep=2)
     path = "/bucket/runs/demo/checkpoints/step-000002/manifest.json"
     storage.pipe_file(path, storage.cat_file(path).replace(b"shard2", b"shard3"))
-    with pytest.raises(Damaged, match=r"memory://.*step-000002"):
+    with pytest.raises(CorruptCheckpoint, match=r"memory://.*step-000002"):
         remote.manifest(2)
     here, copy_2, copy_1 = candidates(tmp_path / "here", remote)[0], *candidates(tmp_path / "none", remote)
     assert (here.step, here.remote, copy_2.step, copy_1.step) == (2, None, 2, 1)

@@ -8,7 +8,7 @@ import pytest
 from transformers import BloomConfig, DeepseekV3Config, DogeConfig, MixtralConfig, Phi3Config
 
 from fivefold import cli
-from fivefold.roles import short_names
+from fivefold.doctor.roles import short_names
 from tests.models.tiny import SIZES
 
 

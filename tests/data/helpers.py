@@ -51,9 +51,9 @@ def byte_tokens(text: str) -> list[int]:
 
 
 def segments(batch: MicroBatch) -> list[tuple[list[int], list[int], list[int]]]:
-    """(tokens, labels, positions) of each segment that `bounds` delimits, padding included."""
+    """(tokens, labels, positions) of each segment that `cu_seqlens` delimits, padding included."""
     flat = [array.reshape(-1).tolist() for array in (batch.input_ids, batch.labels, batch.position_ids)]
-    cuts = zip(batch.bounds[:-1].tolist(), batch.bounds[1:].tolist(), strict=True)
+    cuts = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
     return [tuple(array[start:end] for array in flat) for start, end in cuts]  # type: ignore[misc]
 
 

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, cache, cache_root, integrity, prepare, tokenizer
-from fivefold.errors import UserError
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole, write_jsonl
 
 

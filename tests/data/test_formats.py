@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fivefold.config import load_config
+from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, formats, prepare
 from fivefold.data.source import Source, resolve
-from fivefold.errors import UserError
 from tests.data.helpers import byte_tokens, config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import errors
 
+from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, prepare
 from fivefold.data.formats.hub import Address
-from fivefold.errors import UserError
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole, write_jsonl
 
 TEXTS = random_texts(0, 97)

@@ -47,9 +47,9 @@ def test_a_micro_batch_is_what_its_bounds_say(tmp_path: Path, row_multiple: int)
         shapes = {array.shape for array in (batch.input_ids, batch.labels, batch.position_ids)}
         assert shapes == {(3, length)}
         assert {array.dtype for array in (batch.input_ids, batch.labels, batch.position_ids)} == {np.dtype(np.int64)}
-        assert batch.bounds.dtype == np.int32
-        assert (np.diff(batch.bounds) > 0).all() and batch.bounds[0] == 0 and batch.bounds[-1] == 3 * length
-        assert {0, length, 2 * length} <= set(batch.bounds.tolist())
+        assert batch.cu_seqlens.dtype == np.int32
+        assert (np.diff(batch.cu_seqlens) > 0).all() and batch.cu_seqlens[0] == 0 and batch.cu_seqlens[-1] == 3 * length
+        assert {0, length, 2 * length} <= set(batch.cu_seqlens.tolist())
         for tokens, labels, positions in segments(batch):
             assert positions == list(range(len(tokens)))
             assert labels[:-1] in (tokens[1:], [IGNORE] * (len(tokens) - 1))

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fivefold.core.errors import UserError
 from fivefold.data import PackedRows, PreparedData, prepare
 from fivefold.data.order import RowOrder, permutation
 from fivefold.data.store import _hash
-from fivefold.errors import UserError
 from tests.data.helpers import byte_tokens, config_for, pieces, write_jsonl
 
 SIZES = [29, 101, 13]  # documents of the three sources

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fivefold.core.errors import UserError
 from fivefold.data import formats, prepare
 from fivefold.data.source import Source, resolve
-from fivefold.errors import UserError
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole, write_jsonl
 
 TEXTS = random_texts(0, 211)

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fivefold.core.errors import UserError
 from fivefold.data import prepare
 from fivefold.data.records import conversation_of
-from fivefold.errors import UserError
 from tests.data.helpers import config_for, prepare_texts, write_jsonl
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a long answer, much longer"}]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.generation import launch, main
 
 

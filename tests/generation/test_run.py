@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.generation import main
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
 from tests.generation.ranks import from_folder

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.errors import UserError
 from fivefold.generation.text import TextStream, encode_prompt
 
 TEXTS = ["plain words, no more", "naïve façade — “quoted”", "日本語"]

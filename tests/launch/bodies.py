@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch.world import World
 from fivefold.training.watchdog import watching
 

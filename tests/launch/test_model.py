@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fivefold.config import load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.launch.model import check_model
 
 CONFIG = {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 128, "model_type": "llama"}

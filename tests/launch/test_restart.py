@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from fivefold.checkpoint import Checkpoint, step_folder, steps
-from fivefold.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.restart import WorkerDied, with_restarts
 from tests.training.bodies import column, run_dir, run_file, same, state
@@ -114,7 +114,7 @@ class Command:
             try:
                 words = (task / "cmdline").read_bytes().split(b"\0")
                 parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and b"fivefold.worker" in words:
+                if parent == self.process.pid and b"fivefold.launch.worker" in words:
                     found[int(_variable(task, "RANK"))] = int(task.name)
             except (OSError, ValueError):
                 continue

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.launch import world as world_module
 from fivefold.launch.world import (
     World,

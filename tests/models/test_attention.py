@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models import kernels, packed
 from fivefold.models.attention import attention_forward, reference_attention
 from fivefold.models.build import build_meta
@@ -41,8 +41,8 @@ def inputs(rows, length, heads, kv_heads, *, keys=None, dtype=torch.float64, req
     return [tensor.requires_grad_(requires_grad) for tensor in tensors]
 
 
-def forward(query, key, value, bounds=None, scaling=None, **kwargs):
-    return attention_forward(Attention(), query, key, value, None, scaling=scaling, bounds=bounds, **kwargs)[0]
+def forward(query, key, value, cu_seqlens=None, scaling=None, **kwargs):
+    return attention_forward(Attention(), query, key, value, None, scaling=scaling, cu_seqlens=cu_seqlens, **kwargs)[0]
 
 
 def assert_close(ours, exact):
@@ -50,10 +50,10 @@ def assert_close(ours, exact):
     assert (ours.double() - exact).abs().max() <= 4 * torch.finfo(ours.dtype).eps * exact.abs().max()
 
 
-def check_against_twin(tensors, bounds, **rule):
+def check_against_twin(tensors, cu_seqlens, **rule):
     """Output and gradients equal the twin's, the sinks' among them."""
     leaves = [leaf for leaf in (*tensors, rule.get("s_aux")) if leaf is not None and leaf.requires_grad]
-    ours, twin = forward(*tensors, bounds, 0.7, **rule), reference_attention(*tensors, bounds, 0.7, **rule)
+    ours, twin = forward(*tensors, cu_seqlens, 0.7, **rule), reference_attention(*tensors, cu_seqlens, 0.7, **rule)
     assert (ours - twin).abs().max() <= 1e-12
     weight = torch.randn_like(ours)
     for mine, theirs in zip(
@@ -100,7 +100,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("rule", [kernels.Rule(0.3, window=256), kernels.Rule(0.3, softcap=1.5)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [kernels.AttentionParams(0.3, window=256), kernels.AttentionParams(0.3, softcap=1.5)], ids=str
+)
 def test_no_quadratic_memory(rule):
     """A row of 8,192 tokens has 134 million scores in two heads; a block of them has half a million."""
     q, k, v = (torch.randn(1, heads, 8192, 8) for heads in (2, 1, 1))
@@ -119,10 +121,10 @@ def test_rows_without_bounds_are_one_document_each(rule):
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_every_precision(dtype, rule):
     tensors = inputs(2, 16, 6, 2, dtype=dtype)
-    bounds = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
-    ours = forward(*tensors, bounds, **rule)
+    cu_seqlens = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
+    ours = forward(*tensors, cu_seqlens, **rule)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    twin = reference_attention(*exact, bounds, **rule)
+    twin = reference_attention(*exact, cu_seqlens, **rule)
     assert ours.dtype == dtype
     assert_close(ours, twin)
     for mine, theirs in zip(
@@ -156,12 +158,12 @@ def test_gradients_through_a_cache_under_a_rule_are_refused():
 
 
 def test_nothing_leaks_between_documents():
-    bounds = torch.tensor([0, 5, 11, 16], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 5, 11, 16], dtype=torch.int32)
     query, key, value = inputs(1, 16, 6, 2, requires_grad=False)
-    before = forward(query, key, value, bounds)
+    before = forward(query, key, value, cu_seqlens)
     for tensor in (query, key, value):
         tensor[:, :, 2] += 1.0
-    after = forward(query, key, value, bounds)
+    after = forward(query, key, value, cu_seqlens)
     assert torch.equal(before[:, 5:], after[:, 5:]) and torch.equal(before[:, :2], after[:, :2])
     assert not torch.equal(before[:, 2:5], after[:, 2:5])
 
@@ -170,11 +172,11 @@ def test_the_variable_length_kernel_takes_our_arguments():
     """Without a GPU: what the CUDA kernels promise on the meta device has the shapes that `packed.py` counts on."""
     shapes = [(26, 6, 8), (26, 2, 8), (26, 2, 8)]
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-    bounds = torch.empty(5, dtype=torch.int32, device="meta")
-    for rule in (kernels.Rule(0.3), kernels.Rule(0.3, window=4)):
-        out, lse = kernels.varlen_forward(q, k, v, bounds, 8, rule)
+    cu_seqlens = torch.empty(5, dtype=torch.int32, device="meta")
+    for rule in (kernels.AttentionParams(0.3), kernels.AttentionParams(0.3, window=4)):
+        out, lse = kernels.varlen_forward(q, k, v, cu_seqlens, 8, rule)
         assert out.shape == q.shape and lse.shape == (6, 26)
-        grads = kernels.varlen_backward(out, q, k, v, out, lse, bounds, 8, rule)
+        grads = kernels.varlen_backward(out, q, k, v, out, lse, cu_seqlens, 8, rule)
         assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -183,11 +185,11 @@ def test_the_variable_length_kernel_takes_our_arguments():
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (6, 1)])
 def test_packed_documents_on_a_gpu(heads, kv_heads, dtype, rule):
-    bounds = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
+    cu_seqlens = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
     rule = {name: value.cuda() if name == "s_aux" else value for name, value in rule.items()}
     tensors = [t.detach().cuda().requires_grad_() for t in inputs(2, 16, heads, kv_heads, dtype=dtype)]
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    ours, twin = forward(*tensors, bounds, **rule), reference_attention(*exact, bounds, **rule)
+    ours, twin = forward(*tensors, cu_seqlens, **rule), reference_attention(*exact, cu_seqlens, **rule)
     assert_close(ours, twin)
     for mine, theirs in zip(
         torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
@@ -196,18 +198,18 @@ def test_packed_documents_on_a_gpu(heads, kv_heads, dtype, rule):
 
 
 def test_the_operator_keeps_the_rules_of_custom_operators():
-    bounds = torch.tensor([0, 7, 13, 18, 26], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 7, 13, 18, 26], dtype=torch.int32)
     for rule in ((), (4, None, None), (None, 1.5, None), (4, 1.5, torch.randn(6, requires_grad=True))):
-        torch.library.opcheck(packed.packed_attention, (*inputs(2, 13, 6, 2), bounds, 0.3, *rule))
+        torch.library.opcheck(packed.packed_attention, (*inputs(2, 13, 6, 2), cu_seqlens, 0.3, *rule))
 
 
 @pytest.mark.parametrize(
     ("rule", "longest", "kernel"),
     [
-        (kernels.Rule(0.3), 9, "cpu"),
-        (kernels.Rule(0.3, window=8), 9, "blockwise"),
-        (kernels.Rule(0.3, window=9), 9, "cpu"),
-        (kernels.Rule(0.3, window=9, softcap=50.0), 9, "blockwise"),
+        (kernels.AttentionParams(0.3), 9, "cpu"),
+        (kernels.AttentionParams(0.3, window=8), 9, "blockwise"),
+        (kernels.AttentionParams(0.3, window=9), 9, "cpu"),
+        (kernels.AttentionParams(0.3, window=9, softcap=50.0), 9, "blockwise"),
     ],
     ids=str,
 )
@@ -247,8 +249,8 @@ def test_values_of_another_width_than_the_keys(width):
     """The scale is that of the queries as they are given, not of what they are filled up to."""
     query, key, value = inputs(2, 7, 4, 2)
     value = torch.randn(2, 2, 7, width, dtype=torch.float64)
-    bounds = torch.tensor([0, 3, 7, 9, 14], dtype=torch.int32)
-    ours, twin = forward(query, key, value, bounds), reference_attention(query, key, value, bounds)
+    cu_seqlens = torch.tensor([0, 3, 7, 9, 14], dtype=torch.int32)
+    ours, twin = forward(query, key, value, cu_seqlens), reference_attention(query, key, value, cu_seqlens)
     assert (ours - twin).abs().max() <= 1e-12
 
 
@@ -269,7 +271,7 @@ def test_dropout_in_the_config_is_refused_when_the_model_is_built():
 
 
 def test_a_compiled_block_is_one_graph_whatever_the_documents():
-    """`aot_eager` traces forward and backward with no graph break; `bounds` of other lengths do not break it."""
+    """`aot_eager` traces forward and backward with no graph break; `cu_seqlens` of other lengths do not break it."""
     torch._dynamo.reset()
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -283,13 +285,13 @@ def test_a_compiled_block_is_one_graph_whatever_the_documents():
     position = torch.rand(2, 12, 8)
     embeddings = (position.cos(), position.sin())
 
-    def run(layer, bounds):
+    def run(layer, cu_seqlens):
         leaf = hidden.clone().requires_grad_()
-        out = layer(leaf, position_embeddings=embeddings, bounds=bounds)
+        out = layer(leaf, position_embeddings=embeddings, cu_seqlens=cu_seqlens)
         return out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]
 
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     for edges in ([0, 5, 12, 24], [0, 12, 15, 18, 24], [0, 12, 24]):
-        bounds = torch.tensor(edges, dtype=torch.int32)
-        for mine, theirs in zip(run(compiled, bounds), run(block, bounds), strict=True):
+        cu_seqlens = torch.tensor(edges, dtype=torch.int32)
+        for mine, theirs in zip(run(compiled, cu_seqlens), run(block, cu_seqlens), strict=True):
             assert (mine - theirs).abs().max() <= 1e-5

@@ -72,9 +72,9 @@ def test_packed_documents_match_the_unmodified_model(family):
     theirs, ours = model(family, "eager"), model(family, "fivefold")
     docs = documents()
     expected = torch.cat([theirs(input_ids=ids, use_cache=False).logits for ids in docs], 1)
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    found = ours(input_ids=torch.cat(docs, 1), position_ids=positions, bounds=bounds, use_cache=False).logits
+    found = ours(input_ids=torch.cat(docs, 1), position_ids=positions, cu_seqlens=cu_seqlens, use_cache=False).logits
     exact = ROTARY_TOLERANCE if family == "llama4" else TOLERANCE
     assert (found - expected).abs().max() <= exact * expected.abs().max()
     weight = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))

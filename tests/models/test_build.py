@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import CLIPConfig
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.shapes import shape_names
 from fivefold.models.build import build_meta, load_model_config, weights_folder
-from fivefold.models.shapes import shape_names
 from tests.models import tiny
 
 OLD_LLAMA = {

@@ -1,4 +1,4 @@
-"""Every family of `src/fivefold/models/families`: a new file there is tested here without a change to this one.
+"""Every family of `tests/families.py`: a new entry there is tested here without a change to this file.
 
 The reference is always the unmodified model of `transformers`, built on the CPU.
 """
@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from fivefold.checkpoint import export
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, check_lengths
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
-from fivefold.models.sources import RandomInit, SafetensorsFolder, read_whole, stored_tensors
+from fivefold.models.sources import RandomInit, SafetensorsFolder, read_full, stored_tensors
 from fivefold.models.trace import trace
 from fivefold.parallel.apply import parallelize
 from fivefold.training.model import build_model
@@ -57,7 +57,7 @@ def test_weights_are_distributed_as_the_model_initialises_itself(family: str, ti
     assert ours.names() == set(stored_tensors(theirs))
     random = 0
     for name, expected in theirs.named_parameters():
-        values = read_whole(ours, name)
+        values = read_full(ours, name)
         if expected.min() == expected.max():
             assert torch.equal(values, expected), name
             continue
@@ -141,10 +141,10 @@ def packed_logits(jobs: list[tuple[Case, tuple[int, ...], int]]) -> list[Any]:
         model = parallelize(build_meta(hf_config(case)), case.parsed, source=ModelTensors(loud(case, torch.float32)))
         ids = torch.cat(texts(lengths)).view(rows, -1)
         positions = torch.cat([torch.arange(length) for length in lengths]).view(rows, -1)
-        bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
         try:
             with exact(), torch.no_grad():
-                logits = model(input_ids=ids, position_ids=positions, bounds=bounds, use_cache=False).logits
+                logits = model(input_ids=ids, position_ids=positions, cu_seqlens=cu_seqlens, use_cache=False).logits
             found.append(logits.flatten(0, 1).numpy())
         except UserError as error:
             found.append(f"{error} / {error.fix}")
@@ -298,7 +298,7 @@ def test_a_base_model_is_all_there_is_to_a_tied_one(family: str, tmp_path: Path)
     source = SafetensorsFolder(tmp_path, build_meta(hf_config(case)))
     assert source.names() == set(stored_tensors(model))
     for name, parameter in model.named_parameters():
-        assert torch.equal(read_whole(source, name), parameter), name
+        assert torch.equal(read_full(source, name), parameter), name
     with pytest.raises(UserError, match="base model without its head"):
         SafetensorsFolder(tmp_path, build_meta(hf_config(Case("single", family))))
 
@@ -316,7 +316,7 @@ def test_what_a_constructor_computes_is_kept(tmp_path: Path) -> None:
     assert all(torch.equal(buffers[name], buffer) for name, buffer in theirs.named_buffers())
     scalars = [name for name, parameter in theirs.named_parameters() if parameter.numel() == 1]
     assert len(scalars) == 2 * 3
-    assert all(torch.equal(read_whole(ours, name), theirs.get_parameter(name)) for name in scalars)
+    assert all(torch.equal(read_full(ours, name), theirs.get_parameter(name)) for name in scalars)
     folder = hf_folder(APERTUS, tmp_path / "hf")
     run_ranks(2, save_runs, [(APERTUS.layout, folder, tmp_path / "runs" / "one")])
     done = export(tmp_path / "runs" / "one", tmp_path / "out")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fivefold.config import load_config
+from fivefold.core.errors import UserError
 from fivefold.data import tokenizer
-from fivefold.errors import UserError
 from fivefold.launch.model import check_model
 from fivefold.models.build import build_meta, load_model_config
 from tests.models import tiny

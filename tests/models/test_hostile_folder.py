@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta
 from fivefold.models.sources import SafetensorsFolder
 from tests.models import tiny

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta
 from fivefold.models.recipe import buffer_values
 from tests.models import tiny
@@ -38,8 +38,10 @@ def test_packed_documents_equal_documents_alone(make_config):
     lengths = [11, 1, 7, 18, 19, 18]  # two rows of 37
     ids = torch.randint(0, 101, (74,), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    packed = model(input_ids=ids.view(2, 37), position_ids=positions.view(2, 37), bounds=bounds).logits.view(74, -1)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    packed = model(input_ids=ids.view(2, 37), position_ids=positions.view(2, 37), cu_seqlens=cu_seqlens).logits.view(
+        74, -1
+    )
     alone = torch.cat([model(input_ids=document[None]).logits[0] for document in ids.split(lengths)])
     assert (packed - alone).abs().max() <= 1e-10
 

@@ -21,13 +21,13 @@ from transformers import (
     Starcoder2Config,
 )
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, check_rows
-from fivefold.models.deals import Part, by_features
-from fivefold.models.families import families
+from fivefold.models.feature_groups import FeatureGroup, by_features
 from fivefold.models.partition import Partition, derive
 from fivefold.models.trace import BlockTrace, Event, MixesTokens, Untraceable, trace
+from tests.families import TINY
 from tests.models import tiny
 from tests.parity import Case, hf_config
 
@@ -48,10 +48,13 @@ def test_llama():
     assert found.heads == ((6, 2),)
     layer = "model.layers.2"
     assert found.roles[f"{layer}.self_attn.q_proj.bias"].deal == tuple(
-        Part(8 * head, 8 * head + 8, "query", head) for head in range(6)
+        FeatureGroup(8 * head, 8 * head + 8, "query", head) for head in range(6)
     )
-    assert found.roles[f"{layer}.self_attn.v_proj.weight"].deal == (Part(0, 8, "kv", 0), Part(8, 16, "kv", 1))
-    assert found.roles[f"{layer}.mlp.up_proj.weight"].deal == (Part(0, 88, "even"),)
+    assert found.roles[f"{layer}.self_attn.v_proj.weight"].deal == (
+        FeatureGroup(0, 8, "kv", 0),
+        FeatureGroup(8, 16, "kv", 1),
+    )
+    assert found.roles[f"{layer}.mlp.up_proj.weight"].deal == (FeatureGroup(0, 88, "even"),)
     assert found.roles[f"{layer}.mlp.up_proj.weight"].dim == 0 and found.roles[f"{layer}.mlp.down_proj.weight"].dim == 1
     assert "colwise" in found.roles[f"{layer}.self_attn.q_proj.weight"].reason
     owners = [region.owner for region in found.regions]
@@ -79,7 +82,7 @@ def test_fused_projections_are_dealt_by_their_parts():
         *((8 * head, "query", head) for head in range(6)), (48, "kv", 0), (56, "kv", 1), (64, "kv", 0), (72, "kv", 1),
     ]  # fmt: skip
     gate_up = found.roles["model.layers.1.mlp.gate_up_proj.weight"]
-    assert gate_up.deal == (Part(0, 88, "even", 0), Part(88, 176, "even", 1))
+    assert gate_up.deal == (FeatureGroup(0, 88, "even", 0), FeatureGroup(88, 176, "even", 1))
 
 
 def test_a_projection_head_by_head():
@@ -103,9 +106,9 @@ def test_latents_serve_all_heads():
         "o_proj.bias": "row_bias",
     }  # fmt: skip
     assert all(role.dim is None and role.deal is None for role in roles.values() if role.kind == "latent")
-    assert roles["q_b_proj.weight"].deal == tuple(Part(10 * h, 10 * h + 10, "query", h) for h in range(4))
-    assert roles["kv_b_proj.weight"].deal == tuple(Part(13 * h, 13 * h + 13, "kv", h) for h in range(4))
-    assert roles["o_proj.weight"].deal == tuple(Part(7 * h, 7 * h + 7, "query", h) for h in range(4))
+    assert roles["q_b_proj.weight"].deal == tuple(FeatureGroup(10 * h, 10 * h + 10, "query", h) for h in range(4))
+    assert roles["kv_b_proj.weight"].deal == tuple(FeatureGroup(13 * h, 13 * h + 13, "kv", h) for h in range(4))
+    assert roles["o_proj.weight"].deal == tuple(FeatureGroup(7 * h, 7 * h + 7, "query", h) for h in range(4))
     region = next(region for region in found.regions if region.owner == attention)
     assert region.columns == (f"{attention}.q_b_proj", f"{attention}.kv_b_proj")
     assert [entry.modules for entry in region.entries] == [(attention,)]
@@ -173,12 +176,11 @@ def test_weights_stored_the_other_way_round_and_learnt_positions():
     assert "transformer.wpe of GPT2LMHeadModel adds to the embeddings" in found.sequence_parallel_refusal
 
 
-@pytest.mark.parametrize("family", list(families()), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", TINY)
 def test_every_family_is_proved_and_every_parameter_has_a_role(family):
-    model = build_meta(hf_config(Case("single", family.name)))
+    model = build_meta(hf_config(Case("single", family)))
     found = partition_of(model)
     assert found.refusal is None and found.is_proved
-    assert type(model).__name__ in family.model_classes
     assert all(role.reason and role.kind != "replicated" for role in found.roles.values())
 
 
@@ -252,7 +254,7 @@ def test_attention_that_swallows_the_bounds_is_refused(monkeypatch):
 
     plain = modeling_nemotron.NemotronAttention.forward
 
-    def forward(self, *args, bounds=None, **kwargs):
+    def forward(self, *args, cu_seqlens=None, **kwargs):
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(modeling_nemotron.NemotronAttention, "forward", forward)
@@ -343,7 +345,10 @@ def test_features_that_a_relu_shuts_are_no_reason_to_refuse():
     values[..., [0, 1, 6, 11]] *= -1
     leaf = values.requires_grad_()
     block = BlockTrace("layer", {"up": leaf}, [Event("linear", "down", (leaf.relu() * 2,), None, frozenset(["up"]))])
-    assert by_features(block, "down", ["up"]) == {"down": (Part(0, 12, "even"),), "up": (Part(0, 12, "even"),)}
+    assert by_features(block, "down", ["up"]) == {
+        "down": (FeatureGroup(0, 12, "even"),),
+        "up": (FeatureGroup(0, 12, "even"),),
+    }
 
 
 def test_a_wide_router_says_nothing_about_tokens_that_meet():
@@ -369,10 +374,10 @@ def test_what_a_model_counts_in_a_row_holds_up_to_a_length():
         trace(model, Anatomy.of(model))
     ids = torch.zeros(1, counted.most + 1, dtype=torch.long)
     check_rows(counted.name, counted.most, 1, model.model, (), {"input_ids": ids})  # each row a document
-    check_rows(counted.name, counted.most, 1, model.model, (), {"input_ids": ids[:, 1:], "bounds": torch.zeros(3)})
-    for parts, bounds in ((1, torch.zeros(3)), (2, None)):
+    check_rows(counted.name, counted.most, 1, model.model, (), {"input_ids": ids[:, 1:], "cu_seqlens": torch.zeros(3)})
+    for parts, cu_seqlens in ((1, torch.zeros(3)), (2, None)):
         with pytest.raises(UserError, match=f"more than {counted.most} tokens"):
-            check_rows(counted.name, counted.most, parts, model.model, (), {"input_ids": ids, "bounds": bounds})
+            check_rows(counted.name, counted.most, parts, model.model, (), {"input_ids": ids, "cu_seqlens": cu_seqlens})
 
 
 def test_what_scales_shared_experts_is_whole_and_acts_on_the_residual():

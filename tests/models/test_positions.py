@@ -5,7 +5,7 @@ import torch
 from transformers import Gemma3Config, RobertaConfig
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.positions import behind_padding, count_behind_padding

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.trace import Untraceable, trace

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fivefold import history
-from fivefold.history import NAME, load
-from fivefold.pages.curves import draw, nice, panels
-from fivefold.pages.run import main
-from fivefold.pages.story import duration, marks, moment, spans
+from fivefold.core import history
+from fivefold.core.history import NAME, load
+from fivefold.report.curves import draw, nice, panels
+from fivefold.report.run import main
+from fivefold.report.story import duration, marks, moment, spans
 from tests.pages.html import Reader, asks_for_nothing
 from tests.pages.test_run import make_run, row
 

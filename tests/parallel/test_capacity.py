@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.experts import routed
 from fivefold.parallel import capacity
 from fivefold.parallel.balance import BalanceOptions, configure

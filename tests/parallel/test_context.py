@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.errors import UserError
-from fivefold.heads import Method, context_method
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.heads import CPMethod, context_method
+from fivefold.core.layout import Layout
 from fivefold.models.attention import reference_attention
-from fivefold.models.kernels import Rule
-from fivefold.models.rectangles import local_bounds, rectangles
+from fivefold.models.kernels import AttentionParams
+from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
 from fivefold.parallel.collectives import by_group, record
 from fivefold.parallel.collectives import total as total_of
 from fivefold.parallel.context import ContextParallel, _add_first, _groups, row_blocks
-from fivefold.parallel.exchange import carried
+from fivefold.parallel.kv_exchange import carried
 from fivefold.parallel.mesh import Mesh, build_mesh
 from tests.parity import Case, refusal
 from tests.pool import run_ranks
@@ -53,14 +53,14 @@ def test_diagonals_and_rectangles_are_what_a_query_sees(cp: int, window: int | N
     places = [[t for start, stop in held for t in range(start, stop)] for held in blocks]
     found = np.zeros((rows, length, length), int)
     for mine, at in zip(blocks, places, strict=True):
-        bounds = local_bounds(edges, rows, length, mine).tolist()
-        for start, stop in pairwise(bounds):
+        cu_seqlens = local_cu_seqlens(edges, rows, length, mine).tolist()
+        for start, stop in pairwise(cu_seqlens):
             row, first = divmod(start, len(at))
             for i in range(first, first + stop - start):
                 for j in range(first, i + 1):
                     found[row, at[i], at[j]] += window is None or at[i] - at[j] < window
         for keys, key_at in zip(blocks, places, strict=True):
-            for part in rectangles(edges, rows, length, mine, keys, window):
+            for part in offdiagonal_blocks(edges, rows, length, mine, keys, window):
                 q, k = at[part.queries], key_at[part.keys]
                 assert q[0] - k[0] == part.ahead
                 for row in range(rows) if part.rows == slice(None) else part.rows:
@@ -97,15 +97,15 @@ def test_a_ring_carries_the_tokens_that_the_next_rank_may_see_and_no_more(ring: 
 @pytest.mark.parametrize(
     ("cp", "query", "kv", "expected"),
     [
-        (2, 32, 8, Method(2, 1)),  # few key/value heads, few ranks
-        (4, 32, 8, Method(4, 1)),
-        (8, 32, 8, Method(1, 8)),
-        (2, 32, 32, Method(1, 2)),  # as much as the ring, evenly
-        (8, 6, 1, Method(8, 1)),
-        (16, 32, 8, Method(2, 8)),
+        (2, 32, 8, CPMethod(2, 1)),  # few key/value heads, few ranks
+        (4, 32, 8, CPMethod(4, 1)),
+        (8, 32, 8, CPMethod(1, 8)),
+        (2, 32, 32, CPMethod(1, 2)),  # as much as the ring, evenly
+        (8, 6, 1, CPMethod(8, 1)),
+        (16, 32, 8, CPMethod(2, 8)),
     ],
 )
-def test_auto_sends_the_least(cp: int, query: int, kv: int, expected: Method) -> None:
+def test_auto_sends_the_least(cp: int, query: int, kv: int, expected: CPMethod) -> None:
     assert context_method("auto", cp, query, kv) == expected
 
 
@@ -115,7 +115,7 @@ def test_methods_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(UserError, match="deals 6 query and 2 key/value heads of a rank out to 4") as caught:
         context_method("ulysses", 4, 6, 2)
     assert "2x2" in str(caught.value.fix)
-    assert context_method("ulysses", 4, 8, 2) == Method(1, 4)  # two ranks share each key/value head
+    assert context_method("ulysses", 4, 8, 2) == CPMethod(1, 4)  # two ranks share each key/value head
     error = run_ranks(4, refusal, Case("cp4+ulysses", kv_heads=1, overrides=(("num_attention_heads", 2),)))[0]
     assert error.startswith("UserError: cp_method ulysses deals 2 query and 1 key/value heads")
 
@@ -150,17 +150,19 @@ def attention_errors(cp: int, method: str, kv: int, dtype: torch.dtype) -> dict[
     fold, _ = fold_of(cp, method, kv)
     errors = {}
     for packing, (rows, edges) in PACKINGS.items():
-        bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
+        cu_seqlens = None if edges is None else torch.tensor(edges, dtype=torch.int32)
         for name, rule in RULES.items():
             torch.manual_seed(0)
             wholes = [torch.randn(rows, heads, LENGTH, 8, dtype=torch.float64).to(dtype) for heads in (HEADS, kv, kv)]
             weight = torch.randn(rows, LENGTH, HEADS, 8, dtype=torch.float64).to(dtype)
-            expected = attended(lambda *x, rule=rule, bounds=bounds: twin(*x, bounds, rule), wholes, rule, weight)
+            expected = attended(
+                lambda *x, rule=rule, cu_seqlens=cu_seqlens: twin(*x, cu_seqlens, rule), wholes, rule, weight
+            )
             own = [fold.cut(each.transpose(1, 2)).transpose(1, 2) for each in wholes]
-            made = Rule(0.7, rule.get("sliding_window"), rule.get("softcap"))
+            made = AttentionParams(0.7, rule.get("sliding_window"), rule.get("softcap"))
             found = attended(
-                lambda q, k, v, s, made=made, bounds=bounds: fold.attend(q, k, v, bounds, made, s), own, rule,
-                fold.cut(weight),
+                lambda q, k, v, s, made=made, cu_seqlens=cu_seqlens: fold.attend(q, k, v, cu_seqlens, made, s), own,
+                rule, fold.cut(weight),
             )  # fmt: skip
             for what, right in expected.items():
                 part, mine = right, found[what]
@@ -173,9 +175,11 @@ def attention_errors(cp: int, method: str, kv: int, dtype: torch.dtype) -> dict[
     return errors
 
 
-def twin(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bounds: Tensor | None, rule: dict[str, Any]) -> Tensor:
+def twin(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, rule: dict[str, Any]
+) -> Tensor:
     q, k, v = q.double(), k.double(), v.double()
-    return reference_attention(q, k, v, bounds, 0.7, **rule | ({} if sinks is None else {"s_aux": sinks.double()}))
+    return reference_attention(q, k, v, cu_seqlens, 0.7, **rule | ({} if sinks is None else {"s_aux": sinks.double()}))
 
 
 def attended(attend: Any, tensors: list[Tensor], rule: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
@@ -212,7 +216,7 @@ def home_coming(layout: str) -> tuple[Tensor, dict[str, int]]:
         for step, (_, kv) in enumerate(exchange.parts(torch.ones_like(total, dtype=torch.bfloat16), tokens)):
             grad = torch.full_like(kv, 2.0**-9 if mesh.cp_rank else 1.0, dtype=torch.float32)
             if step:
-                _add_first(total, exchange.give_back(step, grad, tokens, torch.bfloat16)())
+                _add_first(total, exchange.return_dkv(step, grad, tokens, torch.bfloat16)())
     declared = exchange.declare(2 * 2, tokens, 0)  # keys and values of two bytes
     assert total_of(found) == by_group(declared, mesh)
     return total, {each.kind: each.bytes for each in declared}

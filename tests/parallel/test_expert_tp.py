@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models.experts import expert_mlp
-from fivefold.pages.slices import slice_map
 from fivefold.parallel import expert_features
 from fivefold.parallel.expert_features import feature_splits
 from fivefold.parallel.spread import spread_of
+from fivefold.report.slices import slice_map
 from tests.allpairs import all_pairs
 from tests.checkpoint.ranks import load_and_save, train_and_save
 from tests.checkpoint.test_reshard import equal, whole
@@ -94,7 +94,7 @@ def test_the_map_shows_both_cuts() -> None:
     assert [shapes[f"{prefix}down_proj"] for _, shapes in ranks] == [(6, 12, 32), (6, 11, 32)] * 2
     assert [shapes[f"{prefix}down_proj_bias"] for _, shapes in ranks] == [(6, 16)] * 4
     drawn = slice_map({f"{prefix}gate_up_proj": by_rank[f"{prefix}gate_up_proj"]})
-    assert drawn is not None and [(cell.x > 0, cell.y > 0) for cell in drawn.parts[0].drawings[0].cells] == [
+    assert drawn is not None and [(cell.x > 0, cell.y > 0) for cell in drawn.parts[0].drawings[0].boxes] == [
         (False, False), (True, False), (False, True), (True, True),
     ]  # fmt: skip
 
@@ -102,10 +102,10 @@ def test_the_map_shows_both_cuts() -> None:
 def test_ranks_of_a_layout() -> None:
     layout = Layout.parse("dp2.shard3.cp2.tp2.ep6+etp")
     assert str(layout) == "dp2.shard3.cp2.tp2.ep6+etp" and layout.resolve(24) == layout
-    assert (layout.expert_parts, layout.expert_shards) == (2, 1)
+    assert (layout.etp, layout.expert_shards) == (2, 1)
     plain = Layout.parse("dp2.shard3.cp2.tp2.ep6")
-    assert (plain.expert_parts, plain.expert_shards) == (1, 2)
-    assert Layout.parse("shard4.ep2+etp").resolve(4).expert_parts == 1  # nothing to split over
+    assert (plain.etp, plain.expert_shards) == (1, 2)
+    assert Layout.parse("shard4.ep2+etp").resolve(4).etp == 1  # nothing to split over
 
 
 # ---- the order of an expert's features -------------------------------------------------------------------------------

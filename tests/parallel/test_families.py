@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from fivefold.models.families import families
 from tests.allpairs import all_pairs
+from tests.families import TINY
 from tests.parallel.test_parity import run
-from tests.parity import Case, assert_proved, gradient_error, hf_config, refusal
+from tests.parity import Case, assert_proved, gradient_error, refusal
 from tests.pool import run_ranks
 from tests.tiers import first_of_each
 
 ROWS = 8
 
 OPTIONS: dict[str, Any] = {
-    "family": tuple(family.name for family in families()),
+    "family": tuple(TINY),
     "layout": ("single", "shard2", "tp2", "tp4", "shard2.tp2"),
     "zero": (1, 2, 3),
     "sequence_parallel": (True, False),
@@ -149,8 +149,3 @@ def wrong_refusal(case: Case) -> str:
 
     with patch.object(tensor, "gradient_sums", lambda *args, **kwargs: {}):
         return refusal(case)
-
-
-def test_every_family_is_of_its_class() -> None:
-    for family in families():
-        assert hf_config(Case("single", family.name)).model_type == family.tiny["model_type"]

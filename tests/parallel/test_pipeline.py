@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.schedule import SPLITTING, Plan, Slot
 from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes, stopwatch
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.schedule import SPLITTING, Plan, Slot
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.stages import Staged
-from fivefold.parallel.tensor import local
+from fivefold.parallel.stages import StageModules
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.allpairs import all_pairs
@@ -227,10 +227,12 @@ class _Event:
 
 def test_a_gpu_s_slots_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by when the CPU put them into the queue."""
-    for name, value in (("Event", _Event), ("synchronize", lambda: None)):
+    order: list[str] = []
+    for name, value in (("Event", _Event), ("synchronize", lambda: order.append("synchronize"))):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(stopwatch.dist, "barrier", lambda _: None)
-    watch = stopwatch.Stopwatch(torch.device("cuda"), cast(Any, None))
+    monkeypatch.setattr(stopwatch.dist, "barrier", lambda group: order.append(f"barrier of {group}"))
+    watch = stopwatch.Stopwatch(torch.device("cuda"), cast(Any, "pp"))
+    assert order == ["barrier of pp", "synchronize"], "zero is one moment on all ranks, and on the device"
     slots = [Slot(0, "F", 0), Slot(0, "B", 0)]
     for slot in slots:
         watch.asked(slot)
@@ -285,7 +287,7 @@ def test_what_would_have_to_travel_too_is_refused() -> None:
 
 
 def test_hidden_states_that_the_next_stage_does_not_expect_are_refused() -> None:
-    staged = Staged(
+    staged = StageModules(
         stages=None, rank=0, model=nn.Identity(), dtype=torch.bfloat16, own_tokens=lambda length: length,
         tokens=lambda length: length // 2, hidden_size=8,
     )  # type: ignore[arg-type]  # fmt: skip

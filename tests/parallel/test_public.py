@@ -33,13 +33,15 @@ def logits_on_rank(layout: str, tied: bool) -> tuple[Any, bool]:
     return logits.numpy(), names == set(spread_of(model).shards)
 
 
-def loss_on_rank(layout: str, bounds: list[int]) -> float:
-    """Summed loss of packed rows: the documents end where `bounds` say."""
+def loss_on_rank(layout: str, cu_seqlens: list[int]) -> float:
+    """Summed loss of packed rows: the documents end where `cu_seqlens` say."""
     model = ff.parallelize(own_model(True), ff.Layout.parse(layout))
     positions = torch.arange(16).expand(2, -1)
     labels = IDS.roll(-1, 1)
     with torch.no_grad():
-        loss = passes.loss(model, LossInputs(IDS, labels, positions, bounds=torch.tensor(bounds, dtype=torch.int32)))
+        loss = passes.loss(
+            model, LossInputs(IDS, labels, positions, cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32))
+        )
     return float(loss)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torchs
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.parallel.schedule import Plan, Slot, Transfer, balanced, check, layers_for, micro_batches_for, read_split
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import Plan, Slot, Transfer, balanced, check, layers_for, micro_batches_for, read_split
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zb", 2), ("zbv", 2),
              ("dualpipev", 2)]  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
-from fivefold.layout import Layout
-from fivefold.models import surfaces
+from fivefold.core.layout import Layout
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.trace import Experts
@@ -63,7 +63,7 @@ def test_the_slowest_stage_of_a_model_of_experts_is_near_the_best(
     experts = [
         Experts(name, "", number, config.num_experts_per_tok, True)
         for name, module in model.named_modules()
-        if surfaces.is_experts(module)
+        if hf_internals.is_experts(module)
     ]
     traced: Any = SimpleNamespace(carried="", before=(), after=(f"{anatomy.base}.norm",), experts=experts)
     splits = assign(model, anatomy, traced, Layout(pp=pp)).splits

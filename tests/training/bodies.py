@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.launch.world import World
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data import MicroBatch, PackedRows
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
-from fivefold.parallel.whole import WholeMatrices
 from fivefold.training import checks
 from fivefold.training import run as run_module
 from fivefold.training.checks.bits import hashes
@@ -139,7 +139,7 @@ def replaced(model: Any, optimizer: torch.optim.Optimizer, name: str) -> Iterato
 def forgotten(model: Any, optimizer: Muon, name: str) -> Iterator[None]:
     """Muon has a matrix in its group and passes it over."""
     names = [each for each in matrices(spread_of(model)) if each != name]
-    with patch.object(optimizer, "_whole", WholeMatrices(spread_of(model), names)):
+    with patch.object(optimizer, "_whole", FullMatrices(spread_of(model), names)):
         yield
 
 
@@ -240,7 +240,7 @@ def other_bounds(rows: PackedRows, step: int, knobs: dict[str, int]) -> list[Mic
     batch = rows.batch(step, **knobs)
     if dist.get_rank() == 1:
         length = batch[0].input_ids.shape[1]
-        object.__setattr__(batch[0], "bounds", batch[0].bounds[batch[0].bounds % length == 0])
+        object.__setattr__(batch[0], "cu_seqlens", batch[0].cu_seqlens[batch[0].cu_seqlens % length == 0])
     return batch
 
 
@@ -264,13 +264,13 @@ def train_and_break(tree: dict[str, Any], at: int) -> Ran:
 
 def train_and_note(tree: dict[str, Any]) -> tuple[Ran, list[int]]:
     """The steps that were checked, too."""
-    checked, plain = [], run_module.Job._check
+    checked, plain = [], run_module.Trainer._check
 
     def check(self: Any, *rest: Any) -> None:
         plain(self, *rest)
         checked.append(self.step)
 
-    with patch.object(run_module.Job, "_check", check):
+    with patch.object(run_module.Trainer, "_check", check):
         return on_rank(tree), checked
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fivefold.checkpoint import steps
+from fivefold.core.errors import RunFailed
 from fivefold.data import PackedRows
-from fivefold.errors import RunFailed
 from fivefold.training import checks
 from fivefold.training.checks import Finding, bits
 from tests.allpairs import all_pairs

@@ -15,10 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from fivefold import files, json_lines
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
-from fivefold.history import load
+from fivefold.core import files, json_lines
+from fivefold.core.errors import UserError
+from fivefold.core.history import load
 from fivefold.launch.failure import leave_failure
 from fivefold.launch.folder import claim_fresh, open_folder
 from fivefold.training import room
@@ -208,7 +208,7 @@ def test_a_failure_that_cannot_be_left_beside_the_logs_is_said(
 def test_a_log_that_cannot_be_written_shows_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import logging
 
-    from fivefold import worker
+    from fivefold.launch import worker
 
     class Full(io.StringIO):
         def write(self, text: str) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fivefold.config import load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from tests.parallel.test_parity import run
 from tests.parity import Case, gathered, gradient_error, on_rank
 from tests.pool import run_ranks

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.training.own_optimizer import watch_optimizers, why_not_elementwise
 
 

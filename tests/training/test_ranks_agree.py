@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.training import run as run_module
 from fivefold.training import same_everywhere
 from tests.pool import run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fivefold.checkpoint import Remote, export
-from fivefold.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
 OPTIONS = {"train__max_steps": 7, "checkpoint__every": 2, "checkpoint__keep": 2}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from tests.training.bodies import Stopped, column, metrics, run_dir, run_file, same, state, train, write_corpus
 
 NAMES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen", "train/skipped_steps")

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from fivefold.checkpoint import shard, steps
 from fivefold.config import RunConfig
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
-from fivefold.errors import RunFailed, UserError
-from fivefold.pages.run import main as report
+from fivefold.report.run import main as report
 from fivefold.training.schedule import learning_rate
 from tests.checkpoint.folders import hf_folder
 from tests.data.helpers import random_texts, segments, write_jsonl

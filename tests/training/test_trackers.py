@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fivefold.config import check_supported, load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, Stopped, column, metrics, on_rank, run_dir, run_file
 from tests.training.trackers import NAMES, Told, stand_ins
@@ -128,7 +128,7 @@ def with_variables(tree: dict[str, Any]) -> dict[str, Told]:
 @pytest.mark.parametrize("name", ["tensorboard", *NAMES])
 def test_a_package_that_is_not_there_is_said_before_anything_starts(name: str) -> None:
     config = load_config(None, [f"log.to=[jsonl, {name}]"])
-    with patch("fivefold.config.find_spec", lambda package: None), pytest.raises(UserError) as caught:
+    with patch("fivefold.config.schema.find_spec", lambda package: None), pytest.raises(UserError) as caught:
         check_supported(config)
     assert str(caught.value).splitlines()[:2] == [f"log.to names {name}, which is not installed", f"pip install {name}"]
     assert len(str(caught.value).splitlines()) == 3

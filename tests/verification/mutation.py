@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from fivefold.config import OptimizerSection
-from fivefold.errors import RunFailed
-from fivefold.layout import DEGREES, Layout
-from fivefold.models import surfaces
-from fivefold.verification.evidence import Evidence
+from fivefold.core.errors import RunFailed
+from fivefold.core.layout import DEGREES, Layout
+from fivefold.models import hf_internals
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
+from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase
+from fivefold.verification.reduced_model import fill
+from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import first_wrong
-from fivefold.verification.rows import Found, Row
-from fivefold.verification.subject import LEARNING_RATE, WEIGHT_DECAY, Subject
-from fivefold.verification.thin import fill
+from fivefold.verification.results import LayoutResult, Row
 from tests import pool
 from tests.parity import Case, hf_config
 from tests.training import bodies
@@ -45,10 +45,10 @@ def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
     (place / "model").mkdir(parents=True)
     changes = (("num_hidden_layers", 2), *model.changes)
     case = Case("single", model.family, tied=model.tied, kv_heads=model.kv_heads, overrides=changes)
-    plain = surfaces.unmodified_model(hf_config(case), torch.float32)
+    plain = hf_internals.unmodified_model(hf_config(case), torch.float32)
     fill(plain, SEED)
     plain.save_pretrained(place / "model")
-    subject = Subject(
+    subject = ProofCase(
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW, steps=steps, seed=SEED, prompts=1, new_tokens=2, capacity_factor=model.capacity,
         optimizer=OptimizerSection(
@@ -71,7 +71,7 @@ def planted(name: str | None) -> Iterator[None]:
 class Outcome:
     """What was found of a fault, and the first comparison that failed (None: it survived, or the program refused)."""
 
-    found: Found
+    found: LayoutResult
     row: Row | None
 
     @property
@@ -102,12 +102,14 @@ def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
     """The losses of the same steps without the fault."""
     if fault.kind == "run":
         return prove("run", fault.model, fault.layout, folder, steps=steps).found.losses
-    losses: list[float] = Evidence(make_subject(fault.model, folder, steps=steps) / EVIDENCE).whole("losses").tolist()
+    losses: list[float] = (
+        ReferenceTensors(make_subject(fault.model, folder, steps=steps) / EVIDENCE).whole("losses").tolist()
+    )
     return losses[steps // 2 :] if fault.kind == "load" else losses
 
 
 def _outcome(per_rank: list[dict[str, Any]]) -> Outcome:
-    found = Found.of(json.loads(json.dumps(per_rank[0])))
+    found = LayoutResult.of(json.loads(json.dumps(per_rank[0])))
     return Outcome(found, first_wrong(found))
 
 
@@ -121,7 +123,7 @@ def _ranks(world: int, *call: Any) -> list[Any]:
 def step_on_rank(place: str, layout: str, name: str | None, whole: bool) -> dict[str, Any]:
     """The proof of a layout; not `whole`: until something is wrong."""
 
-    def look() -> Found:
+    def look() -> LayoutResult:
         proof = _proof(place, layout)
         for stage in proof.stages:
             stage()
@@ -135,7 +137,7 @@ def step_on_rank(place: str, layout: str, name: str | None, whole: bool) -> dict
 def load_on_rank(place: str, layout: str, name: str | None, folder: str) -> dict[str, Any]:
     """Load what `save_on_rank` left, and train on."""
 
-    def look() -> Found:
+    def look() -> LayoutResult:
         proof = _proof(place, layout)
         proof.forget()
         proof.reload({OTHER: Path(folder)})
@@ -162,16 +164,16 @@ def run_on_rank(tree: dict[str, Any], name: str | None, stop_at: int) -> bodies.
 
 
 def _proof(place: str, layout: str) -> Proof:
-    subject = Subject.load(Path(place) / "subject.json")
-    return Proof(subject, Layout.parse(f"{layout}+fp64"), Evidence(Path(place) / EVIDENCE), "cpu")
+    subject = ProofCase.load(Path(place) / "subject.json")
+    return Proof(subject, Layout.parse(f"{layout}+fp64"), ReferenceTensors(Path(place) / EVIDENCE), "cpu")
 
 
-def _found(layout: str, look: Callable[[], Found], name: str | None) -> dict[str, Any]:
+def _found(layout: str, look: Callable[[], LayoutResult], name: str | None) -> dict[str, Any]:
     try:
         with planted(name):
             return look().to_json()
     except Exception as error:  # on every rank alike, or the others would wait for this one
-        return Found(layout, refused=f"{type(error).__name__}: {error}").to_json()
+        return LayoutResult(layout, refused=f"{type(error).__name__}: {error}").to_json()
 
 
 # ---- a run that goes on with a fault --------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def _run(layout: str, folder: Path, name: str | None, *, steps: int, whole: bool
     if not first.exists():
         _ranks(world, run_on_rank, tree, None, half + 1)
         shutil.copytree(place / "run", first)
-    found = Found(layout)
+    found = LayoutResult(layout)
     for checked in (True, False) if whole else (True,):
         shutil.rmtree(place / "run")
         shutil.copytree(first, place / "run")

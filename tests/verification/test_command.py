@@ -11,7 +11,7 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.config import load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.verification.request import resolve
 
 # Read by every Python process that is started with it on the path: the gradients of norms are no longer summed over tp.

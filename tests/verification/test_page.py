@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fivefold.pages.log_scale import LogScale
-from fivefold.pages.names import LONGEST, ranks_text, short_names
-from fivefold.pages.slices import slice_map
+from fivefold.report.names import LONGEST, ranks_text, short_names
+from fivefold.report.plot import LogScale
+from fivefold.report.slices import slice_map
 from fivefold.verification import ranks
 from fivefold.verification.page import headline, page, write_page
 from fivefold.verification.report import VerifyReport, report_of
-from fivefold.verification.rows import WORDS, Found, Row
+from fivefold.verification.results import WORDS, LayoutResult, Row
 from fivefold.verification.sections import name_of, verdict
 from tests.pages.html import Reader, asks_for_nothing
 
@@ -64,12 +64,12 @@ def rows(error: float = 1e-16, allowed: float = 1e-10, layers: int = 2) -> list[
 LOSSES = [4.75, 4.72, 4.75, 4.69, 4.70]
 
 
-def right(layout: str = "tp2", world: int = 2, layers: int = 2) -> Found:
+def right(layout: str = "tp2", world: int = 2, layers: int = 2) -> LayoutResult:
     losses = [loss + 1e-16 for loss in LOSSES]
-    return Found(layout, rows(layers=layers), losses=losses, holds=holds(world, layers), seconds=4.2)
+    return LayoutResult(layout, rows(layers=layers), losses=losses, holds=holds(world, layers), seconds=4.2)
 
 
-def wrong(layout: str = "shard2", error: float = 0.31) -> Found:
+def wrong(layout: str = "shard2", error: float = 0.31) -> LayoutResult:
     """Everything from one norm on is off on one rank."""
     found = right(layout)
     place = "model.layers.1.post_attention_layernorm"
@@ -86,7 +86,7 @@ def wrong(layout: str = "shard2", error: float = 0.31) -> Found:
     return found
 
 
-def report(*found: Found) -> VerifyReport:
+def report(*found: LayoutResult) -> VerifyReport:
     return report_of(found, "LlamaForCausalLM layers 2 of 32", {"fp64": LOSSES})
 
 
@@ -97,7 +97,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
 
 
 def test_verdicts_and_the_first_difference() -> None:
-    refused = Found("tp3", refused="tp=3 does not divide num_key_value_heads=8; try 1, 2, 4 or 8")
+    refused = LayoutResult("tp3", refused="tp=3 does not divide num_key_value_heads=8; try 1, 2, 4 or 8")
     text = page(report(right(), wrong(), refused))
     assert text.count("✓ PROVED") == text.count("✕ WRONG") == text.count("– NOT RUN") == 2
     assert "1 of 3 layouts computed something else than one process" in text
@@ -118,10 +118,10 @@ def test_wrong_layouts_are_open_and_their_rows_marked() -> None:
 
 
 def test_what_hostile_names_say_is_only_text() -> None:
-    found = Found(HOSTILE, [Row(HOSTILE, 1.0, 0.0, False, HOSTILE), *rows()], losses=LOSSES, holds=holds())
+    found = LayoutResult(HOSTILE, [Row(HOSTILE, 1.0, 0.0, False, HOSTILE), *rows()], losses=LOSSES, holds=holds())
     found.rows += [Row("output", 1.0, 1e-10, False, HOSTILE), Row("update", 0.0, 1e-10, True, HOSTILE)]
     found.holds[HOSTILE] = {"shape": [4, 4], "ranks": [[[[0, 4], [0, 4]]], []]}
-    text = page(report(found, Found("a", refused=HOSTILE)))
+    text = page(report(found, LayoutResult("a", refused=HOSTILE)))
     Reader(text)
     assert "<script" not in text
     assert text.count("&lt;script&gt;alert") > 5
@@ -155,16 +155,20 @@ def test_errors_of_any_size_are_drawn(error: float) -> None:
     "found",
     [
         (),
-        (Found("tp2", refused="it is for 2 ranks, and this world has 4"),),
-        (Found("tp2"),),
-        (Found("tp2", [Row("shards", 1.0, 0.0, False, "model.norm.weight")], refused="rank 1: RuntimeError: "),),
-        (Found("single", [Row("momentum", 1e-16, 1e-10, True, "model.norm.weight")], losses=[1.0]),),
-        (Found("tp2", rows()[:3]),),
-        (Found("tp2", [Row("tokens, other top 1", 0.0, 1e-10, True)]),),
-        (Found("tp2", [Row("logits, mean error of top 1", 0.0, 0.0, True)], holds={"w": {"shape": [], "ranks": []}}),),
+        (LayoutResult("tp2", refused="it is for 2 ranks, and this world has 4"),),
+        (LayoutResult("tp2"),),
+        (LayoutResult("tp2", [Row("shards", 1.0, 0.0, False, "model.norm.weight")], refused="rank 1: RuntimeError: "),),
+        (LayoutResult("single", [Row("momentum", 1e-16, 1e-10, True, "model.norm.weight")], losses=[1.0]),),
+        (LayoutResult("tp2", rows()[:3]),),
+        (LayoutResult("tp2", [Row("tokens, other top 1", 0.0, 1e-10, True)]),),
+        (
+            LayoutResult(
+                "tp2", [Row("logits, mean error of top 1", 0.0, 0.0, True)], holds={"w": {"shape": [], "ranks": []}}
+            ),
+        ),
     ],
 )
-def test_little_is_enough(found: tuple[Found, ...]) -> None:
+def test_little_is_enough(found: tuple[LayoutResult, ...]) -> None:
     Reader(page(report_of(found, "", {})))
 
 
@@ -176,7 +180,7 @@ def test_a_logarithmic_axis_has_a_place_for_everything() -> None:
 
 
 def test_verdict_and_headline() -> None:
-    lost, refused = Found("tp2"), Found("tp2", rows(), refused="broke")
+    lost, refused = LayoutResult("tp2"), LayoutResult("tp2", rows(), refused="broke")
     assert [verdict(each) for each in (right(), wrong(), lost, refused)] == ["PROVED", "WRONG", "NOT RUN", "NOT RUN"]
     assert headline([right()]) == "The layout computes what one process computes"
     assert headline([right(), right()]) == "All 2 layouts compute what one process computes"
@@ -223,10 +227,10 @@ def test_slices_of_replicas_blocks_and_experts() -> None:
     drawn = slice_map(held)
     assert drawn is not None
     qkv, experts, norm = drawn.parts[0].drawings
-    assert [cell.fill for cell in qkv.cells] == ["rank-0", "rank-0", "rank-1", "rank-1"]
-    assert qkv.cells[1].title == "rank 0: [4:6, 0:4]"
-    assert experts.cells[1].height == experts.height / 2 and experts.shape == "4 × 6 × 8"
-    assert [cell.fill for cell in norm.cells] == ["ranks-0-1"] and norm.cells[0].label == "all 2"
+    assert [box.fill for box in qkv.boxes] == ["rank-0", "rank-0", "rank-1", "rank-1"]
+    assert qkv.boxes[1].title == "rank 0: [4:6, 0:4]"
+    assert experts.boxes[1].height == experts.height / 2 and experts.shape == "4 × 6 × 8"
+    assert [box.fill for box in norm.boxes] == ["ranks-0-1"] and norm.boxes[0].label == "all 2"
     assert [part.title for part in drawn.parts] == ["layer 0", "layer 1"]
     assert drawn.shares == (100 * (16 + 96 + 4 + 4) / 232, 100 * (16 + 96 + 4) / 232)
 
@@ -259,7 +263,7 @@ def test_parts_have_titles_that_tell_them_apart() -> None:
 
 
 def test_the_terminal_and_the_page_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Found("tp2", rows(), losses=LOSSES, holds=holds(), seconds=4.2)
+    found = LayoutResult("tp2", rows(), losses=LOSSES, holds=holds(), seconds=4.2)
     whole = report(found)
     whole.show(Console(width=80))
     shown = capsys.readouterr().out

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.layout import Layout
-from fivefold.verification.evidence import Evidence
+from fivefold.core.layout import Layout
 from fivefold.verification.prepare import flips, left_to_chance, prepare, rounding
 from fivefold.verification.proof import Proof
-from fivefold.verification.rows import FACTOR, Found
-from fivefold.verification.subject import Subject
+from fivefold.verification.proof_case import ProofCase
+from fivefold.verification.reference_tensors import ReferenceTensors
+from fivefold.verification.results import FACTOR, LayoutResult
 from tests.pool import run_ranks
 from tests.verification.faults import Model
 from tests.verification.mutation import make_subject, prove
@@ -54,16 +54,18 @@ def test_an_update_may_be_a_sign_that_is_left_to_chance() -> None:
 
 
 def in_bf16(place: str, layout: str) -> dict[str, object]:
-    subject = Subject.load(Path(place) / "subject.json")
-    return Proof(subject, Layout.parse(layout), Evidence(Path(place) / "bf16.safetensors"), "cpu").run().to_json()
+    subject = ProofCase.load(Path(place) / "subject.json")
+    return (
+        Proof(subject, Layout.parse(layout), ReferenceTensors(Path(place) / "bf16.safetensors"), "cpu").run().to_json()
+    )
 
 
 def test_routers_compute_in_fp32_on_both_sides_of_a_proof_in_bf16(tmp_path: Path) -> None:
     place = make_subject(Model("mixtral"), tmp_path, steps=2)
-    prepare(Subject.load(place / "subject.json"), "bf16", place / "bf16.safetensors", "cpu")
-    types = Evidence(place / "bf16.safetensors").about["dtypes"]
+    prepare(ProofCase.load(place / "subject.json"), "bf16", place / "bf16.safetensors", "cpu")
+    types = ReferenceTensors(place / "bf16.safetensors").about["dtypes"]
     assert (types["model.layers.0.mlp.gate"], types["model.layers.0.mlp"]) == ("torch.float32", "torch.bfloat16")
-    found = Found.of(run_ranks(2, in_bf16, str(place), "shard2.ep2")[0])
+    found = LayoutResult.of(run_ranks(2, in_bf16, str(place), "shard2.ep2")[0])
     assert not [row for row in found.rows if not row.ok]
     assert "types" in {row.what for row in found.rows}
 

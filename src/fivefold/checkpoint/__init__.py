@@ -3,20 +3,20 @@
 from fivefold.checkpoint.agreement import WARMUP, agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export
 from fivefold.checkpoint.find import find_checkpoint, is_remote
-from fivefold.checkpoint.load import Candidate, Checkpoint, candidates, newest, restore
-from fivefold.checkpoint.manifest import Damaged, Manifest
+from fivefold.checkpoint.load import Checkpoint, CheckpointRef, candidates, newest, restore
+from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest
 from fivefold.checkpoint.remote import Remote
-from fivefold.checkpoint.save import About, Saver, on_first_rank, save
-from fivefold.step_folders import step_folder, steps
+from fivefold.checkpoint.save import Metadata, Saver, on_first_rank, save
+from fivefold.core.step_folders import step_folder, steps
 
 __all__ = [
     "WARMUP",
-    "About",
-    "Candidate",
     "Checkpoint",
-    "Damaged",
+    "CheckpointRef",
+    "CorruptCheckpoint",
     "Exported",
     "Manifest",
+    "Metadata",
     "Remote",
     "Saver",
     "agreement",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 FINGERPRINT = "data.fingerprint"
 WARMUP = "scheduler.warmup_steps"

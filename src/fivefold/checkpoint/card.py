@@ -10,7 +10,7 @@ import yaml
 from fivefold.checkpoint.find import is_remote
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.config import RunConfig, parse_config
-from fivefold.hub import is_hub_id
+from fivefold.core.hub import is_hub_id
 
 CARD = "README.md"
 

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
-from fivefold.errors import RunFailed, UserError
-from fivefold.files import cannot_write, is_users, of_system
-from fivefold.models import surfaces
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import cannot_write, is_users, of_system
+from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
 from fivefold.models.recipe import stored_buffers
@@ -211,7 +211,7 @@ def known_of(config: Any) -> Known:
     """What the class of the model of `config` says."""
     try:
         model = build_meta(config)
-        return Known(surfaces.saved_names(model), surfaces.saved_pieces(model), stored_buffers(model))
+        return Known(hf_internals.saved_names(model), hf_internals.saved_pieces(model), stored_buffers(model))
     except UserError:  # a class that is registered only where it was trained
         return Known({}, {}, {})
 

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 from fivefold.checkpoint.load import Checkpoint, newest
-from fivefold.checkpoint.manifest import WEIGHT, Damaged
+from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint
 from fivefold.checkpoint.remote import Remote
+from fivefold.core.errors import UserError
+from fivefold.core.step_folders import step_folder, steps
 from fivefold.data.cache import cache_root, entry, key_of
-from fivefold.errors import UserError
-from fivefold.step_folders import step_folder, steps
 
 
 def is_remote(run: str | Path) -> bool:
@@ -19,8 +19,8 @@ def is_remote(run: str | Path) -> bool:
 def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     """The checkpoint of `step` of the run `run`; None: the newest. Its weights are read and compared.
 
-    Of a run on remote storage that step is fetched into the cache, once. Raises `UserError`, and `Damaged` naming what
-    is wrong with it; another one is never taken in its place.
+    Of a run on remote storage that step is fetched into the cache, once. Raises `UserError`, and `CorruptCheckpoint`
+    naming what is wrong with it; another one is never taken in its place.
     """
     remote = Remote(str(run)) if is_remote(run) else None
     if remote is None and not Path(run).is_dir():
@@ -35,13 +35,13 @@ def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     wanted = there[-1] if step is None else step
     try:
         return _opened(_fetched(remote, wanted) if remote else Path(run, "checkpoints"), wanted)
-    except Damaged as damage:
+    except CorruptCheckpoint as damage:
         if remote:
             shutil.rmtree(_fetched(remote, wanted))  # the copy in the cache; once more
             return _opened(_fetched(remote, wanted), wanted)
         others = [str(each) for each in there if each != wanted]
         fix = f"choose another step: {', '.join(others)}" if others else "there is no other step"
-        raise Damaged(damage.what, fix=fix) from damage
+        raise CorruptCheckpoint(damage.what, fix=fix) from damage
 
 
 def _opened(directory: Path, step: int) -> Checkpoint:

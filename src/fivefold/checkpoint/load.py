@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fivefold.checkpoint import shard
-from fivefold.checkpoint.manifest import WEIGHT, Damaged, Manifest, Slice, TensorRecord, read_manifest
+from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
 from fivefold.checkpoint.remote import Remote
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.step_folders import step_folder, steps
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import fill, spread_of
-from fivefold.parallel.tensor import local
-from fivefold.step_folders import step_folder, steps
 
 Region = tuple[slice, ...]
 
@@ -33,12 +33,12 @@ def is_valid(folder: Path) -> bool:
     """True for a checkpoint folder that holds, byte for byte, what was saved. All of it is read, in this process."""
     try:
         return next(Checkpoint.open(folder).damages(), None) is None
-    except Damaged:
+    except CorruptCheckpoint:
         return False
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CheckpointRef:
     """A step that a run could go on from: its folder in `directory`, or, with `remote`, a copy to be fetched there."""
 
     step: int
@@ -51,7 +51,8 @@ class Candidate:
         return self.remote.where(self.step) if self.remote else str(self.directory / step_folder(self.step))
 
     def manifest(self) -> Manifest:
-        """What it says it holds; its bytes are not compared. Raises `Damaged`, or `UserError` for a later version."""
+        """What it says it holds; its bytes are not compared. Raises `CorruptCheckpoint`, or `UserError` for a later
+        version."""
         return self.remote.manifest(self.step) if self.remote else read_manifest(Path(self.where))
 
     def folder(self) -> Path:
@@ -59,17 +60,17 @@ class Candidate:
         return self.remote.fetch(self.step, self.directory) if self.remote else Path(self.where)
 
 
-def candidates(directory: Path, remote: Remote | None = None) -> list[Candidate]:
+def candidates(directory: Path, remote: Remote | None = None) -> list[CheckpointRef]:
     """The steps in `directory` and their copies in `remote`, the newest first and a folder before its copy."""
-    found = [Candidate(step, directory) for step in steps(directory)]
-    found += [Candidate(step, directory, remote) for step in (remote.steps() if remote else ())]
+    found = [CheckpointRef(step, directory) for step in steps(directory)]
+    found += [CheckpointRef(step, directory, remote) for step in (remote.steps() if remote else ())]
     return sorted(found, key=lambda each: (-each.step, each.remote is not None))
 
 
 def newest(directory: Path) -> Path | None:
     """The folder of the last step in `directory` that is whole at first sight; None when there is none."""
     for each in candidates(directory):
-        with suppress(Damaged):
+        with suppress(CorruptCheckpoint):
             each.manifest()
             return each.folder()
     return None
@@ -83,7 +84,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
-        """Read the manifest of the folder `path`. Raises `Damaged` (a `UserError`) unless it is whole."""
+        """Read the manifest of the folder `path`. Raises `CorruptCheckpoint` (a `UserError`) unless it is whole."""
         return cls(path, read_manifest(path))
 
     @property
@@ -114,15 +115,15 @@ class Checkpoint:
     def verify(self, kinds: Collection[str] | None = None, *, together: bool = False) -> None:
         """Read every byte of these kinds of tensors (None: of everything) and compare it with its checksum.
 
-        `together`: every rank of the process group calls this, and they share the reading. Raises `Damaged` (then on
-        every rank), naming the first file and tensor that is not what was saved.
+        `together`: every rank of the process group calls this, and they share the reading. Raises `CorruptCheckpoint`
+        (then on every rank), naming the first file and tensor that is not what was saved.
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         everyone = [next(self.damages(rank, size, kinds), None)] * size
         if together:
             everyone = plain.everywhere(everyone[rank])
         if damage := next((each for each in everyone if each), None):
-            raise Damaged(damage, fix=f"remove {self.path}, or put back the copy that was saved")
+            raise CorruptCheckpoint(damage, fix=f"remove {self.path}, or put back the copy that was saved")
 
     def damages(self, rank: int = 0, size: int = 1, kinds: Collection[str] | None = None) -> Iterator[str]:
         """What is wrong with the bytes that `rank` of `size` is to read: slices are dealt out, the largest first."""
@@ -182,7 +183,8 @@ class CheckpointSource(TensorSource):
         return getattr(torch, self._records[name].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, region: Region) -> Tensor:
-        """The values of `region` (global coordinates) on the CPU; only these bytes are read. Raises `Damaged`."""
+        """The values of `region` (global coordinates) on the CPU; only these bytes are read. Raises
+        `CorruptCheckpoint`."""
         record = self._records[name]
         wanted = tuple(s.indices(size)[:2] for s, size in zip(region, record.shape, strict=True))
         shape = tuple(max(0, stop - start) for start, stop in wanted)
@@ -209,9 +211,9 @@ class CheckpointSource(TensorSource):
                 inner = tuple(slice(low - at, high - at) for (low, high), at in zip(common, one.offset, strict=True))
                 values: Tensor = stored[inner]
         except Exception as error:  # safetensors has its own kind
-            raise Damaged(f"{self._folder / one.file}: {one.key} cannot be read: {error}") from error
+            raise CorruptCheckpoint(f"{self._folder / one.file}: {one.key} cannot be read: {error}") from error
         if str(values.dtype) != f"torch.{record.dtype}":
-            raise Damaged(
+            raise CorruptCheckpoint(
                 f"{self._folder / one.file}: {one.key} is {values.dtype}, and the manifest says {record.dtype}"
             )
         return values
@@ -233,8 +235,8 @@ def restore(
     """Overwrite the weights and the optimizer state of a parallelized model, whatever layout wrote the checkpoint.
 
     `types`: what the optimizer keeps once per parameter, as which type (`scalar_types`); without one, a tensor in fp32.
-    Raises, before anything changes, `UserError` when names, shapes or types differ from the model's, and `Damaged` when
-    a byte is not what was saved.
+    Raises, before anything changes, `UserError` when names, shapes or types differ from the model's, and
+    `CorruptCheckpoint` when a byte is not what was saved.
     """
     weights = checkpoint.source()
     check_fits(model, weights, where=str(checkpoint.path))

@@ -25,8 +25,8 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from fivefold import strict_json
-from fivefold.errors import UserError
+from fivefold.core import strict_json
+from fivefold.core.errors import UserError
 
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
@@ -38,7 +38,7 @@ MOST_BYTES = 2**30  # of a manifest; one of 500,000 slices takes 150 MB
 _SIGNED = re.compile(r'\{"checksum":"([0-9a-f]{32})",')
 
 
-class Damaged(UserError):
+class CorruptCheckpoint(UserError):
     """A checkpoint folder that does not hold what its manifest says, or no manifest that can be read."""
 
 
@@ -125,7 +125,8 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, *, where: str) -> "Manifest":
-        """Read and check `text`; `where` names it in errors. Raises `Damaged`, or `UserError` for a later version."""
+        """Read and check `text`; `where` names it in errors. Raises `CorruptCheckpoint`, or `UserError` for a later
+        version."""
         try:
             checksum = _SIGNED.match(text)
             if not checksum or checksum[1] != xxh3_128_hexdigest(text[checksum.end() :].encode()):
@@ -137,7 +138,7 @@ class Manifest:
             manifest = _manifest(tree)
             _check(manifest)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{where} is not the manifest of a checkpoint: {error!r}") from error
+            raise CorruptCheckpoint(f"{where} is not the manifest of a checkpoint: {error!r}") from error
         return manifest
 
 
@@ -148,23 +149,25 @@ def signed(tree: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder whose files are all there at their full size. Raises `Damaged`."""
+    """The manifest of a checkpoint folder whose files are all there at their full size. Raises `CorruptCheckpoint`."""
     path = folder / NAME
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise Damaged(f"{path} is larger than any manifest: {path.stat().st_size:,} bytes")
+            raise CorruptCheckpoint(f"{path} is larger than any manifest: {path.stat().st_size:,} bytes")
         manifest = Manifest.from_json(path.read_bytes().decode(), where=str(path))
     except UnicodeDecodeError as error:
-        raise Damaged(f"{path} is not the manifest of a checkpoint: {error}") from error
+        raise CorruptCheckpoint(f"{path} is not the manifest of a checkpoint: {error}") from error
     except OSError as error:
-        raise Damaged(f"{folder} is not a whole checkpoint: {error.strerror}: {path.name}") from error
+        raise CorruptCheckpoint(f"{folder} is not a whole checkpoint: {error.strerror}: {path.name}") from error
     for name, record in manifest.files.items():
         file = folder / name
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
-            raise Damaged(f"{file} is no file of this checkpoint{manifest.listing(name)}")
+            raise CorruptCheckpoint(f"{file} is no file of this checkpoint{manifest.listing(name)}")
         found = file.stat().st_size
         if found != record.bytes:
-            raise Damaged(f"{file} has {found} bytes, and the manifest says {record.bytes}{manifest.listing(name)}")
+            raise CorruptCheckpoint(
+                f"{file} has {found} bytes, and the manifest says {record.bytes}{manifest.listing(name)}"
+            )
     return manifest
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold import strict_json
-from fivefold.errors import UserError
+from fivefold.core import strict_json
+from fivefold.core.errors import UserError
 
 FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"

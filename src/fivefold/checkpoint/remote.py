@@ -17,8 +17,8 @@ from xxhash import xxh3_128
 
 from fivefold.checkpoint import disk
 from fivefold.checkpoint.manifest import NAME, Manifest
-from fivefold.errors import RunFailed, UserError
-from fivefold.step_folders import step_folder, steps_of
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.step_folders import step_folder, steps_of
 
 AT_ONCE = 8 * 2**20  # bytes read and hashed at a time
 _STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"}
@@ -57,7 +57,7 @@ class Remote:
                 self._fs.rm_file(f"{self._root}/{name}/{NAME}")
 
     def manifest(self, step: int) -> Manifest:
-        """What the copy of a step says it holds. Raises `Damaged`."""
+        """What the copy of a step says it holds. Raises `CorruptCheckpoint`."""
         with self._answers():
             content = self._fs.cat_file(self._path(step, NAME))
         return Manifest.from_json(content.decode(errors="replace"), where=self.where(step))

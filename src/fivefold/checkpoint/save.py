@@ -26,13 +26,13 @@ from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Sli
 from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
-from fivefold.errors import RunFailed, UserError
-from fivefold.files import cannot_write, is_users
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import cannot_write, is_users
+from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
-from fivefold.step_folders import step_folder, steps, steps_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class Metadata:
     """What a checkpoint says beside its tensors. All of it is JSON or becomes a file; `None`: left out."""
 
     step: int
@@ -95,7 +95,7 @@ class _Part:
 class _Snapshot:
     """All that a save needs; nothing that training goes on with."""
 
-    about: About
+    about: Metadata
     layout: str
     shapes: Mapping[str, tuple[int, ...]]  # parameter -> its global shape, in the model's order
     slices: Sequence[OwnedSlice]
@@ -118,7 +118,7 @@ class Saver:
         self._pending: Future[Path] | None = None
         self._staging = Staging()
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> None:
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: Metadata) -> None:
         """Save weights and optimizer state as they are now; asynchronous: return when they are copied.
 
         How it went is for `wait` or `failure` to tell. An earlier save is waited for first, and raises if it failed.
@@ -158,7 +158,7 @@ class Saver:
         """Let the save under way end, whatever becomes of it."""
         self._thread.shutdown(wait=True)
 
-    def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: About) -> _Snapshot:
+    def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: Metadata) -> _Snapshot:
         return _snapshot(model, optimizer, about, self._staged)
 
     def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
@@ -200,8 +200,8 @@ def save(
     keep: int, agreement: Mapping[str, Any] | None = None, config: RunConfig | None = None,
     tokenizer_dir: Path | None = None,
 ) -> Path:  # fmt: skip
-    """Save once, with a `Saver` that waits; see `About` for the other arguments. Returns the published folder."""
-    about = About(step=step, state=state, agreement=agreement or {}, config=config, tokenizer_dir=tokenizer_dir)
+    """Save once, with a `Saver` that waits; see `Metadata` for the other arguments. Returns the published folder."""
+    about = Metadata(step=step, state=state, agreement=agreement or {}, config=config, tokenizer_dir=tokenizer_dir)
     saver = Saver(directory, keep=keep)
     try:
         saver.save(model, optimizer, about)
@@ -212,7 +212,7 @@ def save(
 
 
 def save_as(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: About, *, overwrite: bool = False
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: Metadata, *, overwrite: bool = False
 ) -> None:
     """Save as the folder `folder`, under no run; every rank calls this, and returns when it is published.
 
@@ -227,7 +227,7 @@ def save_as(
 
 
 def _snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, about: About,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, about: Metadata,
     staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
 ) -> _Snapshot:  # fmt: skip
     spread = spread_of(model)
@@ -318,7 +318,9 @@ def _write_together(
 
 def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = None, overwrite: bool = False) -> None:
     """Make the folder `beside`, once what saves that were cut off have left is removed: `abandoned`, None: whatever is
-    named like it."""
+    named like it. One that had put the published folder aside, and nothing yet in its place, is undone first."""
+    if (stands := standing(published)) != published:
+        disk.rename(stands, published)
     if not overwrite and is_valid(published):
         raise UserError(f"{published} is published already; a checkpoint is never rewritten", fix="name a new folder")
     is_ours = (published / NAME).exists() or abandoned is None
@@ -335,6 +337,15 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
 def _damaged(published: Path) -> Path:
     """Where a folder that stood in the place of a published one is put, to be removed."""
     return published.with_name(f"{_BESIDE}damaged-{published.name}")
+
+
+def standing(published: Path) -> Path:
+    """Where the checkpoint `published` is: a save that replaces it puts it aside before the new one takes its name, and
+    one that was cut off in between has left it there."""
+    if published.exists():
+        return published
+    aside = _damaged(published)
+    return aside if (aside / NAME).exists() else published
 
 
 def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
@@ -390,7 +401,7 @@ def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserEr
     return None
 
 
-def _texts(model: nn.Module, about: About) -> dict[str, bytes]:
+def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
     """`run.yaml` and `model/`, by path."""
     texts = {"run.yaml": about.config.to_yaml().encode()} if about.config else {}
     model_files = model_folder.model_files(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from fivefold import safetensors_header
 from fivefold.checkpoint import disk
+from fivefold.core import safetensors_header
 
 SUFFIX = ".safetensors"
 TYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}

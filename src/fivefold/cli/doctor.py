@@ -7,7 +7,7 @@ import typer
 from fivefold.cli.options import Debug
 
 if TYPE_CHECKING:
-    from fivefold.report import Report
+    from fivefold.report.table import Report
 
 
 def doctor(
@@ -26,14 +26,14 @@ def doctor(
 
     Example: fivefold doctor llama-3.1-8b --tp 8
     """
-    from fivefold.report import write
+    from fivefold.report.table import write
 
     if model is None:
-        from fivefold.doctor import examine
+        from fivefold.doctor.machine import examine
 
         report: Report[Any] = examine()
     else:
-        from fivefold.roles import examine as examine_model
+        from fivefold.doctor.roles import examine as examine_model
 
         report = examine_model(model, tp=tp)
     write(report, json=json)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
-from fivefold.terminal import say
-from fivefold.units import human
+from fivefold.core.terminal import say
+from fivefold.core.units import human
 
 
 class DType(StrEnum):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
-from fivefold.terminal import say
+from fivefold.core.terminal import say
 
 
 def report(
@@ -21,7 +21,7 @@ def report(
 
     Example: fivefold report runs/demo
     """
-    from fivefold.pages.run import main
+    from fivefold.report.run import main
 
     path = main(run, out)
     say(f"{path}: {path.stat().st_size / 1000:.0f} kB, one file that opens anywhere and fetches nothing")

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
-from fivefold.errors import UserError
-from fivefold.streams import unseen_if_need_be
+from fivefold.core.errors import UserError
+from fivefold.core.streams import unseen_if_need_be
 
 _COLUMNS = 80  # of the list of keys
 
@@ -44,10 +44,11 @@ def train(
         print_keys() if keys else print_schema()
         return
     path, overrides = split_arguments(arguments or [])
-    from fivefold.launch.local import run
+    from fivefold.training.launch import run
+    from fivefold.verification import before_training
 
     with unseen_if_need_be():
-        run(path, overrides, nproc=nproc, verify=verify)
+        run(path, overrides, nproc=nproc, prove=before_training if verify else None)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -78,7 +79,7 @@ def print_keys() -> None:
 
 def print_schema() -> None:
     """The JSON schema of a run file."""
-    from fivefold.schema import schema
+    from fivefold.config.json_schema import schema
 
     print(json.dumps(schema(), indent=2, ensure_ascii=False))
 

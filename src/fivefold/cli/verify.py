@@ -46,7 +46,7 @@ def verify(
     Example: fivefold verify --quick --layouts tp2,shard2,shard2.tp2
     """
     path, overrides = split_arguments(arguments or [])
-    from fivefold.report import write
+    from fivefold.report.table import write
     from fivefold.verification import main
 
     def publish(report: "VerifyReport") -> None:

@@ -24,16 +24,16 @@ class Piece:
 class MicroBatch:
     """int64 [B, T] each; `labels` are already shifted: `labels[b, t]` is the target of position t, or -100.
 
-    `position_ids` restart at 0 for each piece and for the padding. `bounds` int32 [n + 1] delimits the pieces over the
-    flattened B * T tokens: 0 first, B * T last, every row start among them, the padding at a row's end a segment of its
-    own. `tokens` counts real input tokens, `targets` labels other than -100; `row_tokens` [B]: the real tokens of each
-    row.
+    `position_ids` restart at 0 for each piece and for the padding. `cu_seqlens` int32 [n + 1] delimits the pieces over
+    the flattened B * T tokens: 0 first, B * T last, every row start among them, the padding at a row's end a segment of
+    its own. `tokens` counts real input tokens, `targets` labels other than -100; `row_tokens` [B]: the real tokens of
+    each row.
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
-    bounds: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int32]
     tokens: int
     targets: int
     row_tokens: NDArray[np.int64] | None = None
@@ -45,7 +45,7 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     input_ids = np.full(shape, pad_id, np.int64)
     labels = np.full(shape, IGNORE, np.int64)
     position_ids = np.empty(shape, np.int64)
-    bounds, counting = [0], np.arange(row_length, dtype=np.int64)
+    cu_seqlens, counting = [0], np.arange(row_length, dtype=np.int64)
     tokens = targets = 0
     row_tokens = np.zeros(len(rows), np.int64)
     for b, row in enumerate(rows):
@@ -55,12 +55,12 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
             input_ids[b, t:end] = piece.tokens
             labels[b, t : t + len(piece.targets)] = piece.targets
             position_ids[b, t:end] = counting[: end - t]
-            bounds.append(b * row_length + end)
+            cu_seqlens.append(b * row_length + end)
             targets += len(piece.targets)
             t = end
         tokens += t
         row_tokens[b] = t
         if t < row_length:
             position_ids[b, t:] = counting[: row_length - t]
-            bounds.append((b + 1) * row_length)
-    return MicroBatch(input_ids, labels, position_ids, np.array(bounds, np.int32), tokens, targets, row_tokens)
+            cu_seqlens.append((b + 1) * row_length)
+    return MicroBatch(input_ids, labels, position_ids, np.array(cu_seqlens, np.int32), tokens, targets, row_tokens)

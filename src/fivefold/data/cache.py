@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from fivefold.errors import UserError
-from fivefold.files import cannot_write, expanded, replace, writing
+from fivefold.core.errors import UserError
+from fivefold.core.files import cannot_write, expanded, replace, writing
 
 # (stage in words, done, total): the unit is bytes of text; `done` never passes `total`.
 Progress = Callable[[str, int, int], None]

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 MOST_BYTES = 2**28  # of a line, a record or a .json file: what is held in memory at once
 _MOST_TIMES = 200  # how many times its size a compressed file may grow to ...

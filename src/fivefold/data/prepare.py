@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.config import DataSource, RunConfig
+from fivefold.core.errors import UserError
 from fivefold.data.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
@@ -23,7 +24,6 @@ from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
 from fivefold.data.store import BLOCK, Say, TokenStore, store_for
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
-from fivefold.errors import UserError
 
 _ROWS_VERSION = 1  # raise when the rows of the same tokens change
 _SPLIT_VERSION = 2  # raise when the rows change of those of which a fraction is held out

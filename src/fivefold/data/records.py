@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.core.errors import UserError
 from fivefold.data.source import FileList, Source
-from fivefold.errors import UserError
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import yaml
 
-from fivefold import plain_yaml
+from fivefold.core import plain_yaml
+from fivefold.core.errors import UserError
+from fivefold.core.files import expanded
 from fivefold.data.cache import file_digest
 from fivefold.data.compression import ending, is_compressed, opened
-from fivefold.errors import UserError
-from fivefold.files import expanded
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins
 _INDEX = re.compile(r"\[(\d+)\]")

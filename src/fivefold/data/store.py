@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core.errors import UserError
 from fivefold.data.cache import Progress, entry, key_of, say_aloud
 from fivefold.data.integrity import (
     DamagedError,
@@ -35,7 +36,6 @@ from fivefold.data.integrity import (
 from fivefold.data.records import answers_alone
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo, put_bos
-from fivefold.errors import UserError
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS

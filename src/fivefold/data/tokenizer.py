@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fivefold import strict_json
+from fivefold.core import strict_json
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import expanded
+from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.data import tokenizer_probe
 from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
 from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
-from fivefold.errors import RunFailed, UserError
-from fivefold.files import expanded
-from fivefold.hub import MODEL, is_hub_id, snapshot
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

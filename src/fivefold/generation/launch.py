@@ -4,11 +4,11 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.launch.local import gpus, start_workers, worker_count
+from fivefold.core.layout import Layout
 from fivefold.launch.processes import is_scratch, keep, scratch_folder
 from fivefold.launch.restart import WorkerDied
+from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import alone, device_kind, find_world, join
-from fivefold.layout import Layout
 
 
 def start(options: Mapping[str, Any], *, device: str, quiet: bool = False) -> str:

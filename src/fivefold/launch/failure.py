@@ -9,8 +9,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import RunFailed, UserError
-from fivefold.terminal import say
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.terminal import say
 
 # Types of errors that several ranks leave for one cause; the cause comes first.
 HANGS = ("StoodStill", "Frozen", "Hung")

@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
-from fivefold.files import cannot_write, replace, writing
-from fivefold.step_folders import steps
+from fivefold.core.errors import UserError
+from fivefold.core.files import cannot_write, replace, writing
+from fivefold.core.step_folders import steps
 
 LOCK = ".lock"
 INSTEAD = "set run.dir to a folder you can write to"

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
-from fivefold.files import expanded
-from fivefold.heads import check_heads, context_method
-from fivefold.hub import config_file, is_hub_id
-from fivefold.layout import Layout
-from fivefold.models.folder_config import read_folder_config
-from fivefold.models.shapes import shape_folder, shape_names
-from fivefold.nearby import runs
-from fivefold.parallel.schedule import check as check_pipeline
+from fivefold.core.errors import UserError
+from fivefold.core.files import expanded
+from fivefold.core.folder_config import read_folder_config
+from fivefold.core.heads import check_heads, context_method
+from fivefold.core.hub import config_file, is_hub_id
+from fivefold.core.layout import Layout
+from fivefold.core.nearby import runs
+from fivefold.core.schedule import check as check_pipeline
+from fivefold.core.shapes import shape_folder, shape_names
 
 READ_MORE = "fivefold train --keys"
 

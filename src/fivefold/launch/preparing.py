@@ -6,7 +6,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from fivefold.terminal import shown
+from fivefold.core.terminal import shown
 
 
 class Preparing:

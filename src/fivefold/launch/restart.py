@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fivefold.errors import RunFailed
+from fivefold.core.errors import RunFailed
 
 
 class WorkerDied(RunFailed):

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 LOOPBACK, FILE = "127.0.0.1", "file://"
 TIMEOUT = timedelta(hours=1)  # of one collective, behind the watchdog of the run (train.collective_timeout)
@@ -231,7 +231,7 @@ def _open_group(world: World) -> None:
 
 def _store(world: World) -> Any:
     """Where the ranks of this machine meet: a file, or a port of the loopback interface. None: as `rendezvous` says."""
-    from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
+    from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
     if not world.rendezvous:
         return HashStore()

@@ -8,20 +8,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fivefold.errors import UserError
-from fivefold.models import surfaces
-from fivefold.models.families import family_of
+from fivefold.core.errors import UserError
+from fivefold.models import hf_internals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a model, as names from the root of the model.
-
-    `family`: the file in `models/families/` that lists its class, or None.
-    """
+    """The parts of a model, as names from the root of the model."""
 
     model_class: str
-    family: str | None
     base: str
     embedding: str
     layers: tuple[str, ...]
@@ -31,7 +26,6 @@ class Anatomy:
     @staticmethod
     def of(model: PreTrainedModel) -> "Anatomy":
         """Describe `model`, which may be on the meta device. Raises `UserError` where a part cannot be found."""
-        family = family_of(type(model).__name__)
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if embedding is None or head is None:
@@ -40,8 +34,7 @@ class Anatomy:
             )
         return Anatomy(
             model_class=type(model).__name__,
-            family=family.name if family else None,
-            base=surfaces.base_prefix(model),
+            base=hf_internals.base_prefix(model),
             embedding=names[id(embedding)],
             layers=_layers(model, names),
             head=names[id(head)],
@@ -58,7 +51,7 @@ def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]
     """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the one
     with an entry per hidden layer. Of several (a tower for images has layers too), the one that tokens reach."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    blocks = surfaces.block_classes(model)
+    blocks = hf_internals.block_classes(model)
     lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     of_blocks = [m for m in lists if all(type(layer).__name__ in blocks for layer in m)]
     of_count = [m for m in of_blocks or lists if len(m) == count]
@@ -79,7 +72,7 @@ def _layers(model: PreTrainedModel, names: Mapping[int, str]) -> tuple[str, ...]
 def _reached(model: PreTrainedModel, stacks: Sequence[str]) -> set[str]:
     """Those of these lists of layers that a forward of token ids comes to, as far as it gets without values: that
     enters them, or the part of the model that holds this one alone."""
-    copy = surfaces.copy_on_meta(model, "eager")
+    copy = hf_internals.copy_on_meta(model, "eager")
     entered: set[str] = set()
     for stack in stacks:
         for name in (_holder(stack, stacks), f"{stack}.0"):

@@ -1,9 +1,9 @@
 """Attention of every model: causal, grouped-query, documents packed in a row kept apart.
 
-`transformers` calls `attention_forward` in place of its own functions (see `register`). Without `bounds` each row is
-one document. With `bounds`, the cumulative document bounds of the micro batch (`MicroBatch.bounds`), no document
-sees another. A quadratic mask exists in neither case. Sliding windows (Mistral, Gemma), chunks (Llama 4), soft-capped
-scores (Gemma 2) and attention sinks (gpt-oss) are served in both, and in generation.
+`transformers` calls `attention_forward` in place of its own functions (see `register`). Without `cu_seqlens` each row
+is one document. With `cu_seqlens`, the cumulative document bounds of the micro batch (`MicroBatch.cu_seqlens`), no
+document sees another. A quadratic mask exists in neither case. Sliding windows (Mistral, Gemma), chunks (Llama 4),
+soft-capped scores (Gemma 2) and attention sinks (gpt-oss) are served in both, and in generation.
 
 Legend: B rows, T positions, H query heads, S key positions, D head size; G key/value heads (H is a multiple of G).
 """
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fivefold.errors import UserError
-from fivefold.models import kernels, masks, surfaces
+from fivefold.core.errors import UserError
+from fivefold.models import hf_internals, kernels, masks
 from fivefold.models.masks import Mask
 from fivefold.models.packed import packed_attention
 
@@ -28,12 +28,12 @@ _HARMLESS = (
     "position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
     "output_router_logits", "logits_to_keep", "num_items_in_batch",
 )  # fmt: skip
-_SERVED = ("is_causal", "bounds", "sliding_window", "softcap", "s_aux")
+_SERVED = ("is_causal", "cu_seqlens", "sliding_window", "softcap", "s_aux")
 
 
 def register() -> None:
     """Offer this attention to `transformers` under `NAME`. Calling it again changes nothing."""
-    surfaces.register_attention(NAME, attention_forward, masks.asked_for)
+    hf_internals.register_attention(NAME, attention_forward, masks.asked_for)
 
 
 def attention_forward(
@@ -44,7 +44,7 @@ def attention_forward(
     attention_mask: Mask | torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    bounds: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -52,7 +52,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of the models, in the signature of `transformers`.
 
-    query [B,H,T,D], key and value [B,G,S,D] -> ([B,T,H,D], None). `bounds`: int32 [n+1] on the CPU, 0 first, B*T
+    query [B,H,T,D], key and value [B,G,S,D] -> ([B,T,H,D], None). `cu_seqlens`: int32 [n+1] on the CPU, 0 first, B*T
     last, every row start included. S > T is generation with a cache: the queries are the last T of S positions.
     `attention_mask`: what `masks.asked_for` gave, which decides; without one, a query sees itself and the
     `sliding_window` - 1 positions before it. `softcap`: scores become tanh(scores / softcap) * softcap. `s_aux` [H]:
@@ -64,53 +64,53 @@ def attention_forward(
     if mask.window is not None and mask.window < 1:
         raise UserError(f"a sliding window of {mask.window} positions hides every key", fix="use null for no window")
     if mask.chunk is not None:
-        key, value, bounds = _own_chunks(module, query, key, value, bounds, mask)
+        key, value, cu_seqlens = _own_chunks(module, query, key, value, cu_seqlens, mask)
     if value.shape[-1] != query.shape[-1]:
-        return _with_equal_heads(module, query, key, value, scaling, bounds, mask.window, softcap, s_aux), None
-    return _attend(module, query, key, value, scaling, bounds, mask.window, softcap, s_aux), None
+        return _with_equal_heads(module, query, key, value, scaling, cu_seqlens, mask.window, softcap, s_aux), None
+    return _attend(module, query, key, value, scaling, cu_seqlens, mask.window, softcap, s_aux), None
 
 
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
-    bounds: torch.Tensor | None, window: int | None, softcap: float | None, s_aux: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, window: int | None, softcap: float | None, s_aux: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """[B,T,H,D]: heads of one size."""
     context = getattr(module, CONTEXT, None)
     if context is not None and context.is_on:
-        rule = kernels.Rule(_scale(scaling, query), window, softcap)
-        attended: torch.Tensor = context.attend(query, key, value, bounds, rule, s_aux)
+        rule = kernels.AttentionParams(_scale(scaling, query), window, softcap)
+        attended: torch.Tensor = context.attend(query, key, value, cu_seqlens, rule, s_aux)
         return attended
     (rows, _, length, _), keys = query.shape, key.shape[2]
-    packed = bounds is not None and bounds.shape[0] != rows + 1
+    packed = cu_seqlens is not None and cu_seqlens.shape[0] != rows + 1
     bites = window is not None and window < keys
     if not (packed or bites or softcap is not None or s_aux is not None):
         return _plain_rows(query, key, value, scaling)
     if keys != length and not packed:
-        rule = kernels.Rule(_scale(scaling, query), window, softcap)
+        rule = kernels.AttentionParams(_scale(scaling, query), window, softcap)
         return _cached_rows(query, key, value, rule, s_aux)
-    if bounds is None:
-        bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device="cpu")
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device="cpu")
     out_BTHD: torch.Tensor
     out_BTHD, _ = packed_attention(
-        query, key, value, bounds, _scale(scaling, query), window if bites else None, softcap, s_aux
+        query, key, value, cu_seqlens, _scale(scaling, query), window if bites else None, softcap, s_aux
     )
     return out_BTHD
 
 
 def _with_equal_heads(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
-    bounds: torch.Tensor | None, window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, window: int | None, softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Latent attention (DeepSeek) has heads of two sizes: the narrower are filled up with zeros, which add nothing."""
     size, given = value.shape[-1], query.shape[-1]
     query, key, value = (F.pad(each, (0, max(size, given) - each.shape[-1])) for each in (query, key, value))
     scale = float(given) ** -0.5 if scaling is None else scaling
-    return _attend(module, query, key, value, scale, bounds, window, softcap, sinks)[..., :size]
+    return _attend(module, query, key, value, scale, cu_seqlens, window, softcap, sinks)[..., :size]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many chunks there are depends on the documents
 def _own_chunks(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor | None,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None,
     mask: Mask,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Keys and values that the queries may see, and bounds in which each chunk of a document is one of its own."""
@@ -119,9 +119,9 @@ def _own_chunks(
     if keys == length:
         context = getattr(module, CONTEXT, None)
         whole = length * context.size if context is not None and context.is_on else length
-        if bounds is None:
-            bounds = torch.arange(0, (rows + 1) * whole, whole, dtype=torch.int32, device="cpu")
-        return key, value, masks.in_chunks(bounds, mask.chunk)
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(0, (rows + 1) * whole, whole, dtype=torch.int32, device="cpu")
+        return key, value, masks.in_chunks(cu_seqlens, mask.chunk)
     last = mask.start + keys - 1
     if (last - length + 1) // mask.chunk != last // mask.chunk:
         raise UserError(
@@ -129,7 +129,7 @@ def _own_chunks(
             fix="give the whole prompt at once, then one token at a time",
         )
     seen = min(keys, last % mask.chunk + 1)
-    return key[:, :, keys - seen :], value[:, :, keys - seen :], bounds
+    return key[:, :, keys - seen :], value[:, :, keys - seen :], cu_seqlens
 
 
 def _plain_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -150,7 +150,11 @@ def _plain_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 
 
 def _cached_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: kernels.Rule, sinks: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: kernels.AttentionParams,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """[B,T,H,D]: generation under `rule`. The cache of a sliding layer may have dropped its first keys; only the
     distance from the last one counts."""
@@ -170,7 +174,7 @@ def reference_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -184,9 +188,9 @@ def reference_attention(
     seen = _last_positions(length, keys, query.device).expand(rows, 1, length, keys)
     if sliding_window is not None:
         seen = seen & seen.new_ones(length, keys).triu(keys - length - sliding_window + 1)
-    if bounds is not None:
+    if cu_seqlens is not None:
         token = torch.arange(rows * length).view(rows, length)
-        document = torch.bucketize(token, bounds.long(), right=True).to(query.device)
+        document = torch.bucketize(token, cu_seqlens.long(), right=True).to(query.device)
         seen = seen & (document[:, None, :, None] == document[:, None, None, :])
     scores = query @ key.transpose(-1, -2) * _scale(scaling, query)
     if softcap is not None:
@@ -214,7 +218,7 @@ def check_call(module: nn.Module, mask: object, dropout: float, kwargs: Mapping[
     if mask is not None and not isinstance(mask, Mask):
         raise UserError(
             f"{name} is given a dense attention mask, which would be dropped",
-            fix="leave attention_mask out; documents go in bounds",
+            fix=masks.INSTEAD_OF_A_MASK,
         )
     if dropout:
         raise UserError(f"attention dropout {dropout} is not supported", fix="set model.overrides.attention_dropout: 0")

@@ -13,13 +13,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fivefold.errors import UserError
-from fivefold.hub import MODEL, config_file, is_hub_id, snapshot
+from fivefold.core.errors import UserError, first_line
+from fivefold.core.folder_config import check_counts, read_folder_config
+from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
+from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
-from fivefold.models import surfaces
-from fivefold.models.folder_config import check_counts, read_folder_config
-from fivefold.models.shapes import shape_folder, shape_names
+from fivefold.models import hf_internals
 
 MOST_PARAMETERS = 10**14
 MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500
@@ -49,16 +49,16 @@ def load_model_config(
             fix="use a model whose class is part of transformers, or remove auto_map if its model_type is one",
         )
     model_type = values.get("model_type", "")
-    cls = surfaces.config_class(model_type) if isinstance(model_type, str) else None
+    cls = hf_internals.config_class(model_type) if isinstance(model_type, str) else None
     if cls is None:
         raise UserError(f"{name_or_path}: transformers has no model type {model_type!r}")
-    known = surfaces.config_keys(cls) | set(values) | _ALWAYS
+    known = hf_internals.config_keys(cls) | set(values) | _ALWAYS
     if of_text:
         overrides = _merge({"text_config": of_text} if "text_config" in known else of_text, overrides or {})
     check_counts(overrides or {}, "model.overrides")
     _check_keys(overrides or {}, known)
     try:
-        config = surfaces.make_config(model_type, _merge(values, overrides or {}))
+        config = hf_internals.make_config(model_type, _merge(values, overrides or {}))
     except Exception as error:  # the validators of transformers raise several kinds
         raise UserError(f"{name_or_path}: the model's config is not valid: {error}") from error
     _check_taken(config, overrides or {})
@@ -82,7 +82,7 @@ def build_meta(
     own_experts.register()
     try:
         with _bounded():
-            model = surfaces.causal_lm_on_meta(hf_config, attention, model_class)
+            model = hf_internals.causal_lm_on_meta(hf_config, attention, model_class)
     except UserError:
         raise
     except Exception as error:  # the model's own constructor raises several kinds
@@ -90,22 +90,22 @@ def build_meta(
     _check_sizes(model)
     model.config.use_cache = False
     model.config.dtype = hf_config.dtype
-    surfaces.select_experts(model, own_experts.NAME)
+    hf_internals.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
     return model
 
 
 def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
-    kind = surfaces.causal_class_name(hf_config) or hf_config.model_type
+    kind = hf_internals.causal_class_name(hf_config) or hf_config.model_type
     if isinstance(error, KeyError) and error.args == (attention,):
         return UserError(
             f"{kind} attends by code of its own, not by the attention functions of transformers",
             fix="use a model that calls the attention functions of transformers",
         )
     if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
-        return UserError(f"no causal language model for model type {kind!r}: {_first_line(error)}")
+        return UserError(f"no causal language model for model type {kind!r}: {first_line(error)}")
     return UserError(
-        f"no {kind} can be built from its config: {type(error).__name__}: {_first_line(error)}",
+        f"no {kind} can be built from its config: {type(error).__name__}: {first_line(error)}",
         fix="look at the sizes in its config.json, and at model.overrides",
     )
 
@@ -148,9 +148,9 @@ def use_our_attention(model: PreTrainedModel) -> None:
     own_attention.register()
     own_experts.register()
     _refuse_dropout(model)
-    surfaces.base_first(model)
-    surfaces.select_attention(model, own_attention.NAME)
-    surfaces.select_experts(model, own_experts.NAME)
+    hf_internals.base_first(model)
+    hf_internals.select_attention(model, own_attention.NAME)
+    hf_internals.select_experts(model, own_experts.NAME)
     if any(_rope_limits(model.config)):
         model.base_model.register_forward_pre_hook(_check_documents, with_kwargs=True)
 
@@ -196,9 +196,9 @@ def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
 
 def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Documents of one length are rotated as each alone would be, whatever the length."""
-    bounds = kwargs.get("bounds")
-    if bounds is not None and len(set(bounds.diff().tolist())) > 1:
-        check_lengths(base.config, int(bounds.diff().max()))
+    cu_seqlens = kwargs.get("cu_seqlens")
+    if cu_seqlens is not None and len(set(cu_seqlens.diff().tolist())) > 1:
+        check_lengths(base.config, int(cu_seqlens.diff().max()))
 
 
 def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...
     within a row, or a rank with one of `parts` of its tokens, would be counted wrong where that says anything."""
     given = kwargs.get("input_ids", args[0] if args else None)
     length = parts * given.shape[1] if isinstance(given, Tensor) else 0
-    if length > most and (kwargs.get("bounds") is not None or parts > 1):
+    if length > most and (kwargs.get("cu_seqlens") is not None or parts > 1):
         raise UserError(
             f"{name} of {type(base).__name__} counts the tokens of a row, whatever documents are in it: in rows of "
             f"more than {most} tokens documents would change each other",
@@ -260,12 +260,12 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
         _check_hub_id(str(name_or_path))
         source = config_file(str(name_or_path))
     try:
-        values = surfaces.read_config_dict(source)
+        values = hf_internals.read_config_dict(source)
         check_counts(values, str(name_or_path))
         return values
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"the config.json of model {str(name_or_path)!r} cannot be read: {_first_line(error)}"
+            f"the config.json of model {str(name_or_path)!r} cannot be read: {first_line(error)}"
         ) from error
 
 
@@ -318,7 +318,3 @@ def _check_taken(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None
         taken = getattr(config, key, None)
         if taken != value:
             raise UserError(f"model.overrides.{key}: {value!r} has no effect on {config.model_type} (it is {taken!r})")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

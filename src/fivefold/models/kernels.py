@@ -24,7 +24,13 @@ from dataclasses import dataclass
 
 import torch
 
-aten = torch.ops.aten
+from fivefold.torch_internals import (
+    cpu_attention_backward,
+    cpu_attention_forward,
+    flash_attention_backward,
+    flash_attention_forward,
+)
+
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Scores of one block: on a CPU few enough to stay in its cache, elsewhere enough to fill a GPU.
@@ -32,7 +38,7 @@ _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
 
 
 @dataclass(frozen=True)
-class Rule:
+class AttentionParams:
     """How scores are made: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
 
     scale: float
@@ -41,10 +47,10 @@ class Rule:
 
 
 def cpu_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule, *, causal: bool = True
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams, *, causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [N,H,L,D] and log-sum-exp [N,H,L]; not `causal`: every query sees every key."""
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_NHLD, k_NGSD, v_NGSD, 0.0, causal, scale=rule.scale)
+    out, lse = cpu_attention_forward(q_NHLD, k_NGSD, v_NGSD, 0.0, causal, scale=rule.scale)
     return out, lse
 
 
@@ -55,24 +61,22 @@ def cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     *,
     causal: bool = True,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, scale=rule.scale
-    )
+    dq, dk, dv = cpu_attention_backward(grad, q, k, v, out, lse, 0.0, causal, scale=rule.scale)
     return dq, dk, dv
 
 
 def flash_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cpu_forward` without `causal`, for 16-bit types on CUDA."""
     (rows, _, length, _), keys = q_NHLD.shape, k_NGSD.shape[2]
     q, k, v = (_flat(tensor) for tensor in (q_NHLD, k_NGSD, v_NGSD))
-    out, lse_HM, *_ = aten._flash_attention_forward(
+    out, lse_HM, *_ = flash_attention_forward(
         q, k, v, _even(rows, length, q), _even(rows, keys, q), length, keys, 0.0, False, False, scale=rule.scale
     )
     return out.unflatten(0, (rows, length)).transpose(1, 2), lse_HM.unflatten(1, (rows, length)).transpose(0, 1)
@@ -85,12 +89,12 @@ def flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rule: Rule,
+    rule: AttentionParams,
 ) -> Gradients:
     """As `cpu_backward` without `causal`."""
     (rows, _, length, _), keys = q.shape, k.shape[2]
     no_dropout, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    dq, dk, dv = aten._flash_attention_backward(
+    dq, dk, dv = flash_attention_backward(
         *(_flat(tensor) for tensor in (grad, q, k, v, out)), lse.transpose(0, 1).flatten(1).contiguous(),
         _even(rows, length, q), _even(rows, keys, q), length, keys, 0.0, False, no_dropout, unused, scale=rule.scale,
     )  # fmt: skip
@@ -109,11 +113,16 @@ def _even(rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def varlen_forward(
-    q_MHD: torch.Tensor, k_MGD: torch.Tensor, v_MGD: torch.Tensor, bounds: torch.Tensor, longest: int, rule: Rule
+    q_MHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    rule: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `bounds` on the device."""
-    out, lse, *_ = aten._flash_attention_forward(
-        q_MHD, k_MGD, v_MGD, bounds, bounds, longest, longest, 0.0, rule.window is None, False,
+    """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
+    out, lse, *_ = flash_attention_forward(
+        q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip
     return out, lse
@@ -126,27 +135,27 @@ def varlen_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    bounds: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     longest: int,
-    rule: Rule,
+    rule: AttentionParams,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
-    dq, dk, dv = aten._flash_attention_backward(
-        grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, rule.window is None, no_dropout, unused,
+    dq, dk, dv = flash_attention_backward(
+        grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, no_dropout, unused,
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _flash_window(rule: Rule) -> dict[str, int]:
+def _flash_window(rule: AttentionParams) -> dict[str, int]:
     """As `torch.nn.attention.varlen` asks for it: keys before and after a query, and then no causal flag."""
     return {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
 
 
 def blockwise_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: Rule, *, ahead: int | None = None
+    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams, *, ahead: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cpu_forward`, for every rule; the L queries are the last of the S keys (S > L: generation with a cache), or
     the first of them stands `ahead` positions after the first key. Each query must see a key."""
@@ -172,7 +181,7 @@ def blockwise_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rule: Rule,
+    rule: AttentionParams,
     *,
     ahead: int | None = None,
 ) -> Gradients:
@@ -232,7 +241,7 @@ def _blocks(
         yield slice(start, stop), slice(earliest, end), hidden
 
 
-def _scores(q_NGXD: torch.Tensor, k_NGSD: torch.Tensor, rule: Rule) -> torch.Tensor:
+def _scores(q_NGXD: torch.Tensor, k_NGSD: torch.Tensor, rule: AttentionParams) -> torch.Tensor:
     scores = (q_NGXD @ k_NGSD.mT).mul_(rule.scale)
     return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
 

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+
+INSTEAD_OF_A_MASK = (
+    "leave attention_mask out: with padding at the end of a row no token sees it, and position_ids that restart keep "
+    "the documents of a row apart"
+)
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
 
@@ -73,7 +78,7 @@ def asked_for(
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UserError(
             "the attention mask hides tokens (a padded batch), which fivefold's attention does not do",
-            fix="pass rows without padding, or packed documents with their bounds",
+            fix=INSTEAD_OF_A_MASK,
         )
     if "allow_is_bidirectional_skip" in kwargs:
         raise UserError("it asks for a bidirectional mask: tokens would see those that come later")
@@ -126,10 +131,10 @@ def _edges(mask: Mask) -> Tensor:
     return torch.tensor(sorted(places | {0, 1, 2, 3, 7, 29, 61}))
 
 
-def in_chunks(bounds: Tensor, chunk: int) -> Tensor:
+def in_chunks(cu_seqlens: Tensor, chunk: int) -> Tensor:
     """Bounds of documents and of their chunks of `chunk` tokens, each of which attends as a document would."""
-    lengths = bounds.diff()
+    lengths = cu_seqlens.diff()
     parts = (lengths + chunk - 1) // chunk
     number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
-    starts = bounds[:-1].repeat_interleave(parts) + number * chunk
-    return torch.cat([starts, bounds[-1:]]).to(bounds.dtype)
+    starts = cu_seqlens[:-1].repeat_interleave(parts) + number * chunk
+    return torch.cat([starts, cu_seqlens[-1:]]).to(cu_seqlens.dtype)

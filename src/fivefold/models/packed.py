@@ -23,7 +23,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -31,13 +31,13 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [B,H,T,D], key and value [B,G,T,D], bounds int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,T,H]).
 
-    `bounds` are cumulative over the B*T tokens: 0 first, B*T last, every row start included. A query sees itself and
-    the `window` - 1 tokens before it. `softcap`: scores become tanh(scores / softcap) * softcap. `sinks` [H]: one more
-    logit per head in the softmax, without a value.
+    `cu_seqlens` are cumulative over the B*T tokens: 0 first, B*T last, every row start included. A query sees itself
+    and the `window` - 1 tokens before it. `softcap`: scores become tanh(scores / softcap) * softcap. `sinks` [H]: one
+    more logit per head in the softmax, without a value.
     """
     assert key.shape[2] == query.shape[2], f"{query.shape[2]} queries and {key.shape[2]} keys a row: no cache here"
     out_BTHD, lse_BTH = _empty_outputs(query)
-    _fill(out_BTHD, lse_BTH, query, key, value, bounds, kernels.Rule(scale, window, softcap))
+    _fill(out_BTHD, lse_BTH, query, key, value, cu_seqlens, kernels.AttentionParams(scale, window, softcap))
     if sinks is not None:
         assert len(sinks) == query.shape[1], f"{len(sinks)} attention sinks for {query.shape[1]} query heads"
         kernels.join_sinks(out_BTHD, lse_BTH, sinks)
@@ -50,17 +50,19 @@ def _fill(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: torch.Tensor,
-    rule: kernels.Rule,
+    cu_seqlens: torch.Tensor,
+    rule: kernels.AttentionParams,
 ) -> None:
     out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
-    if _kernel(query, rule, longest(bounds)) == "varlen":
-        out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, bounds.to(query.device), longest(bounds), rule)
+    if _kernel(query, rule, longest(cu_seqlens)) == "varlen":
+        out, lse_HM = kernels.varlen_forward(
+            q_MHD, k_MGD, v_MGD, cu_seqlens.to(query.device), longest(cu_seqlens), rule
+        )
         out_MHD.copy_(out)
         lse_MH.copy_(lse_HM.T)
         return
-    for group in groups(bounds, query.shape[0], query.shape[2], query.device):
+    for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         q, k, v = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD))
         fused = _kernel(query, rule, group.longest) == "cpu"
         out_NHLD, lse_NHL = (kernels.cpu_forward if fused else kernels.blockwise_forward)(q, k, v, rule)
@@ -76,26 +78,26 @@ def packed_attention_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    bounds: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value from `grad` and `out` [B,T,H,D]; see `packed_attention`. Sinks are in `lse`."""
-    rule = kernels.Rule(scale, window, softcap)
+    rule = kernels.AttentionParams(scale, window, softcap)
     grads = _empty_grads(query, key, value)
     wholes = [_tokens(tensor) for tensor in grads]
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
-    if _kernel(query, rule, longest(bounds)) == "varlen":
+    if _kernel(query, rule, longest(cu_seqlens)) == "varlen":
         lse_HM = lse_MH.T.contiguous()
         pieces = kernels.varlen_backward(
-            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, bounds.to(query.device), longest(bounds), rule
+            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, cu_seqlens.to(query.device), longest(cu_seqlens), rule
         )
         for whole, piece in zip(wholes, pieces, strict=True):
             whole.copy_(piece)
         return grads
-    for group in groups(bounds, query.shape[0], query.shape[2], query.device):
+    for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         g = group.take(grad_MHD, zero_padding=True).transpose(1, 2)
         q, k, v, o, stat = (group.take(each).transpose(1, 2) for each in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
         fused = _kernel(query, rule, group.longest) == "cpu"
@@ -131,9 +133,9 @@ class Group:
         tokens_Mx.index_copy_(0, index, taken)
 
 
-def groups(bounds: torch.Tensor, rows: int, length: int, device: torch.device) -> list[Group]:
-    """The documents between `bounds`, those of similar length together, each padded to `padded_length`."""
-    edges: list[int] = bounds.tolist()
+def groups(cu_seqlens: torch.Tensor, rows: int, length: int, device: torch.device) -> list[Group]:
+    """The documents between `cu_seqlens`, those of similar length together, each padded to `padded_length`."""
+    edges: list[int] = cu_seqlens.tolist()
     assert edges[0] == 0 and edges[-1] == rows * length, f"bounds {edges[0]}..{edges[-1]} for {rows} x {length} tokens"
     by_length: dict[int, list[tuple[int, int]]] = {}
     for start, stop in pairwise(edges):
@@ -150,9 +152,9 @@ def padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def longest(bounds: torch.Tensor) -> int:
+def longest(cu_seqlens: torch.Tensor) -> int:
     """Tokens of the longest document."""
-    return int(bounds.diff().max())
+    return int(cu_seqlens.diff().max())
 
 
 def _group(places: list[tuple[int, int]], size: int, device: torch.device) -> Group:
@@ -163,7 +165,7 @@ def _group(places: list[tuple[int, int]], size: int, device: torch.device) -> Gr
     return Group(torch.minimum(index, edges[:, 1:] - 1).to(device), real, max(stop - start for start, stop in places))
 
 
-def _kernel(query: torch.Tensor, rule: kernels.Rule, longest: int) -> str:
+def _kernel(query: torch.Tensor, rule: kernels.AttentionParams, longest: int) -> str:
     """Which kernel of `kernels.py` serves documents of at most `longest` tokens."""
     if rule.softcap is not None:
         return "blockwise"
@@ -204,16 +206,16 @@ def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, *ctx.rule, sinks = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, sinks)
+    query, key, value, cu_seqlens, *ctx.rule, sinks = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, out, lse, bounds, sinks = ctx.saved_tensors
+    query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
     backward: Callable[..., tuple[torch.Tensor, ...]] = packed_attention_backward
     dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-    return (*backward(grad, query, key, value, out, lse, bounds, *ctx.rule), None, None, None, None, dsinks)
+    return (*backward(grad, query, key, value, out, lse, cu_seqlens, *ctx.rule), None, None, None, None, dsinks)
 
 
 def sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

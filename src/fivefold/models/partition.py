@@ -14,11 +14,11 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.deals import Deal, Part, by_features, by_heads
-from fivefold.models.families import family_of
+from fivefold.models.feature_groups import FeatureGroup, FeatureGroups, by_features, by_heads
 from fivefold.models.feeds import Pair, pairs_of
+from fivefold.models.proved import PROVED
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
@@ -64,11 +64,11 @@ class Role:
     kind: RoleKind
     reason: str
     dim: int | None = None
-    deal: Deal | None = None
+    deal: FeatureGroups | None = None
 
 
 @dataclass(frozen=True)
-class Entry:
+class TPInput:
     """Where hidden states enter a region of split features: the modules that are given them (several linears share one
     tensor), and as which argument."""
 
@@ -77,15 +77,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Region:
+class TPBlock:
     """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
-    latent projections that some columns read. `heads`: query and key/value heads, where it attends."""
+    latent projections that some columns read. `heads`: query and key/value heads, where it attends. `is_last`: nothing
+    with weights runs after the row in its layer."""
 
     owner: str
     columns: tuple[str, ...]
     row: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TPInput, ...]
     heads: tuple[int, int] | None
+    is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +95,22 @@ class Partition:
     """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
 
     `heads`: query and key/value heads, of each kind of layers (MiMo-V2's have several). `across`: modules that need all
-    features -> how those are dealt. `unfinished`: the blocks that save nothing for backward after their last sum.
+    features -> how those are dealt.
     `to_logits`: the module that is given the last hidden states, the head or what changes them for it. A refusal says
     why something cannot be done, or is None.
     """
 
     roles: Mapping[str, Role]
-    regions: tuple[Region, ...]
+    regions: tuple[TPBlock, ...]
     heads: tuple[tuple[int, int], ...]
-    across: Mapping[str, Deal]
-    unfinished: tuple[str, ...]
+    across: Mapping[str, FeatureGroups]
     refusal: str | None
     sequence_parallel_refusal: str | None
     is_proved: bool
     to_logits: str = ""
 
     @cached_property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TPInput, ...]:
         """Of all regions, in order."""
         return tuple(entry for region in self.regions for entry in region.entries)
 
@@ -119,7 +120,6 @@ class Partition:
             self,
             regions=tuple(region for region in self.regions if is_within(region.row, layers)),
             across={name: deal for name, deal in self.across.items() if is_within(name, layers)},
-            unfinished=tuple(layer for layer in self.unfinished if layer in layers),
         )
 
 
@@ -131,7 +131,7 @@ def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition
     except Untraceable as error:
         refusal = f"{name}: {error}"
         return Partition(
-            roles={}, regions=(), heads=(), across={}, unfinished=(), refusal=refusal,
+            roles={}, regions=(), heads=(), across={}, refusal=refusal,
             sequence_parallel_refusal=refusal, is_proved=False,
         )  # fmt: skip
 
@@ -141,9 +141,8 @@ class _Derivation:
     model: PreTrainedModel
     anatomy: Anatomy
     traced: Trace
-    regions: list[Region] = field(default_factory=list)
-    across: dict[str, Deal] = field(default_factory=dict)
-    unfinished: list[str] = field(default_factory=list)
+    regions: list[TPBlock] = field(default_factory=list)
+    across: dict[str, FeatureGroups] = field(default_factory=dict)
     heads: dict[tuple[int, int], None] = field(default_factory=dict)
 
     def partition(self) -> Partition:
@@ -152,10 +151,10 @@ class _Derivation:
         if self.anatomy.embedding in self.traced.looked_into:
             raise Untraceable(f"it reads the weights of {self.anatomy.embedding} directly, of which a rank has a part")
         roles = self._outside()
-        known: dict[object, dict[str, Deal]] = {}
+        known: dict[object, dict[str, FeatureGroups]] = {}
         for block in self.traced.blocks:
             roles |= self._block(block, known)
-        plan = surfaces.tensor_parallel_plan(self.model)
+        plan = hf_internals.tensor_parallel_plan(self.model)
         contradicted = {}
         for name, _ in self.model.named_parameters():
             role = roles.get(name) or self._unknown(name)
@@ -173,8 +172,8 @@ class _Derivation:
         return Partition(
             roles={name: roles[name] for name, _ in self.model.named_parameters()},
             regions=tuple(self.regions), heads=tuple(self.heads), across=self.across,
-            unfinished=tuple(self.unfinished), refusal=refusal, sequence_parallel_refusal=refusal or alone,
-            is_proved=family_of(self._name) is not None, to_logits=(*self.traced.to_logits, self.anatomy.head)[0],
+            refusal=refusal, sequence_parallel_refusal=refusal or alone,
+            is_proved=self._name in PROVED, to_logits=(*self.traced.to_logits, self.anatomy.head)[0],
         )  # fmt: skip
 
     @property
@@ -221,7 +220,7 @@ class _Derivation:
 
     # ---- one block ---------------------------------------------------------------------------------------------------
 
-    def _block(self, block: BlockTrace, known: dict[object, dict[str, Deal]]) -> dict[str, Role]:
+    def _block(self, block: BlockTrace, known: dict[object, dict[str, FeatureGroups]]) -> dict[str, Role]:
         pairs, roles = pairs_of(block), {}
         attention = [event for event in block.events if event.kind == "attention"]
         rows = {pair.row for pair in pairs}
@@ -237,7 +236,7 @@ class _Derivation:
             if called:
                 self.heads[_heads(called)] = None
                 for name in called.parameters:
-                    parts = tuple(Part(h, h + 1, "query", h) for h in range(called.inputs[0].shape[1]))
+                    parts = tuple(FeatureGroup(h, h + 1, "query", h) for h in range(called.inputs[0].shape[1]))
                     roles[name] = Role("column", "one number per query head, passed to attention", 0, parts)
             self.regions.append(self._region(block, pair, _heads(called) if called else None))
             for name in pair.latents:
@@ -249,9 +248,6 @@ class _Derivation:
         for event in block.events:
             if event.kind == "linear" and event.name not in paired:
                 roles |= self._roles_of(event.name, Role("norm", "acts on the residual, beside the projections"))
-        last = max(block.events.index(block.linear(row)) for row in rows)
-        if not any(event.kind == "small" for event in block.events[last:]):
-            self.unfinished.append(block.layer)
         for event in block.events:
             if event.kind == "small":
                 roles |= self._roles_of(event.name, self._small(event, block, rows | experts, roles))
@@ -268,34 +264,35 @@ class _Derivation:
         ]
         return (_within(block, row), block.linear(row).inputs[0].shape, *sizes)
 
-    def _linear_roles(self, name: str, pair: Pair, deal: Deal) -> dict[str, Role]:
+    def _linear_roles(self, name: str, pair: Pair, deal: FeatureGroups) -> dict[str, Role]:
         is_row = name == pair.row
         reads = "a latent" if name in pair.behind else "the residual"
         kind: RoleKind = "row" if is_row else "column"
         reason = _reason(deal, "gives back to the residual" if is_row else f"reads {reads}")
         module = self.model.get_submodule(name)
-        out_dim, in_dim = surfaces.linear_dims(module) or (0, 1)
+        out_dim, in_dim = hf_internals.linear_dims(module) or (0, 1)
         roles = {f"{name}.weight": Role(kind, reason, in_dim if is_row else out_dim, deal)}
         if getattr(module, "bias", None) is not None:
             bias = Role("row_bias", "added once, to the sum") if is_row else Role("column", reason, 0, deal)
             roles[f"{name}.bias"] = bias
         return roles
 
-    def _region(self, block: BlockTrace, pair: Pair, heads: tuple[int, int] | None) -> Region:
+    def _region(self, block: BlockTrace, pair: Pair, heads: tuple[int, int] | None) -> TPBlock:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
         adds = any(  # what it gives back to the residual, within (BERT): what it is given is not for projections alone
             {RESIDUAL, row} <= event.sources and event.name.startswith(f"{owner}.") for event in block.events
         )
+        is_last = block.linear(row) is block.events[-1]
         if owner != block.layer and owner.startswith(block.layer) and not adds:
             where = block.hidden_arguments.get(owner, [])
             if len(where) != 1:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
-            return Region(owner, columns, row, (Entry((owner,), where[0]),), heads)
+            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), heads, is_last)
         shared: dict[int, list[str]] = {}
         for name in pair.entered:
             shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
-        return Region(owner, columns, row, tuple(Entry(tuple(names)) for names in shared.values()), heads)
+        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), heads, is_last)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""
@@ -316,7 +313,7 @@ class _Derivation:
             return Role("local", "acts on the gathered residual, before a projection")
         return Role("norm", "acts on the residual")
 
-    def _dealt(self, event: Event, roles: Mapping[str, Role]) -> Deal:
+    def _dealt(self, event: Event, roles: Mapping[str, Role]) -> FeatureGroups:
         """How the features are dealt that a wide module reads: a projection's, or those that the row reads."""
         sources = {name.removesuffix(" (attention)") for name in event.sources}
         if len(event.sources) == 1 and (role := roles.get(f"{next(iter(event.sources))}.weight")):
@@ -333,7 +330,7 @@ def _heads(called: Event) -> tuple[int, int]:
     return query.shape[1], key.shape[1]
 
 
-def _is_spread(deal: Deal) -> bool:
+def _is_spread(deal: FeatureGroups) -> bool:
     """Whether several ranks have a part of these features."""
     return len(deal) > 1 or any(part.owner == "even" for part in deal)
 
@@ -355,7 +352,7 @@ def _common_parent(names: Iterable[str]) -> str:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _reason(deal: Deal, what: str) -> str:
+def _reason(deal: FeatureGroups, what: str) -> str:
     owners = {part.owner for part in deal}
     if owners == {"even"}:
         return what + (f", {len(deal)} projections in one" if len(deal) > 1 else "")
@@ -369,7 +366,7 @@ def _compared(name: str, role: Role, plan: Mapping[str, str]) -> tuple[Role, str
     key = next((key for key in plan if _pattern(key).fullmatch(module)), None)
     if key is None or role.kind not in ("column", "row", "local"):
         return role, None
-    said = surfaces.PLAN_STYLES.get(plan[key])
+    said = hf_internals.PLAN_STYLES.get(plan[key])
     if said in ("column", "row") and role.kind in ("column", "row") and said != role.kind:
         return role, f"its plan says that {key} is {plan[key]}, and its forward uses it as a {role.kind}"
     return Role(role.kind, f"{role.reason} (plan: {plan[key]})", role.dim, role.deal), None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 
 
 def behind_padding(ids_BT: Tensor, positions_BT: Tensor, padding: int) -> Tensor:
@@ -36,8 +36,8 @@ def _place(padding: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if ids is None or (given is None and kwargs.get("past_key_values") is not None):
         return args, kwargs  # it counts by itself
     given = torch.arange(ids.shape[1], device=ids.device) if given is None else given
-    bounds, cached = kwargs.get("bounds"), kwargs.get("past_key_values") is not None
-    longest = int(given.max()) + 1 if cached else ids.shape[1] if bounds is None else int(bounds.diff().max())
+    cu_seqlens, cached = kwargs.get("cu_seqlens"), kwargs.get("past_key_values") is not None
+    longest = int(given.max()) + 1 if cached else ids.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
     _check_length(base, padding, longest)
     return args, kwargs | {"position_ids": behind_padding(ids, given.expand(ids.shape), padding)}
 

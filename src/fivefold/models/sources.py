@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from fivefold import safetensors_header, strict_json
-from fivefold.errors import UserError
-from fivefold.models import merged, surfaces
+from fivefold.core import safetensors_header, strict_json
+from fivefold.core.errors import UserError
+from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
 from fivefold.models.experts import router_buffers
 from fivefold.models.random_stream import Region
@@ -42,7 +42,7 @@ class TensorSource(Protocol):
         ...
 
 
-def read_whole(source: TensorSource, name: str) -> torch.Tensor:
+def read_full(source: TensorSource, name: str) -> torch.Tensor:
     """All of a tensor."""
     return source.read(name, tuple(slice(0, size) for size in source.shape(name)))
 
@@ -96,13 +96,13 @@ class SafetensorsFolder:
         """
         self._folder = Path(path)
         located = _locate(self._folder)
-        renamed = surfaces.model_names(model, located)
+        renamed = hf_internals.model_names(model, located)
         self._stored = {renamed.get(name, name): name for name in located}
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
         entries = {name: in_files[stored] for name, stored in self._stored.items()}
         self._shapes = {name: entry.shape for name, entry in entries.items()}
-        self._merged = surfaces.merged_names(model, located)
+        self._merged = hf_internals.merged_names(model, located)
         for name, pieces in self._merged.items():
             shape = merged.shape_of(pieces, self._shapes)
             if shape is not None:
@@ -129,7 +129,7 @@ class SafetensorsFolder:
         for name, values in computed.items():
             if name in self._trained:
                 continue
-            found = read_whole(self, name)
+            found = read_full(self, name)
             if not torch.equal(found, values.to(found.dtype)):
                 raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
 
@@ -221,13 +221,13 @@ def _entries(files: Mapping[str, Path]) -> dict[str, safetensors_header.Entry]:
 
 
 def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTrainedModel) -> None:
-    tied = set(surfaces.tied_parameters(model))
-    ignored = [_COMPUTED, *(re.compile(pattern) for pattern in surfaces.unexpected_keys_to_ignore(model))]
+    tied = set(hf_internals.tied_parameters(model))
+    ignored = [_COMPUTED, *(re.compile(pattern) for pattern in hf_internals.unexpected_keys_to_ignore(model))]
     unused = {name for name in found - expected - tied if not any(pattern.search(name) for pattern in ignored)}
     missing = expected - found
     if not missing and not unused:
         return
-    prefix = f"{surfaces.base_prefix(model)}."
+    prefix = f"{hf_internals.base_prefix(model)}."
     base_only = not unused and not any(name.startswith(prefix) for name in missing)
     differences = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("not used", unused)) if names]
     raise UserError(

@@ -18,15 +18,15 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from fivefold.errors import UserError
-from fivefold.models import attention, masks, surfaces
+from fivefold.core.errors import UserError
+from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.head import head_only
 from fivefold.models.positions import behind_padding
 from fivefold.models.recipe import buffer_values
+from fivefold.torch_internals import TorchDispatchMode, is_convolution
 
 _ONE = 2  # the token whose dependencies are looked at
 _NONE = -1  # no token: of a row that is the same whatever the tokens are
@@ -171,7 +171,7 @@ def _router(block: BlockTrace, experts: Event) -> str:
 
 def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
     """Run a copy of `model`. Raises `Untraceable`."""
-    surfaces.register_attention(_ATTENTION, _attention, _mask)
+    hf_internals.register_attention(_ATTENTION, _attention, _mask)
     traced = _run(model, anatomy, [])
     if traced.forgetful and _run(model, anatomy, traced.forgetful).forgetful:
         raise Untraceable("its attention is not given the bounds of packed documents")
@@ -179,17 +179,17 @@ def trace(model: PreTrainedModel, anatomy: Anatomy) -> Trace:
 
 
 def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str, str]]) -> Trace:
-    copy = surfaces.copy_on_meta(model, _ATTENTION)
+    copy = hf_internals.copy_on_meta(model, _ATTENTION)
     copy.train()
     tokens = _tokens(copy)
     recorder = _Recorder(copy, anatomy, tokens)
-    hand_on_bounds(copy, forgetful)
+    hand_on_cu_seqlens(copy, forgetful)
     try:
         base = cast(PreTrainedModel, copy.get_submodule(anatomy.base))
     except AttributeError as error:
         raise Untraceable(f"it has no part {anatomy.base!r}, where its class says that its layers are") from error
     ids = torch.arange(tokens).unsqueeze(0) % model.config.get_text_config().vocab_size
-    inputs = {"input_ids": ids, "use_cache": False, "bounds": recorder.bounds}
+    inputs = {"input_ids": ids, "use_cache": False, "cu_seqlens": recorder.cu_seqlens}
     recorder.begin(stops_at_block=True)
     _follow(recorder, base, **inputs)
     counted = recorder.places
@@ -343,21 +343,23 @@ def _is_prime(number: int) -> bool:
     return all(number % divisor for divisor in range(2, isqrt(number) + 1))
 
 
-def hand_on_bounds(model: nn.Module, forgetful: Sequence[tuple[str, str]]) -> None:
+def hand_on_cu_seqlens(model: nn.Module, forgetful: Sequence[tuple[str, str]]) -> None:
     """Let attention have the bounds of documents in layers that do not pass on what they do not know."""
     by_layer: dict[str, list[Any]] = {}
     for layer, name in forgetful:
         by_layer.setdefault(layer, []).append(model.get_submodule(name))
     for layer, modules in by_layer.items():
         block = model.get_submodule(layer)
-        block.forward = partial(_with_bounds, block.forward, list(dict.fromkeys(modules)))
+        block.forward = partial(_with_cu_seqlens, block.forward, list(dict.fromkeys(modules)))
 
 
-def _with_bounds(plain: Any, modules: Sequence[Any], *args: Any, bounds: Tensor | None = None, **kwargs: Any) -> Any:
+def _with_cu_seqlens(
+    plain: Any, modules: Sequence[Any], *args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any
+) -> Any:
     """A block's forward; inside, its attention modules are given the bounds."""
     attends = [module.forward for module in modules]
     for module, attend in zip(modules, attends, strict=True):
-        module.forward = partial(attend, bounds=bounds)
+        module.forward = partial(attend, cu_seqlens=cu_seqlens)
     try:
         return plain(*args, **kwargs)
     finally:
@@ -383,7 +385,7 @@ def gradients(output: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | Non
 class _Recorder:
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, tokens: int) -> None:
         self.tokens = tokens
-        self.bounds = torch.tensor([0, tokens])  # must reach attention
+        self.cu_seqlens = torch.tensor([0, tokens])  # must reach attention
         self.every = torch.arange(tokens)
         self.convolutions: list[str] = []
         self.rows: dict[str, tuple[int, Tensor]] = {}  # leaf -> the dimension of its tokens, and the token of each row
@@ -418,7 +420,7 @@ class _Recorder:
         if name in self.layers:
             module.register_forward_pre_hook(self._enter_block(name), with_kwargs=True)
             module.register_forward_hook(self._leave_block)
-        elif (dims := surfaces.linear_dims(module)) is not None:
+        elif (dims := hf_internals.linear_dims(module)) is not None:
             module.forward = self._linear(name, module.weight.shape[dims[0]])
             if module.weight.numel() <= MOST_READ:
                 module.weight = nn.Parameter(self._drawn(*module.weight.shape), requires_grad=False)
@@ -432,10 +434,10 @@ class _Recorder:
         else:
             module.register_forward_pre_hook(self._note_arguments(name), with_kwargs=True)
         own = list(module.named_parameters(recurse=False))
-        if surfaces.is_experts(module):
+        if hf_internals.is_experts(module):
             module.forward = self._experts(name, next(module.parameters()).shape[0])
             return
-        if isinstance(module, nn.modules.conv._ConvNd):
+        if is_convolution(module):
             self.convolutions.append(name)
             module.forward = self._convolution(name)
             return
@@ -548,7 +550,7 @@ class _Recorder:
         query, _, value = tensors
         mine = {id(parameter): name for name, parameter in module.named_parameters(recurse=False)}
         name = self.names[id(module)]
-        if extra.get("bounds") is not self.bounds:
+        if extra.get("cu_seqlens") is not self.cu_seqlens:
             self.trace.forgetful.append((self.block.layer, name))
         passed = tuple(f"{name}.{mine[id(each)]}" for each in extra.values() if id(each) in mine)
         drawn = self._drawn(*query.transpose(1, 2).shape[:3], value.shape[-1])
@@ -658,7 +660,7 @@ class _Recorder:
                     f"{layer} is given {len(where) or 'no'} tensors of hidden states (of each token its hidden size, "
                     "in one stream or several), where one is expected"
                 )
-            if kwargs.get("bounds") is not self.bounds:
+            if kwargs.get("cu_seqlens") is not self.cu_seqlens:
                 raise Untraceable("it does not hand the bounds of packed documents on to its layers")
             old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
             others = [part for each in (*args, *kwargs.values()) if each is not old for part in _flat(each)]

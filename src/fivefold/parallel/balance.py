@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.trace import Experts
 from fivefold.parallel import capacity
@@ -167,7 +168,7 @@ class Balance:
             loss, taken = self._note(name, logits, index, sigmoid=has_bias)
             if loss is None and taken is index:
                 return None
-            valued = weights if loss is None else AddLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+            valued = weights if loss is None else AuxLossScaler.apply(weights, loss)  # type: ignore[no-untyped-call]
             return tuple(taken if each is index else valued if each is weights else each for each in output)
 
         return hook
@@ -228,7 +229,7 @@ class Balance:
         return Shares(everyone[cp_rank * tp + tp_rank], everyone, tuple(self._row_groups))
 
 
-class AddLoss(torch.autograd.Function):
+class AuxLossScaler(torch.autograd.Function):
     """`x` as it is; backward gives `loss` a gradient of one, as if it had been added to the training loss."""
 
     @staticmethod
@@ -290,16 +291,18 @@ def declare(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     capacity drops is not sent: known after a step, it is taken from the bytes of the all-to-alls."""
     numbers = sum(map(_numbers, balance.modules))
     found = [Collective("world", "all_reduce", 1, 8 * numbers)] if balance.world > 1 else []
-    forwards = 2 if shape.recompute == "full" else 1
-    count = shape.micro_batches * forwards
-    own = [each for each in balance.modules if is_within(each.name, layers)]
+    own = [
+        (each, shape.recompute.forwards(Site(each.name))) for each in balance.modules if is_within(each.name, layers)
+    ]
     for axis, _ in balance._row_groups if balance.options.load else ():
-        found += [Collective(axis, "all_reduce", count, count * 8 * shape.rows * each.experts) for each in own]
+        for each, forwards in own:
+            count = shape.micro_batches * forwards
+            found.append(Collective(axis, "all_reduce", count, count * 8 * shape.rows * each.experts))
     if balance.options.capacity_factor is None:
         return found
     shares = balance._shares(shape.tokens // (balance.tensor.size if balance.tensor and balance._is_split else 1))
-    for each in own:
-        found += capacity.declare(shares, shape.rows, each.experts, count)
+    for each, forwards in own:
+        found += capacity.declare(shares, shape.rows, each.experts, shape.micro_batches * forwards)
         unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
         if balance.senders:
             found.append(Collective("ep", "all_to_all", 0, -(2 * forwards + 2) * unsent))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.models.rectangles import Blocks
+from fivefold.models.offdiagonal import Blocks
 from fivefold.parallel import ops
 from fivefold.parallel.collectives import Collective
 

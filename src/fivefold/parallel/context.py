@@ -2,7 +2,7 @@
 
 Rank r of n has chunks r and 2n-1-r of the 2n equal chunks of each row, so that causal attention is equal work for all.
 Everything but attention sees one token at a time and runs on a rank's own; attention exchanges keys and values, or
-heads (`exchange.py`). The fold is placed from outside:
+heads (`kv_exchange.py`). The fold is placed from outside:
 
     base: whole rows -> cut -> [B, L, D] -> ... attention calls `ContextParallel.attend` ... -> head -> whole logits
     (in the chunked loss logits stay where they are, and labels are cut)
@@ -24,30 +24,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold import heads
-from fivefold.errors import UserError
-from fivefold.heads import Method
-from fivefold.models import kernels, rectangles
+from fivefold.core import heads
+from fivefold.core.errors import UserError
+from fivefold.core.heads import CPMethod
+from fivefold.core.recompute import Site
+from fivefold.models import kernels, offdiagonal
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import CONTEXT
 from fivefold.models.build import check_slices
-from fivefold.models.kernels import Rule
+from fivefold.models.kernels import AttentionParams
+from fivefold.models.offdiagonal import Blocks, joined, narrowed
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
-from fivefold.models.rectangles import Blocks, joined, narrowed
 from fivefold.models.trace import Trace
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.exchange import (
-    Arriving,
+from fivefold.parallel.kv_exchange import (
+    AllGatherKV,
     Exchange,
-    Gathering,
+    Pending,
     Ring,
     Tokens,
     gathered,
-    heads_for_tokens,
     tokens_for_heads,
+    ulysses_all_to_all,
 )
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.switched import switched
+from fivefold.parallel.temporarily import temporarily
 
 # ---- which tokens a rank has -----------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class ContextParallel:
     group: dist.ProcessGroup
     rank: int
     size: int
-    method: Method
+    method: CPMethod
     exchange: Exchange | None  # None: every rank has whole rows of its heads
     ulysses: dist.ProcessGroup | None
     ulysses_axis: str
@@ -115,39 +116,45 @@ class ContextParallel:
             )
         return torch.cat([x_BT[:, start:stop] for start, stop in row_blocks(length, self.size, self.rank)], 1)
 
-    def whole_rows(self, x_BLx: Tensor) -> Tensor:
+    def gather_sequence(self, x_BLx: Tensor) -> Tensor:
         """Whole rows [B, T, ...] from every rank's tokens; every rank must compute the same with them."""
         return _WholeRows.apply(x_BLx, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def whole_sequences(self) -> AbstractContextManager[None]:
         """Inside, every rank has whole rows: for generation, whose cache holds them."""
-        return switched(self, is_on=False)
+        return temporarily(self, is_on=False)
 
     def chunked_head(self) -> AbstractContextManager[None]:
         """The chunked loss keeps the logits where their tokens are."""
-        return switched(self, head_in_chunks=True)
+        return temporarily(self, head_in_chunks=True)
 
     # A graph break under torch.compile: collectives within an operator of its own would not be seen by `record`.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, rule: Rule, sinks: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None,
+        rule: AttentionParams,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """query [B,H,L,D], key and value [B,G,L,D] of this rank's tokens -> [B,L,H,D]. `bounds` are over the B*T tokens
-        of whole rows, None: each row is a document. See `attention.attention_forward`."""
+        """query [B,H,L,D], key and value [B,G,L,D] of this rank's tokens -> [B,L,H,D]. `cu_seqlens` are over the B*T
+        tokens of whole rows, None: each row is a document. See `attention.attention_forward`."""
         q_BLHD, k_BLGD, v_BLGD = (each.transpose(1, 2) for each in (query, key, value))
         (rows, local, heads, _), u = q_BLHD.shape, self.method.ulysses
         length = local * self.size
-        edges = tuple(range(0, (rows + 1) * length, length)) if bounds is None else tuple(bounds.tolist())
+        edges = tuple(range(0, (rows + 1) * length, length)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
         rings, group = self.tokens(length)
         if self.ulysses is not None:
             shared = max(1, k_BLGD.shape[2] // u)
             dealt = [_by_rank_of_heads(each, u) for each in (q_BLHD, k_BLGD, v_BLGD)]
-            mixed = heads_for_tokens(torch.cat(dealt, 3), self.ulysses, group)
+            mixed = ulysses_all_to_all(torch.cat(dealt, 3), self.ulysses, group)
             q_BLHD, k_BLGD, v_BLGD = torch.split(mixed, [heads // u, shared, shared], 2)
             sinks = sinks if sinks is None else torch.chunk(sinks, u)[self.ulysses.rank()]
         if rule.window is not None and rule.window >= length:
-            rule = Rule(rule.scale, None, rule.softcap)
-        job = Job(edges, rows, length, rings, self.exchange, rule)
+            rule = AttentionParams(rule.scale, None, rule.softcap)
+        job = CPAttentionArgs(edges, rows, length, rings, self.exchange, rule)
         out_BLHD: Tensor = _Attention.apply(q_BLHD, k_BLGD, v_BLGD, sinks, job)  # type: ignore[no-untyped-call]
         return out_BLHD if self.ulysses is None else tokens_for_heads(out_BLHD, self.ulysses, group).flatten(2, 3)
 
@@ -179,7 +186,7 @@ class _WholeRows(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Job:
+class CPAttentionArgs:
     """What one call of attention is about: the bounds of documents in `rows` rows of `length` tokens, the blocks of
     each rank that exchanges keys, and how."""
 
@@ -188,7 +195,7 @@ class Job:
     length: int
     tokens: Tokens
     exchange: Exchange | None
-    rule: Rule
+    rule: AttentionParams
 
     @property
     def mine(self) -> Blocks:
@@ -196,41 +203,41 @@ class Job:
         return self.tokens[self.exchange.group.rank() if self.exchange else 0]
 
     @property
-    def bounds(self) -> Tensor:
+    def cu_seqlens(self) -> Tensor:
         """Of the documents, as the blocks cut them."""
-        return _bounds(self.edges, self.rows, self.length, self.mine)
+        return _cu_seqlens(self.edges, self.rows, self.length, self.mine)
 
     def parts(self, kv: Tensor) -> Iterator[tuple[Blocks, Tensor]]:
         """Keys and values that queries of this rank may see, beside those of their own block."""
         return self.exchange.parts(kv, self.tokens) if self.exchange else iter([((), kv)])
 
-    def give_back(self, step: int, grad: Tensor, wire: torch.dtype) -> Arriving:
+    def return_dkv(self, step: int, grad: Tensor, wire: torch.dtype) -> Pending:
         """Gradients of the kv of part `step` go home; what comes home of this rank's own."""
-        return self.exchange.give_back(step, grad, self.tokens, wire) if self.exchange else lambda: grad
+        return self.exchange.return_dkv(step, grad, self.tokens, wire) if self.exchange else lambda: grad
 
-    def rectangles(self, keys: Blocks) -> Sequence[rectangles.Rectangle]:
+    def offdiagonal_blocks(self, keys: Blocks) -> Sequence[offdiagonal.OffdiagonalBlock]:
         """Where this rank's queries see keys of these blocks, other than their own."""
-        return rectangles.rectangles(self.edges, self.rows, self.length, self.mine, keys, self.rule.window)
+        return offdiagonal.offdiagonal_blocks(self.edges, self.rows, self.length, self.mine, keys, self.rule.window)
 
 
-_bounds = lru_cache(maxsize=64)(rectangles.local_bounds)
+_cu_seqlens = lru_cache(maxsize=64)(offdiagonal.local_cu_seqlens)
 
 
 class _Attention(torch.autograd.Function):
     """Queries, keys and values of this rank [B,L,H or G,D], sinks [H] or None -> [B,L,H,D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: CPAttentionArgs) -> Tensor:
         kv, rule = torch.stack([k, v]), job.rule
         parts = job.parts(kv)
         first = next(parts)  # from here on the next is on its way
         own, lse = packed_attention(
-            *(each.transpose(1, 2) for each in (q, k, v)), job.bounds, rule.scale, rule.window, rule.softcap
+            *(each.transpose(1, 2) for each in (q, k, v)), job.cu_seqlens, rule.scale, rule.window, rule.softcap
         )
         out: Tensor = own.to(lse.dtype)
         for blocks, (keys, values) in chain([first], parts):
-            for part in job.rectangles(blocks):
-                rectangles.merge(part, out, lse, *rectangles.forward(part, q, keys, values, rule))
+            for part in job.offdiagonal_blocks(blocks):
+                offdiagonal.merge(part, out, lse, *offdiagonal.forward(part, q, keys, values, rule))
         if sinks is not None:
             kernels.join_sinks(out, lse, sinks)
         ctx.job, out = job, out.to(q.dtype)
@@ -243,21 +250,21 @@ class _Attention(torch.autograd.Function):
         grad, parts = grads[0], job.parts(kv)
         first = next(parts)
         own = packed_attention_backward(
-            grad, *(each.transpose(1, 2) for each in (q, *kv)), out, lse, job.bounds, rule.scale, rule.window,
+            grad, *(each.transpose(1, 2) for each in (q, *kv)), out, lse, job.cu_seqlens, rule.scale, rule.window,
             rule.softcap,
         )  # fmt: skip
         dq, *dkv = (each.transpose(1, 2).to(lse.dtype) for each in own)
-        total, arriving = torch.stack(dkv), list[Arriving]()
+        total, arriving = torch.stack(dkv), list[Pending]()
         for step, (blocks, part_kv) in enumerate(chain([first], parts)):
             more = torch.zeros_like(part_kv, dtype=lse.dtype)
-            for part in job.rectangles(blocks):
-                found = rectangles.backward(part, grad, q, part_kv[0], part_kv[1], out, lse, rule)
-                rectangles.add(dq, part.rows, part.queries, found[0])
+            for part in job.offdiagonal_blocks(blocks):
+                found = offdiagonal.backward(part, grad, q, part_kv[0], part_kv[1], out, lse, rule)
+                offdiagonal.add(dq, part.rows, part.queries, found[0])
                 for whole, piece in zip(more, found[1:], strict=True):
-                    rectangles.add(whole, part.rows, part.keys, piece)
+                    offdiagonal.add(whole, part.rows, part.keys, piece)
             while arriving:
                 _add_first(total, arriving.pop()())
-            arriving.append(job.give_back(step, more, kv.dtype))
+            arriving.append(job.return_dkv(step, more, kv.dtype))
         _add_first(total, arriving.pop()())
         dk, dv = total.to(kv.dtype)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
@@ -292,16 +299,16 @@ def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, me
         setattr(model.get_submodule(name), CONTEXT, fold)
     base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)
     base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)  # before anything counts tokens
-    head.register_forward_hook(lambda _, args, out: fold.whole_rows(out) if fold.gathers_logits else out)
+    head.register_forward_hook(lambda _, args, out: fold.gather_sequence(out) if fold.gathers_logits else out)
     return fold
 
 
-def _groups(mesh: Mesh, method: Method) -> tuple[Exchange | None, dist.ProcessGroup | None, str]:
+def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.ProcessGroup | None, str]:
     """The exchange of keys, the ranks that deal out heads, and the latter's axis."""
     if method.ring == 1:
         return None, mesh.cp_group, "cp"
     if method.ulysses == 1:
-        return (Gathering if method.gathers else Ring)(mesh.cp_group, "cp"), None, ""
+        return (AllGatherKV if method.gathers else Ring)(mesh.cp_group, "cp"), None, ""
     ring, ulysses = mesh.split_cp(method.ulysses)
     return Ring(ring, "cp_ring"), ulysses, "cp_ulysses"
 
@@ -328,13 +335,13 @@ def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:
 def declare(fold: ContextParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
     """Collectives of one optimizer step: those of attention in `layers`. (The loss needs none: it is summed over the
     world.)"""
-    forwards = 2 if shape.recompute == "full" else 1
     u = fold.method.ulysses
     token = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of a rank's tokens
     found = []
-    own = [each for name, each in fold.attends.items() if is_within(name, layers)]
+    own = {name: each for name, each in fold.attends.items() if is_within(name, layers)}
     rings, _ = fold.tokens(shape.tokens * fold.size)
-    for query, kv, size in own:
+    for name, (query, kv, size) in own.items():
+        forwards = shape.recompute.forwards(Site(name))
         dealt = max(kv, u)  # key/value heads that a rank sends
         if fold.exchange:
             one = 2 * dealt // u * size * shape.rows * shape.compute_bytes  # bytes of one token's keys and values

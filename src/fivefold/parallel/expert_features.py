@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.parallel.sharding import Block, Blocks, Split, split_even
 
 Order = Callable[[Block, int], Blocks]  # features [start, stop) of I -> the inputs that the activation makes them of

@@ -14,13 +14,13 @@ from fivefold.parallel.spread import spread_of
 class LossInputs:
     """One micro batch on this rank's device. Not a tensor container that FSDP knows, so it is passed on untouched.
 
-    `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `bounds`: int32 on
+    `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `cu_seqlens`: int32 on
     the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
     scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
     all).
     """
 
-    __slots__ = ("bounds", "input_ids", "labels", "position_ids", "row_tokens", "scale")
+    __slots__ = ("cu_seqlens", "input_ids", "labels", "position_ids", "row_tokens", "scale")
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class LossInputs:
         labels: Tensor,
         position_ids: Tensor,
         *,
-        bounds: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         scale: Tensor | None = None,
         row_tokens: Tensor | None = None,
     ) -> None:
         self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
-        self.bounds, self.scale = bounds, scale
+        self.cu_seqlens, self.scale = cu_seqlens, scale
         self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
 
 
@@ -67,7 +67,9 @@ def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
     if spread.balance:
         spread.balance.begin_micro_batch(inputs.row_tokens)
     base = model.get_submodule(spread.anatomy.base)
-    out = base(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, bounds=inputs.bounds)
+    out = base(
+        input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
+    )
     return cast(Tensor, out.last_hidden_state)
 
 

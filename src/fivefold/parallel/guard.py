@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.torch_internals import NORMS, without_torch_function
 
 READ_MORE = "docs/python.md"
 
@@ -95,7 +96,7 @@ def install(
                 fix="model(input_ids=...).logits; for a loss model.backward(batch), or ff.evaluate(model, batches)",
                 more=READ_MORE,
             )
-        return args, _with_bounds(kwargs)
+        return args, _with_cu_seqlens(kwargs)
 
     def before_part(part: nn.Module, args: tuple[Any, ...]) -> None:
         if not (guard.is_library or guard.is_called):
@@ -148,10 +149,10 @@ def refuse_backward(_: Tensor) -> None:
     )
 
 
-def _with_bounds(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_cu_seqlens(kwargs: dict[str, Any]) -> dict[str, Any]:
     """`transformers` keeps documents apart where `position_ids` restart, unless there is a mask or a cache: so does a
     plain call here."""
-    positions, others = kwargs.get("position_ids"), ("attention_mask", "past_key_values", "bounds")
+    positions, others = kwargs.get("position_ids"), ("attention_mask", "past_key_values", "cu_seqlens")
     tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
     if positions is None or positions.ndim != 2 or tokens is None or any(kwargs.get(key) is not None for key in others):
         return kwargs
@@ -160,8 +161,8 @@ def _with_bounds(kwargs: dict[str, Any]) -> dict[str, Any]:
     begins[:, 1:] = (positions.diff(dim=1) != 1).cpu()
     if int(begins.sum()) == rows:
         return kwargs
-    bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([rows * length])])
-    return {**kwargs, "bounds": bounds.to(torch.int32)}
+    cu_seqlens = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([rows * length])])
+    return {**kwargs, "cu_seqlens": cu_seqlens.to(torch.int32)}
 
 
 # ---- gradients that are only a part ----------------------------------------------------------------------------------
@@ -176,17 +177,14 @@ class PartOfGradient(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NORMS:
+        if func in NORMS:
             raise UserError(
                 "the norm of a gradient of which this rank holds a part: clipping by it would be wrong",
                 fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_",
                 more=READ_MORE,
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
-
-
-_NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 
 
 def mark_gradients(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The process groups of a layout, and the meshes of them that FSDP takes. Private surfaces of torch stay in this file.
+"""The process groups of a layout, and the meshes of them that FSDP takes.
 
 The world is a grid of ranks with the axes of `MESH_AXES`, the last one innermost. An axis has a group on every rank; a
 group that spans the world is the world's own. NCCL makes all groups of an axis in one split of the world's
@@ -7,7 +7,6 @@ communicator, where that is bound to a device; other backends make one after the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 
 import torch
@@ -15,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.layout import MESH_AXES, Layout
+from fivefold.core.layout import MESH_AXES, Layout
 from fivefold.parallel.sharding import Cut, Over, Place
+from fivefold.torch_internals import can_split_world, timeout_of_world
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Mesh:
         return self.groups.get("tp_kv")
 
     @property
-    def ends(self) -> dist.ProcessGroup | None:
+    def embedding_group(self) -> dist.ProcessGroup | None:
         """None where one rank holds the tied embedding, and on the ranks between the two that do."""
         return self.groups.get("pp_ends")
 
@@ -102,7 +102,7 @@ class Mesh:
         expert, its ranks are the innermost parts."""
         if over == "tp":
             return Cut(place.tp, place.fsdp, self.fsdp_size)
-        parts = self.layout.ep * self.layout.expert_parts
+        parts = self.layout.ep * self.layout.etp
         row, part = divmod(place.fsdp * self.layout.tp + place.tp, parts)
         return Cut(part, row, self.rows("ep"))
 
@@ -156,7 +156,8 @@ class Mesh:
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has this name: how recorded collectives are told apart."""
         named: dict[str, str] = {group.group_name: axis for axis, group in self.groups.items()}
-        named[dist.distributed_c10d._get_default_group().group_name] = "world"
+        if dist.group.WORLD:
+            named[dist.group.WORLD.group_name] = "world"
         return named.get(group_name, group_name)
 
 
@@ -168,12 +169,17 @@ def place(layout: Layout, rank: int) -> Place:
 
 
 def build_mesh(
-    layout: Layout, device_type: str, *, kv_copies: int = 1, experts: bool = False, tied_ends: tuple[int, ...] = ()
+    layout: Layout,
+    device_type: str,
+    *,
+    kv_copies: int = 1,
+    experts: bool = False,
+    embedding_ranks: tuple[int, ...] = (),
 ) -> Mesh:
     """Build the mesh over the current world; every rank calls it.
 
     `kv_copies`: how many neighbouring tp ranks share the same key/value heads; `experts`: the model has some;
-    `tied_ends`: the pipeline ranks that hold a tied embedding.
+    `embedding_ranks`: the pipeline ranks that hold a tied embedding.
     """
     grid, own = _grid(layout), place(layout, dist.get_rank())
     dims = {axis: [dim] for dim, axis in enumerate(MESH_AXES) if grid.shape[dim] > 1}
@@ -181,11 +187,11 @@ def build_mesh(
     found = {axis: _own_group(_along(grid, *of_axis), axis, device_type) for axis, of_axis in dims.items()}
     if kv_copies > 1:
         found["tp_kv"] = _own_group(_along(grid.reshape(-1, kv_copies), 1), "tp_kv", device_type, is_apart=True)
-    if len(tied_ends) > 1:
-        ends = grid[list(tied_ends)].reshape(len(tied_ends), -1)
-        found["pp_ends"] = _own_group(_along(ends, 0), "pp_ends", device_type, is_apart=True)
-    apart = experts and (layout.ep > 1 or layout.expert_parts != layout.tp)
-    dealt = grid.reshape(layout.pp, layout.dp_replicate, layout.expert_shards, layout.ep, layout.expert_parts)
+    if len(embedding_ranks) > 1:
+        embedding_group = grid[list(embedding_ranks)].reshape(len(embedding_ranks), -1)
+        found["pp_ends"] = _own_group(_along(embedding_group, 0), "pp_ends", device_type, is_apart=True)
+    apart = experts and (layout.ep > 1 or layout.etp != layout.tp)
+    dealt = grid.reshape(layout.pp, layout.dp_replicate, layout.expert_shards, layout.ep, layout.etp)
     if apart:
         found["ep_shard"] = _own_group(_along(dealt, 2), "ep_shard", device_type)
     if apart and layout.ep > 1:
@@ -230,8 +236,8 @@ def _own_group(
     if it need not be `is_apart`. All have the timeout of the world's."""
     if len(groups[0]) == dist.get_world_size() and not is_apart:
         return dist.group.WORLD
-    timeout = _timeout(device_type)
-    if _splits():
+    timeout = timeout_of_world(device_type)
+    if can_split_world():
         return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=axis)
     mine = None
     for ranks in groups:
@@ -239,16 +245,3 @@ def _own_group(
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def _splits() -> bool:
-    """Whether the world's group can be split by one call: NCCL's, which is there before the first collective when it is
-    bound to a device."""
-    bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
-    return bound is not None and torch.accelerator.is_available()
-
-
-def _timeout(device_type: str) -> timedelta | None:
-    """Of the world's group; None where its backend has none. Without it, a new group of NCCL has ten minutes."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-    return getattr(getattr(backend, "options", None), "_timeout", None)

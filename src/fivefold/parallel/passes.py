@@ -35,7 +35,7 @@ def loss(model: Any, inputs: LossInputs) -> Tensor:
     with spread.guard.library():
         if spread.pipeline is None:
             return model.loss_sum(inputs)  # type: ignore[no-any-return]
-        found = pipeline.relay(
+        found = pipeline.forward_only(
             spread.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
     return torch.zeros((), dtype=torch.float64, device=inputs.input_ids.device) if found is None else found
@@ -48,7 +48,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     with spread.guard.library():
         if spread.pipeline is None:
             return model(**inputs, logits_to_keep=logits_to_keep).logits  # type: ignore[no-any-return]
-        found = pipeline.relay(
+        found = pipeline.forward_only(
             spread.pipeline,
             ids_BT,
             lambda stage, hidden: model.stage_logits(stage, hidden, logits_to_keep=logits_to_keep, **inputs),
@@ -57,4 +57,4 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     vocabulary = spread.shards[f"{spread.anatomy.embedding}.weight"].shape[0]
     shape = (rows, logits_to_keep or length, vocabulary)
     dtype = data.master_dtype(spread.layout.precision)  # holds what any forward gives
-    return pipeline.to_all(spread.pipeline, found, shape, dtype, ids_BT.device)
+    return pipeline.broadcast_from_last_stage(spread.pipeline, found, shape, dtype, ids_BT.device)

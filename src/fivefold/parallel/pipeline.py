@@ -9,8 +9,8 @@ Legend: B rows, T tokens of a row on this rank, D hidden size.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,33 +20,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import Plan, Slot, Timed, Timeline, Transfer
+from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.deferred import Deferred
-from fivefold.parallel.schedule import Plan, Slot, Timed, Timeline, Transfer
-from fivefold.parallel.stages import Staged
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
-from fivefold.parallel.tensor import local
+from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
 
 @dataclass
 class Pipeline:
     """The pipeline fold of one model on this rank.
 
-    `ends`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where one rank
-    has both ends. `balance`: of the routers of a model with experts. `running`: the slot under way, for those who
-    watch. `timed`: slots with their times, if it is a list.
+    `embedding_group`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where
+    one rank has both ends. `balance`: of the routers of a model with experts. `store`: of the weight gradients that a
+    schedule computes later; None where it does not. `running`: the slot under way, for those
+    who watch. `timed`: slots with their times, if it is a list.
     """
 
     layout: Layout
-    staged: Staged
+    staged: StageModules
     units: tuple[data.Unit, ...]
     group: dist.ProcessGroup
-    ends: dist.ProcessGroup | None
+    embedding_group: dist.ProcessGroup | None
     tied: str | None
     balance: Balance | None
+    store: WeightGradStore | None = None
     running: Slot | None = None
     timed: list[Timed] | None = None
     plans: dict[int, Plan] = field(default_factory=dict)
@@ -93,7 +96,6 @@ class _Step:
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self._deferred: dict[tuple[int, int], Deferred] = {}
         self._watch = None if pipeline.timed is None else Stopwatch(self.loss.device, pipeline.group)
 
     def do(self, action: Slot | Transfer) -> None:
@@ -129,7 +131,7 @@ class _Step:
     def _forward(self, slot: Slot) -> None:
         stage, at = slot.stage, slot.micro_batch
         hidden = self._take("F", stage, at).requires_grad_() if stage else None
-        with self._deferring(stage, at):
+        with self._collecting(stage, at):
             out = self.model.run_stage(self.inputs[at], stage, hidden)
         if self.staged.is_last(stage):
             self.loss += out.detach()
@@ -145,7 +147,7 @@ class _Step:
         self._fsdp.before_backward(slot)
         if self.pipeline.balance:
             self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
-        with self._deferring(stage, at):
+        with self._collecting(stage, at):
             if out.requires_grad:  # not where all that ran is frozen
                 torch.autograd.backward(out, gradient)
         if hidden is not None:
@@ -155,17 +157,12 @@ class _Step:
             self._weights(slot)
 
     def _weights(self, slot: Slot) -> None:
-        self._deferred.pop((slot.stage, slot.micro_batch)).compute()
+        assert self.pipeline.store is not None, f"{slot} of a schedule that splits no backward"
+        self.pipeline.store.compute((slot.stage, slot.micro_batch))
         self._fsdp.after_weights(slot)
 
-    @contextmanager
-    def _deferring(self, stage: int, at: int) -> Iterator[None]:
-        if self.plan.splits_backward:
-            self.staged.deferred = self._deferred.setdefault((stage, at), Deferred())
-        try:
-            yield
-        finally:
-            self.staged.deferred = None
+    def _collecting(self, stage: int, at: int) -> AbstractContextManager[None]:
+        return self.pipeline.store.collecting((stage, at)) if self.pipeline.store else nullcontext()
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
@@ -201,12 +198,12 @@ class _Step:
 
 def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
     """Each end of the pipeline has its part of a tied embedding's gradient: both get the whole."""
-    if pipeline.ends is not None:
+    if pipeline.embedding_group is not None:
         tied = dict(model.named_parameters())[pipeline.tied or ""]
         if not tied.requires_grad:
             return
         assert tied.grad is not None, f"{pipeline.tied} has no gradient"
-        dist.all_reduce(local(tied.grad), group=pipeline.ends)
+        dist.all_reduce(local(tied.grad), group=pipeline.embedding_group)
 
 
 def _isend(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
@@ -278,14 +275,14 @@ class _Flags:
         self._progress.note(slot)
         for module, users in self._units:
             if slot.stage in users:
-                data.add_late(module)
+                fsdp_add_late(module)
             if self._progress.reduces(slot, users):
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)
-                data.reduce_now(module)
+                fsdp_reduce_now(module)
 
 
-def prefetch_within_stages(model: Any, staged: Staged) -> None:
+def prefetch_within_stages(model: Any, staged: StageModules) -> None:
     """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last
     forward, which may have been another stage's."""
     for module in model.modules():
@@ -300,7 +297,7 @@ def prefetch_within_stages(model: Any, staged: Staged) -> None:
 # ---- forward only ----------------------------------------------------------------------------------------------------
 
 
-def relay(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
+def forward_only(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
     """Run `work(stage, hidden)` through all stages, one after the other; what the last gives, on its rank."""
     staged, hidden = pipeline.staged, None
     for stage in staged.own:
@@ -317,7 +314,9 @@ def relay(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None
     return None
 
 
-def to_all(pipeline: Pipeline, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+def broadcast_from_last_stage(
+    pipeline: Pipeline, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any
+) -> Tensor:
     """What the last stage's rank has, on all ranks of the pipeline."""
     source = pipeline.staged.stages.rank_of(pipeline.staged.stages.count - 1)
     shared = torch.empty(*shape, dtype=dtype, device=device) if tensor is None else tensor.to(dtype).contiguous()
@@ -333,11 +332,11 @@ def declare(pipeline: Pipeline, shape: StepShape, tied_bytes: int) -> list[Colle
     actions = pipeline.plan(shape.micro_batches).actions[pipeline.staged.rank]
     ways = Counter(action.way for action in actions if isinstance(action, Transfer))
     size = shape.rows * pipeline.staged.tokens(shape.tokens) * shape.hidden * shape.compute_bytes
-    sums = [Collective("pp_ends", "all_reduce", 1, tied_bytes)] if pipeline.ends is not None else []
+    sums = [Collective("pp_ends", "all_reduce", 1, tied_bytes)] if pipeline.embedding_group is not None else []
     return [*(Collective("pp", way, count, count * size) for way, count in ways.items()), *sums]
 
 
-def traffic(pipeline: Pipeline, micro_batches: int) -> data.Traffic:
+def unshard_counts(pipeline: Pipeline, micro_batches: int) -> data.UnshardCounts:
     """Of each unit of this rank: how often FSDP gathers and reduces it in a step.
 
     The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.

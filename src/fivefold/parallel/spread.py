@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fivefold.layout import Layout
+from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.partition import Partition
 from fivefold.models.sources import TensorSource
@@ -19,6 +19,7 @@ from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, loss, pipeline, tensor
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.guard import Guard
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
@@ -93,7 +94,9 @@ class Spread:
         """Collectives of one optimizer step on this rank, as the folds declare them (the step adds its own)."""
         local_shapes = {name: self.gathered_shape(name) for name in self.shards}
         piped, first, last, layers = self.pipeline, True, True, self.anatomy.layers
-        of_units = pipeline.traffic(piped, shape.micro_batches) if piped else data.traffic(self.units, shape)
+        of_units = (
+            pipeline.unshard_counts(piped, shape.micro_batches) if piped else data.unshard_counts(self.units, shape)
+        )
         parts = data.declare(self.units, local_shapes, self.mesh, shape, of_units)
         partition = self.partition
         if piped:
@@ -134,9 +137,9 @@ def fill(model: nn.Module, source: TensorSource) -> None:
     spread = spread_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local = tensor.local(parameter)
+            shard = local(parameter)
             for global_region, local_region in spread.regions(name):
-                local[local_region].copy_(source.read(name, global_region))
+                shard[local_region].copy_(source.read(name, global_region))
         for name, buffer in model.named_buffers():
             if name in spread.buffers:
                 buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))

@@ -20,17 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.models import surfaces
+from fivefold.core import schedule
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.trace import Experts, Trace
-from fivefold.parallel import schedule
-from fivefold.parallel.deferred import Deferred
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagePlan:
     """Where every module with parameters of its own runs. Without a pipeline: all of them in the one stage of rank 0.
 
     `splits`: layers of each stage, first and past the last. `places`: module -> the stages that it is part of.
@@ -65,14 +64,14 @@ class Stages:
         return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.places[owner]))
 
 
-def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> Stages:
+def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> StagePlan:
     """Cut `model` into the stages of `layout`.
 
     Raises `UserError` when layers do not suffice, or something would have to travel besides hidden states.
     """
     schedule.check(layout, layers=len(anatomy.layers))
     if layout.pp == 1:
-        return Stages(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
+        return StagePlan(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
     if traced.carried:
         raise UserError(
             f"pp {layout.pp} is refused: in {type(model).__name__}, {traced.carried}, and a stage is sent no more",
@@ -88,7 +87,7 @@ def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> Stage
     places |= dict.fromkeys(traced.before, (0,)) | dict.fromkeys((*traced.after, anatomy.head), (count - 1,))
     places[anatomy.embedding] = (0, *first_too)
     _check_places(model, places, twice=set(traced.before) & set(traced.after))
-    return Stages(layout, anatomy.layers, splits, places)
+    return StagePlan(layout, anatomy.layers, splits, places)
 
 
 def _split(
@@ -130,7 +129,7 @@ def _check_places(model: nn.Module, places: Mapping[str, Any], *, twice: set[str
 # ---- what stands in for a module of another stage --------------------------------------------------------------------
 
 
-class StandIn(nn.Module):
+class StageStub(nn.Module):
     """Hands hidden states on, as the module of another stage whose place it has would give them.
 
     It has that module's settings, which some models read off their layers.
@@ -154,7 +153,7 @@ class StandIn(nn.Module):
         return hidden
 
 
-class _Slot(StandIn):
+class _Slot(StageStub):
     """Before a stage's first layer: gives what was received. After its last: keeps what it was given."""
 
     value: Tensor | None = None
@@ -168,7 +167,7 @@ class _Slot(StandIn):
         return hidden
 
 
-class _Zeros(StandIn):
+class _Zeros(StageStub):
     """Of an embedding or a linear: zeros as it would give them, [*, features]."""
 
     def __init__(self, original: nn.Module, shape: Callable[[Tensor], Sequence[int]], dtype: torch.dtype) -> None:
@@ -184,20 +183,19 @@ class _Zeros(StandIn):
 
 
 @dataclass
-class Staged:
+class StageModules:
     """The stages of this rank in its model.
 
     `tokens(T)`: how many of T tokens a rank's hidden states have.
     """
 
-    stages: Stages
+    stages: StagePlan
     rank: int
     model: nn.Module
     dtype: torch.dtype
     own_tokens: Callable[[int], int]
     tokens: Callable[[int], int]
     hidden_size: int
-    deferred: Deferred | None = None  # where weights' gradients go in the slot under way, if they are put off
     views: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
     slots: dict[int, tuple[_Slot | None, _Slot | None]] = field(default_factory=dict)
 
@@ -261,11 +259,11 @@ def _given_out(slot: _Slot | None) -> Tensor:
 
 
 def install(
-    model: nn.Module, stages: Stages, rank: int, anatomy: Anatomy, traced: Trace, *, dtype: torch.dtype,
+    model: nn.Module, stages: StagePlan, rank: int, anatomy: Anatomy, traced: Trace, *, dtype: torch.dtype,
     own_tokens: Callable[[int], int], tokens: Callable[[int], int], hidden_size: int,
-) -> Staged:  # fmt: skip
+) -> StageModules:  # fmt: skip
     """Put stand-ins into `model`, in place, where other ranks have the modules."""
-    staged = Staged(stages, rank, model, dtype, own_tokens, tokens, hidden_size)
+    staged = StageModules(stages, rank, model, dtype, own_tokens, tokens, hidden_size)
     originals = {path: model.get_submodule(path) for path in stages.places}
     shared = stages.places[anatomy.embedding] if anatomy.tied else ()
 
@@ -274,10 +272,10 @@ def install(
         if isinstance(original, nn.Embedding):
             split = tokens if path == anatomy.embedding else (lambda length: length)
             return _Zeros(original, lambda x: (*x.shape[:-1], split(x.shape[-1]), original.embedding_dim), dtype)
-        if path not in stages.layers and (dims := surfaces.linear_dims(original)) is not None:
+        if path not in stages.layers and (dims := hf_internals.linear_dims(original)) is not None:
             features = original.weight.shape[dims[0]]  # type: ignore[index]
             return _Zeros(original, lambda x: (*x.shape[:-1], features), dtype)
-        return StandIn(original, in_tuple=path in traced.in_tuples)
+        return StageStub(original, in_tuple=path in traced.in_tuples)
 
     stand_ins = {path: stand_in(path) for path in originals}
     for stage in staged.own:

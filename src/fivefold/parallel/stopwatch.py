@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from fivefold.parallel.schedule import Slot, Timed
+from fivefold.core.schedule import Slot, Timed
 
 Mark = float | torch.cuda.Event
 

@@ -19,29 +19,30 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fivefold import heads
-from fivefold.errors import UserError
-from fivefold.models import surfaces
+from fivefold.core import heads
+from fivefold.core.errors import UserError
+from fivefold.core.recompute import Site
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.deals import Deal
-from fivefold.models.partition import Entry, Partition
+from fivefold.models.feature_groups import FeatureGroups
+from fivefold.models.partition import Partition, TPInput
+from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.pairs import (
-    CopyIn,
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.mappings import (
+    CopyToTensorParallel,
     GatherFeatures,
-    GatherSequence,
+    GatherFromSequence,
     GatherVocabulary,
-    ScatterSumSequence,
-    SumOut,
+    ReduceFromTensorParallel,
+    ReduceScatterToSequence,
     places,
     width,
 )
 from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
-from fivefold.parallel.switched import switched
+from fivefold.parallel.temporarily import temporarily
 
 # ---- what every parameter becomes ----------------------------------------------------------------------------------
 
@@ -90,13 +91,13 @@ def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, mod
     return ShardSpec.along(name, shape, role.dim, dealt(role.deal, tp))
 
 
-def _counted(deal: Deal) -> tuple[int, int]:
+def _counted(deal: FeatureGroups) -> tuple[int, int]:
     """The query and key/value heads whose features are dealt."""
     query, kv = (max((part.index + 1 for part in deal if part.owner == owner), default=0) for owner in ("query", "kv"))
     return query, kv
 
 
-def dealt(deal: Deal, tp: int) -> tuple[tuple[Block, ...], ...]:
+def dealt(deal: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks of features that each tp rank holds, in their global order, neighbours joined.
 
     A rank has an equal number of whole query heads and the key/value heads that these attend to.
@@ -104,7 +105,7 @@ def dealt(deal: Deal, tp: int) -> tuple[tuple[Block, ...], ...]:
     return tuple(tuple(_joined(_blocks(deal, rank, tp))) for rank in range(tp))
 
 
-def _blocks(deal: Deal, rank: int, tp: int) -> Iterator[Block]:
+def _blocks(deal: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
     query, kv = _counted(deal)
     copies = heads.kv_copies(kv, tp) if kv else 1
     mine = {
@@ -152,13 +153,15 @@ class TensorParallel:
         `leave` gives each its own again.)"""
         if x_BTD.ndim == 2:
             return self.enter(x_BTD.unsqueeze(0)).squeeze(0)
-        return (GatherSequence if self.sequence_parallel else CopyIn).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        copy = GatherFromSequence if self.sequence_parallel else CopyToTensorParallel
+        return copy.apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Out of a row-parallel region: partial sums added up."""
         if x_BTD.ndim == 2:
             return self.leave(x_BTD.unsqueeze(0)).squeeze(0)
-        return (ScatterSumSequence if self.sequence_parallel else SumOut).apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        reduce = ReduceScatterToSequence if self.sequence_parallel else ReduceFromTensorParallel
+        return reduce.apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits over the whole vocabulary from every rank's share."""
@@ -166,11 +169,11 @@ class TensorParallel:
 
     def whole_sequences(self) -> AbstractContextManager[None]:
         """Generation: activations replicated, so that a single token can be processed."""
-        return switched(self, sequence_parallel=False)
+        return temporarily(self, sequence_parallel=False)
 
     def chunked_head(self) -> AbstractContextManager[None]:
         """The chunked loss gathers once and keeps logits split by vocabulary."""
-        return switched(self, head_in_chunks=True)
+        return temporarily(self, head_in_chunks=True)
 
 
 def apply_tensor_parallel(
@@ -181,8 +184,10 @@ def apply_tensor_parallel(
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool,
+    linears: Linears = PLAIN,
 ) -> TensorParallel:
-    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them."""
+    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
+    rows multiply."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     vocabulary = tuple(rows[0] for rows, _ in specs[f"{anatomy.embedding}.weight"].held)
     fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
@@ -199,13 +204,20 @@ def apply_tensor_parallel(
         for entry in region.entries:
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
-        _replace_forward(row, _row_linear(row, fold))
+        place(row, "row", linears, reduce=fold.leave)
         if region.heads:
             _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
     for name, deal in partition.across.items():
         module = model.get_submodule(name)
         _replace_forward(module, _over_all_features(module.forward, dealt(deal, size), fold))
     return fold
+
+
+def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
+    """Let a linear of any registered class multiply as `linears` say. `reduce`: sums up the partial products of a
+    row."""
+    is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
+    linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -240,11 +252,11 @@ def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) ->
                 shape = specs[names[parameter]].local_shape(rank)
                 cut[parameter] = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
             setattr(module, attribute, cut[parameter])
-        if surfaces.linear_dims(module) is not None:
-            surfaces.set_linear_sizes(module)
+        if hf_internals.linear_dims(module) is not None:
+            hf_internals.set_linear_sizes(module)
 
 
-def _place_entry(model: nn.Module, entry: Entry, fold: TensorParallel) -> None:
+def _place_entry(model: nn.Module, entry: TPInput, fold: TensorParallel) -> None:
     """Gather the hidden states for the modules of an entry: the first gathers, the others are given the same tensor.
 
     Which of them a module is, is settled here: Dynamo would guard on a name that a hook compares, and a name of one
@@ -283,13 +295,13 @@ def _count_own_heads(module: nn.Module, row: Any, of_layer: tuple[int, int], siz
     """Tell an attention module that shapes its tensors by numbers of heads how many this rank has."""
     counts = dict(zip(("query", "kv"), of_layer, strict=True))
     own = {which: max(1, number // size) for which, number in counts.items()}
-    features = row.weight.shape[(surfaces.linear_dims(row) or (0, 1))[1]]
+    features = row.weight.shape[(hf_internals.linear_dims(row) or (0, 1))[1]]
     config = copy.copy(module.config) if hasattr(module, "config") else None
-    for name, which in surfaces.HEAD_COUNTS.items():
+    for name, which in hf_internals.HEAD_COUNTS.items():
         for holder in filter(None, (module, config)):
             if getattr(holder, name, None) == counts[which]:
                 setattr(holder, name, own[which])
-    for name in surfaces.FEATURE_COUNTS:
+    for name in hf_internals.FEATURE_COUNTS:
         if getattr(module, name, None) == features * size:
             setattr(module, name, features)
     if config is not None:
@@ -329,17 +341,6 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """A row-parallel linear: partial products summed first, the bias added once."""
-    is_transposed = surfaces.linear_dims(linear) == (1, 0)
-
-    def forward(x_BTF: Tensor) -> Tensor:
-        out = fold.leave(F.linear(x_BTF, linear.weight.T if is_transposed else linear.weight))
-        return out if linear.bias is None else out + linear.bias
-
-    return forward
-
-
 def _vocabulary_lookup(embedding: nn.Embedding, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """Each rank looks up the ids of its own rows, as the module does it (some scale them); the others give zero."""
     start, stop = fold.vocabulary[fold.rank]
@@ -372,11 +373,6 @@ def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: d
             gradient.copy_(part.view_as(gradient))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, a DTensor or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def declare(
     fold: TensorParallel, partition: Partition, shape: StepShape, gradient_bytes: dict[str, int], *,
     has_embedding: bool = True, has_head: bool = True,
@@ -388,9 +384,9 @@ def declare(
     """
     entries, rows = len(partition.entries), len(partition.regions)
     entered, left = entries + has_head, rows + has_embedding  # the head is entered, the embedding left
-    is_twice = shape.recompute == "full"
-    # A second forward of a block stops at the last tensor that backward needs.
-    again_entered, again_left = (entries, rows - len(partition.unfinished)) if is_twice else (0, 0)
+    forwards = shape.recompute.forwards
+    again_entered = sum(forwards(Site(entry.modules[0])) - 1 for entry in partition.entries)
+    again_left = sum(forwards(Site(region.row, region.is_last)) - 1 for region in partition.regions)
     size = shape.hidden_bytes
     if shape.sequence_parallel:
         per_pass = {"all_gather": entered + left + again_entered, "reduce_scatter": left + entered + again_left}
@@ -400,12 +396,12 @@ def declare(
         Collective("tp", kind, count * shape.micro_batches, count * shape.micro_batches * size)
         for kind, count in per_pass.items()
     ]
-    for deal in partition.across.values():
-        passes += _across(deal, fold.size, shape, forwards=2 if is_twice else 1)
+    for name, deal in partition.across.items():
+        passes += _across(deal, fold.size, shape, forwards=forwards(Site(name)))
     return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
 
 
-def _across(deal: Deal, size: int, shape: StepShape, *, forwards: int) -> list[Collective]:
+def _across(deal: FeatureGroups, size: int, shape: StepShape, *, forwards: int) -> list[Collective]:
     """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
     blocks = dealt(deal, size)
     feature = (

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
-from fivefold.layout import Layout
-from fivefold.models import surfaces
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
@@ -66,7 +66,7 @@ def check(model: Any, mesh: Mesh, device: torch.device) -> None:
 
 def _first_experts(model: Any) -> int:
     """How many layers there are up to the first with experts; 0 without."""
-    names = [name for name, module in model.named_modules() if surfaces.is_experts(module)]
+    names = [name for name, module in model.named_modules() if hf_internals.is_experts(module)]
     layers = Anatomy.of(model).layers
     return next((at for at, layer in enumerate(layers, 1) if any(is_within(name, [layer]) for name in names)), 0)
 
@@ -100,17 +100,17 @@ def _errors(model: Any, mesh: Mesh, device: torch.device) -> dict[str, float]:
         torch.arange(TOKENS_PER_RANK * mesh.layout.tp, device=device).unsqueeze(0)
         % model.config.get_text_config().vocab_size
     )
-    whole = surfaces.whole_model(model, values).to(device)
+    whole = hf_internals.reference_model(model, values).to(device)
     expected_loss = _loss(whole, ids)
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     fold = tensor.apply_tensor_parallel(
         model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
     )
-    cut = mesh.tp_rank % layout.expert_parts
     if traced.padding is not None:
         count_behind_padding(model.get_submodule(anatomy.base), traced.padding)
-    expert.apply_expert_parallel(model, traced.experts, specs, fold, group=None, cut=cut, parts=layout.expert_parts)
-    if layout.expert_parts == 1:  # as FSDP does
+    cut = mesh.tp_rank % layout.etp
+    expert.apply_expert_parallel(model, traced.experts, specs, fold, group=None, cut=cut, parts=layout.etp)
+    if layout.etp == 1:  # as FSDP does
         fold.sums |= {name: "tp" for name, spec in specs.items() if spec.over == "ep"}
     _fill(model, values, specs, parts, device)
     errors = {"the loss": float(abs(_loss(model, ids) - expected_loss) / abs(expected_loss))}

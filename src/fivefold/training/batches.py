@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from xxhash import xxh3_64_intdigest
 
+from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.errors import UserError
 from fivefold.parallel import plain
 from fivefold.parallel.spread import Spread, spread_of
 
@@ -106,7 +106,7 @@ def micro_batch(
         input_ids=np.where(is_real_BL, _wide(ids_BT, wide), 0),
         labels=targets_BL,
         position_ids=positions_BL,
-        bounds=np.append(np.flatnonzero(starts_BL), rows * wide).astype(np.int32),
+        cu_seqlens=np.append(np.flatnonzero(starts_BL), rows * wide).astype(np.int32),
         tokens=int(real_B.sum()),
         targets=int((targets_BL != IGNORE).sum()),
         row_tokens=real_B.astype(np.int64),
@@ -181,7 +181,7 @@ def _agree(spread: Spread, batch: Sequence[MicroBatch], error: UserError | None)
 
 def checksum(batch: Sequence[MicroBatch]) -> int:
     """Of all that a rank was given, 62 bits."""
-    arrays = [array for each in batch for array in (each.input_ids, each.labels, each.position_ids, each.bounds)]
+    arrays = [array for each in batch for array in (each.input_ids, each.labels, each.position_ids, each.cu_seqlens)]
     text = b"".join(np.ascontiguousarray(array).tobytes() + str(array.shape).encode() for array in arrays)
     return xxh3_64_intdigest(text) >> 2
 

@@ -18,8 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.terminal import shown
-from fivefold.units import human
+from fivefold.core.terminal import shown
+from fivefold.core.units import human
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # between two lines when nobody watches a panel

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fivefold.core.heads import head_counts
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.heads import head_counts
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 
 # Dense bf16 peak of one device in TFLOP/s, summed in fp32, by words of the name that CUDA or ROCm gives it; the first
@@ -51,7 +51,7 @@ class Costs:
         """Read off a whole model (not yet cut). The embedding lookup costs nothing; the head does, tied or not."""
         anatomy = Anatomy.of(model)
         weights = sum(p.numel() for _, p in model.named_parameters() if p.ndim == 2)
-        experts = [(name, module) for name, module in model.named_modules() if surfaces.is_experts(module)]
+        experts = [(name, module) for name, module in model.named_modules() if hf_internals.is_experts(module)]
         weights += sum(_used(name, module, model.config) for name, module in experts)
         embedding = model.get_parameter(f"{anatomy.embedding}.weight").numel()
         query, _, size = head_counts(model.config.get_text_config())
@@ -80,8 +80,8 @@ def squared_lengths(batch: Sequence[MicroBatch]) -> int:
     """Sum of squared lengths of the documents in these rows; segments without a target (padding) left out."""
     total = 0
     for part in batch:
-        lengths = np.diff(part.bounds).astype(np.int64)
-        with_target = np.add.reduceat(part.labels.reshape(-1) != IGNORE, part.bounds[:-1]) > 0
+        lengths = np.diff(part.cu_seqlens).astype(np.int64)
+        with_target = np.add.reduceat(part.labels.reshape(-1) != IGNORE, part.cu_seqlens[:-1]) > 0
         total += int((lengths[with_target] ** 2).sum())
     return total
 

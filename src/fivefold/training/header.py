@@ -5,25 +5,24 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
-from fivefold.history import History, changes
+from fivefold.core.history import History, changes
+from fivefold.core.layout import MESH_AXES
+from fivefold.core.units import human
 from fivefold.launch.world import multiplies_bf16
-from fivefold.layout import MESH_AXES
-from fivefold.parallel.schedule import SPLITTING, nothing_put_off
 from fivefold.parallel.spread import spread_of
 from fivefold.training import length
 from fivefold.training.schedule import learning_rate
-from fivefold.units import human
 
 if TYPE_CHECKING:
     from fivefold.config import RunConfig
-    from fivefold.training.keeper import Resumed
-    from fivefold.training.run import Job
+    from fivefold.training.checkpoints import Resumed
+    from fivefold.training.run import Trainer
 
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
 
 
-def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
+def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
     config, layout, world = job.config, spread_of(job.model).layout, job.world
     on = " ".join(f"{axis} {getattr(layout, axis)}" for axis in MESH_AXES if getattr(layout, axis) > 1) or "one process"
@@ -46,8 +45,6 @@ def lines(job: "Job", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, 
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    if compiled and layout.pp > 1 and layout.pp_schedule in SPLITTING:
-        rows.append(("", nothing_put_off(layout.pp_schedule)))
     alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
     too_long = length.warning(config, job.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long) if line]
@@ -77,7 +74,7 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
     return [("changed", "; ".join(found))] if found else []
 
 
-def _mfu_lines(job: "Job") -> list[tuple[str, str]]:
+def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:
     """What MFU is measured against; nothing on a CPU, which has none."""
     if job.world.device == "cpu":
         return []
@@ -87,7 +84,7 @@ def _mfu_lines(job: "Job") -> list[tuple[str, str]]:
     return [("mfu", f"of {job.peak_tflops:g} TFLOP/s; counted: {counted}")]
 
 
-def closing_lines(job: "Job", why: str | None) -> list[tuple[str, str]]:
+def closing_lines(job: "Trainer", why: str | None) -> list[tuple[str, str]]:
     """(label, text) rows of the end: results, files, and what to type next."""
     run = job.config.run_dir
     val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""

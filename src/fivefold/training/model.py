@@ -6,8 +6,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
-from fivefold.errors import UserError
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, check_lengths, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource

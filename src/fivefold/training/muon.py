@@ -4,7 +4,7 @@ The momentum of a matrix is orthogonalised as a whole by five steps of a Newton-
 https://kellerjordan.github.io/posts/muon), and scaled so that the update has the size of AdamW's (0.2 times the root of
 the longer side: "Muon is Scalable for LLM Training", arXiv:2502.16982): one learning rate and one weight decay serve
 both. The matrix is the Hugging Face parameter, whatever the layout; momentum lies as the parameter lies, and is put
-together for the iteration on one rank (`parallel/whole.py`). The formulas are those of `torch.optim.Muon`,
+together for the iteration on one rank (`parallel/full_matrix.py`). The formulas are those of `torch.optim.Muon`,
 which the tests compare with; its iteration is always in bf16, this one in the type the model computes in.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import Spread, spread_of
-from fivefold.parallel.tensor import local
-from fivefold.parallel.whole import WholeMatrices
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 EPS = 1e-7  # the smallest norm that is divided by
@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
         spread = spread_of(model)
         self._device = next(model.parameters()).device
         self._dtype = COMPUTE_DTYPES[spread.layout.precision]
-        self._whole = WholeMatrices(spread, names)
+        self._whole = FullMatrices(spread, names)
         self._shapes = {name: spread.shards[name].shape for name in names}
 
     @torch.no_grad()
@@ -96,4 +96,4 @@ def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:
 
 def declare(spread: Spread, shape: StepShape) -> list[Collective]:
     """Collectives of one step of `Muon`."""
-    return WholeMatrices(spread, matrices(spread)).declare(shape.compute_bytes)
+    return FullMatrices(spread, matrices(spread)).declare(shape.compute_bytes)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.launch.memory import GIB, Needs, room
 from fivefold.launch.world import World
-from fivefold.layout import Layout
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 
 MOMENTS = {"adamw": 2, "muon": 1}  # numbers per weight that an optimizer keeps

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig
-from fivefold.files import replace
+from fivefold.core.files import replace
 from fivefold.launch.world import cores
 from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective

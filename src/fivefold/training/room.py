@@ -7,11 +7,11 @@ from pathlib import Path
 from torch import nn
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.units import human_bytes
 from fivefold.parallel.spread import spread_of
-from fivefold.step_folders import step_folder, steps
 from fivefold.training.muon import matrices
-from fivefold.units import human_bytes
 
 
 def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:

@@ -7,11 +7,11 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,28 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from fivefold import checkpoint, history
-from fivefold.config import RunConfig, check_supported
+from fivefold import checkpoint
+from fivefold.config import RunConfig, check_supported, parse_config
+from fivefold.core import history
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.schedule import check as check_pipeline
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.errors import RunFailed, UserError
-from fivefold.files import replace
-from fivefold.generation.text import sample_text
-from fivefold.json_lines import JsonLines
-from fivefold.launch.events import Events
+from fivefold.generation.text import encode_prompt, pieces
+from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
-from fivefold.parallel.schedule import check as check_pipeline
 from fivefold.parallel.spread import spread_of
 from fivefold.training import checks, flops, header, length, record, room
-from fivefold.training.display import Display, open_display
+from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.evaluate import evaluate
 from fivefold.training.held_folder import HeldFolder
-from fivefold.training.keeper import Keeper, Resumed
 from fivefold.training.memory import PeakMemory
-from fivefold.training.metrics import Sink, open_sinks
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.needs import check_memory
 from fivefold.training.optimizer import build_optimizer
+from fivefold.training.run_log import RunLog
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
 from fivefold.training.step import StepResult, train_step
@@ -50,8 +48,13 @@ from fivefold.training.stop import Stopped, StopRequest
 from fivefold.training.watchdog import watching
 
 SAMPLE_TOKENS = 48  # length of a sample
-COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Job`, kept in its checkpoints
+COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Trainer`, kept in its checkpoints
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
+
+
+def on_worker(request: Mapping[str, Any], world: World) -> None:
+    """The body of a worker that was started for training, and of a process that something else has started as one."""
+    train(parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first))
 
 
 def train(config: RunConfig, world: World, *, events: Events | None = None) -> None:
@@ -64,14 +67,14 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
-        job = Job.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
-        job.events = events
+        job = Trainer.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
+        job.log.events = events
         with job.stop.listening():
             job.run()
 
 
 @dataclass
-class Job:
+class Trainer:
     """One training run on one rank."""
 
     config: RunConfig
@@ -79,11 +82,8 @@ class Job:
     data: PreparedData
     model: Any
     optimizer: torch.optim.Optimizer
-    keeper: Keeper
-    display: Display | None  # rank 0 only, like the sinks
-    sinks: list[Sink]
-    history: history.Log | None  # rank 0 only
-    folder: HeldFolder
+    keeper: CheckpointManager
+    log: RunLog
     memory: PeakMemory
     costs: flops.Costs
     total_steps: int
@@ -95,17 +95,15 @@ class Job:
     last_eval: float | None = None
     checked: int | None = None  # the last step of this start whose standing checks passed
     failed_save: UserError | None = None  # that the run is to stop for
-    events: Events | None = None  # of the first rank, if anybody listens
     saving: Path | None = None  # the checkpoint under way
     began: float = field(default_factory=time.monotonic)  # this start
-    took: float = 0.0  # seconds of earlier starts, up to the step that this one went on from
     stop: StopRequest = field(default_factory=StopRequest)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     # ---- before the first step --------------------------------------------------------------------------------------
 
     @classmethod
-    def build(cls, config: RunConfig, world: World, data: PreparedData, stack: ExitStack) -> "Job":
+    def build(cls, config: RunConfig, world: World, data: PreparedData, stack: ExitStack) -> "Trainer":
         """Everything that is there before the first step; `stack` closes it."""
         check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
@@ -129,8 +127,8 @@ class Job:
         folder = HeldFolder(config.run_dir)
         stack.callback(folder.release)
         checkpoint.on_first_rank(folder.take)
-        keeper = Keeper(config, model, optimizer, data)
-        job = cls(config, world, data, model, optimizer, keeper, None, [], None, folder, memory, costs, total_steps)
+        keeper = CheckpointManager(config, model, optimizer, data)
+        job = cls(config, world, data, model, optimizer, keeper, RunLog(folder), memory, costs, total_steps)
         stack.callback(keeper.close)
         resumed = keeper.resume()
         job.step = job.start = resumed.step
@@ -140,32 +138,19 @@ class Job:
             setattr(job, name, resumed.state[name])
         tight = checkpoint.on_first_rank(lambda: room.check(model, config, step=job.step, total_steps=total_steps))
         record.write(model, config, device=world.device, parameters=costs.parameters)
-        checkpoint.on_first_rank(lambda: job._open_screen(stack, compiled=compiled, resumed=resumed, tight=tight))
+        checkpoint.on_first_rank(lambda: job._open_log(stack, compiled=compiled, resumed=resumed, tight=tight))
+        stack.push(lambda _, error, __: job.log.close(job.step, error))
         stack.callback(job.prefetch.shutdown, wait=True)
         return job
 
-    def _open_screen(self, stack: ExitStack, *, compiled: bool, resumed: Resumed, tight: str) -> None:
-        """On rank 0: what is seen of the run, on the screen, in the places of `log.to`, and in its history."""
-        run_dir = self.config.run_dir
-        replace(run_dir / "run.yaml", self.config.to_yaml().encode())
-        self.display = stack.enter_context(open_display(total_steps=self.total_steps, start=self.step))
+    def _open_log(self, stack: ExitStack, *, compiled: bool, resumed: Resumed, tight: str) -> None:
+        """On rank 0: begin to show and to write."""
         about = self._about_this_start(resumed)
         lines = header.lines(self, compiled=compiled, resumed=resumed)
         if resumed.where:
-            lines += header.changed(history.load(run_dir), about, step=self.step)
+            lines += header.changed(history.load(self.config.run_dir), about, step=self.step)
         lines += [("DISK", tight)] if tight else []
-        self.display.header(lines)
-        self.sinks = open_sinks(self.config, last_step=self.step, say=self.display.note)
-        for sink in self.sinks:
-            stack.push(partial(_close_sink, sink))
-            if isinstance(sink, JsonLines):
-                self.took = sink.last.get("perf/elapsed_seconds", 0.0)
-        stack.callback(self._close_samples)
-        if self.step < self.total_steps:
-            self.history = history.Log(run_dir, self.display.note)
-            self.history.write("start", self.step, **about, header=lines)
-            stack.push(self._record_end)
-        self.folder.remember("run.yaml", record.NAME)
+        self.log.open(stack, self.config, lines, about, step=self.step, total_steps=self.total_steps)
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
         """What the history keeps of a start: where, with what and over what it trains."""
@@ -179,16 +164,6 @@ class Job:
             "schedule": self.schedule,
             "data": asdict(self.data.counts) | {"vocabulary": self.data.vocab_size},
         }
-
-    def _record_end(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """On rank 0, as this start ends, in whatever way a process can tell of."""
-        if self.history:
-            self.history.write("end", self.step, what="finished" if kind is None else _how(error))
-            self.history.close()
-
-    def _close_samples(self) -> None:
-        if "_samples" in vars(self):
-            self._samples.close()
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -219,12 +194,11 @@ class Job:
             if self._due(self.config.eval.every) and self.data.validation:
                 self.last_eval = evaluate(self.model, self.data.validation, self.config)
                 row["eval/loss"] = _finite(self.last_eval)
-                if self.display:
-                    self.display.evaluated(self.step, self.last_eval)
-            self._log(row)
-            self._tell_events("step", row)
+                self.log.evaluated(self.step, self.last_eval)
+            self._write(row)
+            self.log.tell("step", row)
             if "eval/loss" in row:
-                self._tell_events("eval", {"step": self.step, "eval/loss": row["eval/loss"]})
+                self.log.tell("eval", {"step": self.step, "eval/loss": row["eval/loss"]})
             self._stop_if_diverged()
             if update:
                 self._check(update, batch, result)
@@ -241,17 +215,12 @@ class Job:
     @property
     def _is_to_stop(self) -> bool:
         """Whether this rank asks all to stop after the step."""
-        is_asked = self.events is not None and self.events.stop_asked
-        return self.stop.by is not None or self.failed_save is not None or is_asked
-
-    def _tell_events(self, kind: str, value: Any) -> None:
-        if self.events:
-            self.events.tell(kind, value)
+        return self.stop.by is not None or self.failed_save is not None or self.log.stop_asked
 
     def _tell_saved(self) -> None:
         """Tell of a checkpoint once it is published."""
         if self.saving and not self.keeper.is_saving:
-            self._tell_events("save", self.saving)
+            self.log.tell("save", self.saving)
             self.saving = None
 
     def _stop_early(self) -> None:
@@ -314,21 +283,14 @@ class Job:
             return
         self.skipped += 1
         what = "loss" if not math.isfinite(result.loss) else "gradient"
-        if self.display:
-            self.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
-        self._remember("skipped", f"the {what} was not finite; the update was skipped")
-
-    def _remember(self, event: str, what: str) -> None:
-        """On rank 0: keep an event of this step in the history."""
-        if self.history:
-            self.history.write(event, self.step, what=what)
+        self.log.note(f"step {self.step}: the {what} is not finite; the update was skipped")
+        self.log.happened("skipped", self.step, f"the {what} was not finite; the update was skipped")
 
     def _report_uncompiled(self) -> None:
         """Say it, once, when Dynamo has given up a block of this rank."""
         compiled = spread_of(self.model).compiled
-        if compiled and self.display:
-            for line in compiled.news():
-                self.display.note(f"step {self.step}: {line}")
+        for line in compiled.news() if compiled else ():
+            self.log.note(f"step {self.step}: {line}")
 
     def _stop_if_diverged(self) -> None:
         """Raise `RunFailed` when as many steps as that were skipped in a row."""
@@ -380,7 +342,7 @@ class Job:
             "perf/mfu_pct": 100 * tflops / peak if peak else None,
             "perf/step_seconds": seconds,
             "perf/data_wait_pct": 100 * waited / seconds,
-            "perf/elapsed_seconds": self.took + time.monotonic() - self.began,
+            "perf/elapsed_seconds": self.log.seconds_before + time.monotonic() - self.began,
             **({} if result.balance is None else result.balance.metrics()),
         }
 
@@ -388,20 +350,11 @@ class Job:
     def peak_tflops(self) -> float | None:
         return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
 
-    def _log(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any]) -> None:
         if not self._due(self.config.log.every) and "eval/loss" not in row:
             return
         row |= self._peak_memory()
-        self._look_at_folder()
-        for sink in self.sinks:
-            sink.write(row)
-        if self.display:
-            self.display.step(row)
-
-    def _look_at_folder(self) -> None:
-        """On rank 0: make the run folder again where someone removed it."""
-        if self.display:
-            self.folder.look(self.display.note)
+        self.log.row(row)
 
     def _peak_memory(self) -> dict[str, float | None]:
         """The largest peaks over ranks, GiB."""
@@ -414,20 +367,11 @@ class Job:
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
-            text = sample_text(
-                self.model,
-                self._tokenizer,
-                prompt,
-                max_new_tokens=SAMPLE_TOKENS,
-                eos_token_ids=(self.data.eos_token_id,),
-                temperature=0.7,
-                top_k=40,
-                seed=self.config.train.seed,
-                bos_token_ids=self.data.bos_token_ids,
-            )
-            if self.display:
-                self._samples.write({"step": self.step, "prompt": prompt, "text": text})
-                self.display.sampled(self.step, prompt, text)
+            ends = (self.data.eos_token_id,)
+            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.bos_token_ids)
+            options = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
+            text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
+            self.log.sampled(self.step, prompt, text)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -436,16 +380,10 @@ class Job:
         tokenizer.no_padding()
         return tokenizer
 
-    @cached_property
-    def _samples(self) -> JsonLines:
-        """Rank 0's `samples.jsonl`, cut back to the steps before this one."""
-        say = self.display.note if self.display else print
-        return JsonLines(self.config.run_dir / "samples.jsonl", last_step=self.step - 1, say=say)
-
     def _save(self) -> None:
         """Begin to save what `COUNTED` names, with the model; the last save of a run is waited for."""
         self._report_save(wait=True)
-        self._look_at_folder()
+        self.log.look_at_folder()
         self.keeper.save(self.step, {name: getattr(self, name) for name in COUNTED})
         self.saving = self.keeper.directory / checkpoint.step_folder(self.step)
 
@@ -458,10 +396,9 @@ class Job:
         self.saving = None
         if self.config.checkpoint.on_failure == "stop":
             self.failed_save = failure
-        if self.display:
-            goes_on = "stops" if self.failed_save else "goes on"
-            self.display.note(f"step {self.step}: {failure.what}; training {goes_on}")
-        self._remember("save failed", failure.what)
+        goes_on = "stops" if self.failed_save else "goes on"
+        self.log.note(f"step {self.step}: {failure.what}; training {goes_on}")
+        self.log.happened("save failed", self.step, failure.what)
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
@@ -471,22 +408,7 @@ class Job:
 
     def _tell(self, why: str | None) -> None:
         """Where everything is, and what to type next."""
-        if self.display:
-            self.display.closing(header.closing_lines(self, why))
-
-
-def _close_sink(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
-    """As the run ends. One that was asked to stop has not failed."""
-    sink.close(failed=kind is not None and not issubclass(kind, Stopped))
-
-
-def _how(error: BaseException | None) -> str:
-    """The end of a start, in a line."""
-    if isinstance(error, Stopped):
-        return f"stopped by {signal.Signals(int(error.code or 0) - 128).name}"
-    if isinstance(error, UserError):
-        return error.what
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+        self.log.closing(header.closing_lines(self, why))
 
 
 def _finite(number: float) -> float | None:

@@ -7,8 +7,8 @@ from importlib.metadata import version
 from typing import Any
 
 from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
-from fivefold.errors import UserError
 from fivefold.parallel import plain
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.core.recompute import Recompute
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import data, passes, tensor
 from fivefold.parallel.balance import BalanceResult
@@ -120,15 +121,16 @@ def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
 
 
 def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = None) -> LossInputs:
-    """A micro batch of numpy arrays as tensors; `bounds` stays on the CPU, and is left out when rows are documents."""
+    """A micro batch of numpy arrays as tensors; `cu_seqlens` stays on the CPU, and is left out when rows are
+    documents."""
     ids, labels, positions = (
         torch.from_numpy(array).to(device, non_blocking=True)
         for array in (batch.input_ids, batch.labels, batch.position_ids)
     )
     rows = batch.input_ids.shape[0]
-    bounds = None if len(batch.bounds) == rows + 1 else torch.from_numpy(batch.bounds)
+    cu_seqlens = None if len(batch.cu_seqlens) == rows + 1 else torch.from_numpy(batch.cu_seqlens)
     row_tokens = None if batch.row_tokens is None else torch.from_numpy(batch.row_tokens)
-    return LossInputs(ids, labels, positions, bounds=bounds, scale=scale, row_tokens=row_tokens)
+    return LossInputs(ids, labels, positions, cu_seqlens=cu_seqlens, scale=scale, row_tokens=row_tokens)
 
 
 def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device, stop: bool) -> Tensor:
@@ -166,7 +168,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
         reduce_bytes=spread.reduce_dtype.itemsize,
         zero=layout.zero,
         sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
+        recompute=Recompute(layout.recompute),
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.config import RunConfig
-from fivefold.errors import RunFailed
-from fivefold.layout import Layout
+from fivefold.core.errors import RunFailed
+from fivefold.core.layout import Layout
 
 if TYPE_CHECKING:
     from fivefold.verification.report import VerifyReport
@@ -41,7 +41,7 @@ def main(
     only, before any rank goes on. Raises `UserError` for a request that cannot be met.
     """
     from fivefold.config import load_config
-    from fivefold.launch.voice import one_voice
+    from fivefold.launch.report_once import one_voice
     from fivefold.launch.world import find_world
     from fivefold.verification.request import Options, resolve
 

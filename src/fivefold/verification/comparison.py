@@ -6,18 +6,18 @@ from dataclasses import asdict
 
 from torch import Tensor
 
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.spread import Spread
-from fivefold.parallel.tensor import local
-from fivefold.verification.evidence import Distance, Evidence
 from fivefold.verification.observer import Distances
-from fivefold.verification.rows import SMALL, Found, Row, Tolerances, judge, kind_of
+from fivefold.verification.reference_tensors import Distance, ReferenceTensors
+from fivefold.verification.results import SMALL, LayoutResult, Row, Tolerances, judge, kind_of
 
 
 class Comparison:
     """Adds to `found`, on every rank alike, what this layout computes against `evidence`."""
 
-    def __init__(self, found: Found, evidence: Evidence, spread: Spread) -> None:
+    def __init__(self, found: LayoutResult, evidence: ReferenceTensors, spread: Spread) -> None:
         self.found, self._evidence, self._spread = found, evidence, spread
         self._tolerances = Tolerances(spread.layout.precision, evidence.about["floors"])
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 
 
 def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
     """What stands beside a module of experts and has a row of weights for each of them; and how many there are."""
     found = []
     for name, module in model.named_modules():
-        if surfaces.is_experts(module):
+        if hf_internals.is_experts(module):
             experts = len(next(module.parameters()))
             beside = [each for each in model.get_submodule(name.rpartition(".")[0]).children() if each is not module]
             found += [(each, experts) for each in beside if _has_row_for_each(each, experts)]

@@ -8,19 +8,19 @@ from itertools import compress
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.errors import UserError
-from fivefold.launch.local import gpus, start_workers
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.launch.processes import is_scratch, keep, scratch_folder
+from fivefold.launch.report_once import said_once
 from fivefold.launch.restart import WorkerDied
-from fivefold.launch.voice import said_once
+from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import World, device_kind, find_world, join
-from fivefold.layout import Layout
-from fivefold.verification.evidence import Evidence
+from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.ranks import SUBJECT, evidence_file, in_world, read_found
+from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.request import MORE, Options, VerifyRequest
-from fivefold.verification.rows import Found
-from fivefold.verification.subject import Subject
+from fivefold.verification.results import LayoutResult
 
 
 def start(
@@ -96,7 +96,7 @@ def _inside(
         in_world(mine, world)
     dist.barrier()
     others = [
-        Found(name, refused=f"it is for {layout.world} ranks, and this world has {world.size}")
+        LayoutResult(name, refused=f"it is for {layout.world} ranks, and this world has {world.size}")
         for name, layout in layouts.items()
         if layout.world != world.size
     ]
@@ -114,14 +114,14 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _report(request: VerifyRequest, not_run: Sequence[Found] = (), order: Sequence[str] = ()) -> VerifyReport:
+def _report(request: VerifyRequest, not_run: Sequence[LayoutResult] = (), order: Sequence[str] = ()) -> VerifyReport:
     """What was found of the layouts of `request`, and of those that did not run, in the order of their names."""
     found = [*(read_found(request, number) for number in range(len(request.layouts))), *not_run]
     found.sort(key=lambda each: (order or request.names).index(each.layout))
     file = request.folder / SUBJECT
     losses = {
-        precision: Evidence(evidence_file(request, precision)).whole("losses").tolist()
+        precision: ReferenceTensors(evidence_file(request, precision)).whole("losses").tolist()
         for precision in dict.fromkeys(Layout.parse(text).precision for text in request.layouts)
         if file.exists()
     }
-    return report_of(found, Subject.load(file).describe() if file.exists() else "", losses)
+    return report_of(found, ProofCase.load(file).describe() if file.exists() else "", losses)

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.parallel.context import row_blocks
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.stages import StandIn
-from fivefold.parallel.tensor import local
-from fivefold.verification.evidence import Distance, Evidence
-from fivefold.verification.subject import Documents, row_numbers, tokens_of
+from fivefold.parallel.stages import StageStub
+from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
+from fivefold.verification.reference_tensors import Distance, ReferenceTensors
 
 Distances = dict[str, Distance]
 
@@ -44,7 +44,7 @@ class Observer:
     batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type, and
     `unseen` those whose output could not be placed."""
 
-    def __init__(self, model: Any, evidence: Evidence, documents: Documents) -> None:
+    def __init__(self, model: Any, evidence: ReferenceTensors, documents: Documents) -> None:
         self._model, self._evidence, self._documents = model, evidence, documents
         self._spread = spread_of(model)
         layout = self._spread.layout
@@ -71,7 +71,7 @@ class Observer:
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
         for name, module in self._model.named_modules():
-            if isinstance(module, StandIn):
+            if isinstance(module, StageStub):
                 continue  # another stage's module is compared where it is
             own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
             if own:
@@ -257,7 +257,7 @@ class Observer:
 
     def _own_split(self, name: str, end: int) -> ShardSpec | None:
         """The shard of a linear's weight, if its outputs (`end` 0) or inputs (1) are what is split."""
-        dims = surfaces.linear_dims(self._model.get_submodule(name))
+        dims = hf_internals.linear_dims(self._model.get_submodule(name))
         spec = self._spread.shards.get(f"{name}.weight")
         return spec if dims and spec and [each.dim for each in spec.splits] == [dims[end]] else None
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fivefold.pages.render import render, write
+from fivefold.report.render import render, write
 from fivefold.verification import plots
 from fivefold.verification.plots import Point
 from fivefold.verification.report import VerifyReport, number
-from fivefold.verification.rows import WORDS, Found
+from fivefold.verification.results import WORDS, LayoutResult
 from fivefold.verification.sections import MODULES, in_model_order, name_of, section, verdict
 
 GRADIENTS = (WORDS["raw"], WORDS["gradient"], WORDS["clipped"])
@@ -34,7 +34,7 @@ def page(report: VerifyReport) -> str:
 
 
 def scope(subject: str) -> str:
-    """Of which model a proof speaks, by `Subject.describe`: `on a stand-in with layers 2 of 32`; "" of the whole."""
+    """Of which model a proof speaks, by `ProofCase.describe`: `on a stand-in with layers 2 of 32`; "" of the whole."""
     _, _, what = subject.partition(";")[0].partition(" ")
     return "" if what in ("", "whole", "nothing") else f", on a stand-in with {what}"
 
@@ -61,7 +61,7 @@ def not_covered(report: VerifyReport) -> list[str]:
     ]
 
 
-def headline(found: Sequence[Found], scope: str = "") -> str:
+def headline(found: Sequence[LayoutResult], scope: str = "") -> str:
     """The verdict over all layouts. `scope`: on what, unless it is the whole model."""
     proved, wrong = sum(each.ok for each in found), sum(verdict(each) == "WRONG" for each in found)
     if not found:
@@ -93,8 +93,8 @@ def _plots(report: VerifyReport) -> dict[str, Markup]:
     references = {each.layout: report.losses.get(each.precision, []) for each in report.found}
     drawn = {
         "accuracy": any(errors.values()) and plots.accuracy(errors, matches),
-        "gradients": _some(gradients) and plots.by_name(_some(gradients), "gradients"),
-        "modules": _some(modules) and plots.by_name(_some(modules), "modules"),
+        "gradients": _some(gradients) and plots.by_name(_some(gradients)),
+        "modules": _some(modules) and plots.by_name(_some(modules)),
         "losses": any(curves.values()) and plots.losses(curves, references),
     }
     return {name: Markup(svg) for name, svg in drawn.items() if isinstance(svg, str)}
@@ -104,7 +104,7 @@ def _some(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value}
 
 
-def _by_k(found: Found, prefix: str) -> dict[str, Point]:
+def _by_k(found: LayoutResult, prefix: str) -> dict[str, Point]:
     return {
         row.what.removeprefix(prefix): Point(row.error, row.tolerance, row.ok)
         for row in found.rows
@@ -112,7 +112,7 @@ def _by_k(found: Found, prefix: str) -> dict[str, Point]:
     }
 
 
-def _series(found: Found, kinds: Iterable[str]) -> dict[str, dict[str, Point]]:
+def _series(found: LayoutResult, kinds: Iterable[str]) -> dict[str, dict[str, Point]]:
     """kind -> name -> its point, without kinds that were not compared."""
     series = {}
     for kind in kinds:

@@ -7,18 +7,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.partition import derive
 from fivefold.models.trace import Untraceable, trace
-from fivefold.verification.evidence import Distance, logit_distances, save_evidence
+from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
-from fivefold.verification.rows import FACTOR, SMALL, kind_of, relative
-from fivefold.verification.subject import Subject, tokens_of
+from fivefold.verification.reference_tensors import Distance, logit_distances, save_reference_tensors
+from fivefold.verification.results import FACTOR, SMALL, kind_of, relative
 
 
-def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
+def prepare(subject: ProofCase, precision: str, path: Path, device: str) -> None:
     """Write the evidence of `subject` in `precision` to `path`: the reference, and the floors of its tolerances."""
     inputs = row_linears(subject)
     reference = _run(subject, precision, device, inputs)
@@ -36,13 +36,13 @@ def prepare(subject: Subject, precision: str, path: Path, device: str) -> None:
     features = {
         key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
     }
-    save_evidence(
+    save_reference_tensors(
         reference.tensors, path, floors=floors, clip=reference.clip, token_dims=reference.token_dims,
         dtypes=reference.dtypes, features=features, row_length=subject.row_length,
     )  # fmt: skip
 
 
-def _run(subject: Subject, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
+def _run(subject: ProofCase, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
     return Reference(subject, precision, device, noise=noise).before().run(inputs)
 
 
@@ -80,7 +80,7 @@ def left_to_chance(margins: Tensor, error: float) -> float:
     return float(uncertain.double().mean()) / FACTOR
 
 
-def row_linears(subject: Subject) -> list[str]:
+def row_linears(subject: ProofCase) -> list[str]:
     """The linears that give back to the residual stream: what they are given is what attention and the MLP made."""
     model = build_meta(load_model_config(subject.folder))
     anatomy = Anatomy.of(model)
@@ -90,7 +90,7 @@ def row_linears(subject: Subject) -> list[str]:
         return []
 
 
-def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: Subject) -> dict[str, float]:
+def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: ProofCase) -> dict[str, float]:
     """How far one run of the reference is from another, by key, as the rows of a proof measure it."""
     totals: dict[str, float] = {}
     for key, tensor in expected.items():

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
-from fivefold.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import passes
@@ -23,18 +23,18 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.collectives import Collective, by_group, differing, record, total
 from fivefold.parallel.data import master_dtype
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizer import build_optimizer, local_gradients
 from fivefold.verification.comparison import Comparison, relative_number
-from fivefold.verification.evidence import Evidence, logit_distances
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
-from fivefold.verification.rows import Found, Row
-from fivefold.verification.subject import Subject, micro_batches, row_numbers, tokens_of
+from fivefold.verification.proof_case import ProofCase, micro_batches, row_numbers, tokens_of
+from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
+from fivefold.verification.results import LayoutResult, Row
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
@@ -43,7 +43,7 @@ PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the
 class Proof:
     """A layout under proof on this rank. Every rank makes one and calls the same methods; rank 0 has the rows."""
 
-    def __init__(self, subject: Subject, layout: Layout, evidence: Evidence, device: str) -> None:
+    def __init__(self, subject: ProofCase, layout: Layout, evidence: ReferenceTensors, device: str) -> None:
         """Spread the model of `subject`. Raises `UserError` where it cannot be spread so."""
         self.subject, self.evidence = subject, evidence
         self.layout = layout.resolve(dist.get_world_size())
@@ -56,7 +56,7 @@ class Proof:
         options = BalanceOptions(capacity_factor=subject.capacity_factor)
         configure(self.model, self.spread.balance, options, self.spread.buffers)
         self.optimizer = build_optimizer(self.model, subject.optimizer)
-        self.found = Found(str(layout), precision=layout.precision)
+        self.found = LayoutResult(str(layout), precision=layout.precision)
         self.compare = Comparison(self.found, evidence, self.spread)
 
     @property
@@ -67,7 +67,7 @@ class Proof:
             self.first_step, self.trajectory, self.replicas,
         )  # fmt: skip
 
-    def run(self) -> Found:
+    def run(self) -> LayoutResult:
         """Compare everything."""
         for stage in self.stages:
             stage()
@@ -127,7 +127,7 @@ class Proof:
             inputs = training.to_device(batch, self._device)
             with exactly(layout.precision), torch.no_grad():
                 logits = passes.logits(
-                    self.model, inputs.input_ids, inputs.position_ids, bounds=inputs.bounds, use_cache=False
+                    self.model, inputs.input_ids, inputs.position_ids, cu_seqlens=inputs.cu_seqlens, use_cache=False
                 )
             for b, row in enumerate(numbers):
                 stop = tokens_of(documents[row])

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 
 from fivefold.config import parse_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import layers_for
+from fivefold.core.terminal import say
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
-from fivefold.layout import Layout
-from fivefold.models import surfaces
-from fivefold.parallel.schedule import layers_for
-from fivefold.terminal import say
-from fivefold.verification.evidence import Evidence
+from fivefold.models import hf_internals
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
+from fivefold.verification.proof_case import ROW, WEIGHT_DECAY, ProofCase, rows_for
+from fivefold.verification.reduced_model import make_folder
+from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.request import VerifyRequest
-from fivefold.verification.rows import Found
-from fivefold.verification.subject import ROW, WEIGHT_DECAY, Subject, rows_for
-from fivefold.verification.thin import make_folder
+from fivefold.verification.results import LayoutResult
 
 SUBJECT = "subject.json"
 POLL_SECONDS = 0.05
@@ -73,7 +73,7 @@ def prove(asked: VerifyRequest, world: World, open_world: Opener, *, failures: F
 
     `failures`: the context in which each layout runs, which may keep its errors to itself.
     """
-    surfaces.no_progress_bars()
+    hf_internals.no_progress_bars()
     layouts = [Layout.parse(text) for text in asked.layouts]
     say: Callable[[str], None] = print_line if world.is_first and not asked.quiet else lambda text: None
     if world.is_first:
@@ -110,7 +110,7 @@ def print_line(text: str) -> None:
     say(fill(text, width=columns, subsequent_indent=" " * _INDENT, break_long_words=False))
 
 
-def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
+def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     """What is proved; its model is in a folder. Raises `UserError`."""
     config = parse_config(asked.config)
     most = max(layout.tp for layout in layouts)
@@ -120,7 +120,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> Subject:
     )  # fmt: skip
     options, chunks = config.optimizer.model_dump(exclude_none=True), config.memory.loss_chunks
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
-    return Subject(
+    return ProofCase(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
         rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
@@ -163,13 +163,13 @@ def _wait_for(path: Path) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _prove_one(asked: VerifyRequest, layout: Layout, world: World, folder: Path) -> Found:
+def _prove_one(asked: VerifyRequest, layout: Layout, world: World, folder: Path) -> LayoutResult:
     """Prove a layout, and save it for the others to load."""
     started = time.perf_counter()
     try:
         proof = _open(asked, layout, world)
     except UserError as error:  # on every rank
-        return Found(str(layout), refused=error.what)
+        return LayoutResult(str(layout), refused=error.what)
     found = proof.run()
     proof.save(folder)
     found.seconds = time.perf_counter() - started
@@ -189,19 +189,19 @@ def _load_all(asked: VerifyRequest, layout: Layout, number: int, saved: Mapping[
 
 
 def _open(asked: VerifyRequest, layout: Layout, world: World) -> Proof:
-    subject = Subject.load(asked.folder / SUBJECT)
-    return Proof(subject, layout, Evidence(evidence_file(asked, layout.precision)), world.device)
+    subject = ProofCase.load(asked.folder / SUBJECT)
+    return Proof(subject, layout, ReferenceTensors(evidence_file(asked, layout.precision)), world.device)
 
 
-def _write(asked: VerifyRequest, number: int, found: Found, world: World) -> None:
+def _write(asked: VerifyRequest, number: int, found: LayoutResult, world: World) -> None:
     if world.is_first:
         (asked.folder / f"found-{number}.json").write_text(json.dumps(found.to_json()))
 
 
-def read_found(asked: VerifyRequest, number: int) -> Found:
+def read_found(asked: VerifyRequest, number: int) -> LayoutResult:
     """What was found of the layout of this number."""
     file = asked.folder / f"found-{number}.json"
-    found = Found.of(json.loads(file.read_text())) if file.exists() else Found(asked.names[number])
+    found = LayoutResult.of(json.loads(file.read_text())) if file.exists() else LayoutResult(asked.names[number])
     broken = sorted(asked.folder.glob(f"broken-{number}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     if broken:
         found.refused = broken[0].read_text()
@@ -218,6 +218,6 @@ def _noted(asked: VerifyRequest, number: int, world: World) -> Iterator[None]:
         (asked.folder / f"broken-{number}-{world.rank}.txt").write_text(text)
 
 
-def _line(found: Found) -> str:
+def _line(found: LayoutResult) -> str:
     verdict = "proved" if found.ok else "not run" if found.refused else "WRONG"
     return f"  {found.layout:<12} {verdict:<8} {found.seconds:.1f} s"

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.config import OptimizerSection
-from fivefold.models import surfaces
+from fivefold.models import hf_internals
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.verification.drops import Drops, routers
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import first_tensor
-from fivefold.verification.subject import Documents, Subject, tokens_of
+from fivefold.verification.proof_case import Documents, ProofCase, tokens_of
 
 _IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
 CLIP = 0.5  # of the first step's gradient norm: clipping bites
@@ -30,15 +30,15 @@ CLIP = 0.5  # of the first step's gradient norm: clipping bites
 class Reference:
     """The model of a subject in one process, and everything that it computes."""
 
-    def __init__(self, subject: Subject, precision: str, device: str, *, noise: bool = False) -> None:
+    def __init__(self, subject: ProofCase, precision: str, device: str, *, noise: bool = False) -> None:
         """`noise`: the embedding is off by one unit in the last place of `precision`."""
         self.subject, self.precision, self.device = subject, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
-        self.master = surfaces.load_unmodified(subject.folder, torch.float32).to(device, master_dtype(precision))
+        self.master = hf_internals.load_unmodified(subject.folder, torch.float32).to(device, master_dtype(precision))
         self.master.config.use_cache = False
         self.model = self.master
         if precision == "bf16":
-            self.model = surfaces.load_unmodified(subject.folder, torch.bfloat16).to(device)
+            self.model = hf_internals.load_unmodified(subject.folder, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
         factor = subject.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
@@ -185,7 +185,7 @@ def torch_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """torch's own: AdamW without decay of vectors, or Muon for the matrices of the blocks and AdamW for the rest."""
     parameters: Mapping[str, Tensor] = dict(model.named_parameters())
-    experts = tuple(f"{name}." for name, module in model.named_modules() if surfaces.is_experts(module))
+    experts = tuple(f"{name}." for name, module in model.named_modules() if hf_internals.is_experts(module))
     dims = {name: p.ndim - name.startswith(experts) for name, p in parameters.items()}  # of one expert
     in_blocks = [p for n, p in parameters.items() if p.ndim == dims[n] == 2 and _IN_BLOCK.search(n)]
     own = {id(p) for p in in_blocks} if options.name == "muon" else set()

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fivefold.report import Report
-from fivefold.terminal import shown
-from fivefold.verification.rows import Found, Row, worst
+from fivefold.core.terminal import shown
+from fivefold.report.table import Report
+from fivefold.verification.results import LayoutResult, Row, worst
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ class LayoutRow(Row):
 class VerifyReport(Report[LayoutRow]):
     """`.rows` of all layouts one after the other; `.found` layout by layout."""
 
-    found: tuple[Found, ...] = ()
+    found: tuple[LayoutResult, ...] = ()
     subject: str = ""
     losses: Mapping[str, list[float]] = field(default_factory=dict)  # precision -> the reference's, step by step
 
@@ -58,7 +58,7 @@ class VerifyReport(Report[LayoutRow]):
         console.print(shown(self.closing), highlight=False, markup=False)
 
 
-def report_of(found: Sequence[Found], subject: str, losses: Mapping[str, list[float]]) -> VerifyReport:
+def report_of(found: Sequence[LayoutResult], subject: str, losses: Mapping[str, list[float]]) -> VerifyReport:
     """The report of what was found."""
     rows = tuple(LayoutRow(**asdict(row), layout=each.layout) for each in found for row in each.rows)
     ok = bool(found) and all(each.ok for each in found)
@@ -91,12 +91,12 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     return [Group(what, len(own), sum(not row.ok for row in own), worst(own)) for what, own in by_kind.items()]
 
 
-def first_wrong(found: Found) -> Row | None:
+def first_wrong(found: LayoutResult) -> Row | None:
     """The first comparison that fails, in the order in which a step computes."""
     return next((row for row in found.rows if not row.ok), None)
 
 
-def _show(found: Found, console: "Console") -> None:
+def _show(found: LayoutResult, console: "Console") -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -125,7 +125,7 @@ def _show(found: Found, console: "Console") -> None:
         console.print(Text(f"  too coarse to tell: {', '.join(found.not_told)}", style="dim"))
 
 
-def _closing(found: Sequence[Found]) -> str:
+def _closing(found: Sequence[LayoutResult]) -> str:
     wrong = [each for each in found if not each.ok]
     if not wrong:
         names = ", ".join(each.layout for each in found)
@@ -136,7 +136,7 @@ def _closing(found: Sequence[Found]) -> str:
     return "".join(lines)
 
 
-def first_sentence(found: Found) -> str:
+def first_sentence(found: LayoutResult) -> str:
     """Why a layout is not proved, for people."""
     row = first_wrong(found)
     if row is None or found.refused:

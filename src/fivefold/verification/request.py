@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.config import check_supported, load_config
-from fivefold.errors import UserError
+from fivefold.core.errors import UserError
+from fivefold.core.layout import COMPUTE, Layout
 from fivefold.launch.model import check_model
-from fivefold.layout import COMPUTE, Layout
 
 MORE = "docs/verify.md"
 

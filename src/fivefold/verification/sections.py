@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fivefold.pages.slices import SliceMap, places, slice_map
+from fivefold.report.slices import SliceMap, places, slice_map
 from fivefold.verification.report import Group, first_wrong, groups, number, sentence
-from fivefold.verification.rows import WORDS, Found, Row
+from fivefold.verification.results import WORDS, LayoutResult, Row
 
 MODULES = (WORDS["output"], WORDS["backward"])
 PARAMETERS = tuple(word for word in WORDS.values() if word not in MODULES)
@@ -26,7 +26,7 @@ class Section:
     """What the page says of one layout."""
 
     id: str
-    found: Found
+    found: LayoutResult
     verdict: str
     says: str
     groups: Sequence[Group] = ()
@@ -46,7 +46,7 @@ class Section:
         return bool(self.found.rows)
 
 
-def section(found: Found, index: int) -> Section:
+def section(found: LayoutResult, index: int) -> Section:
     named = [row for row in found.rows if row.what in WORDS.values()]
     matrices = {
         "Parameters": _matrix(found, [row for row in named if row.what in PARAMETERS]),
@@ -61,7 +61,7 @@ def section(found: Found, index: int) -> Section:
     )  # fmt: skip
 
 
-def _says(found: Found) -> str:
+def _says(found: LayoutResult) -> str:
     """The sentence beside a verdict."""
     row = first_wrong(found)
     if found.refused or not found.rows:
@@ -77,7 +77,7 @@ def _says(found: Found) -> str:
     return f"closest to its limit: {nearest.what}{of}, {number(nearest.error)} of {number(nearest.tolerance)} allowed"
 
 
-def _matrix(found: Found, rows: Iterable[Row]) -> Matrix:
+def _matrix(found: LayoutResult, rows: Iterable[Row]) -> Matrix:
     listed = list(rows)
     kinds = tuple(word for word in WORDS.values() if any(row.what == word for row in listed))
     cells = {(name_of(row), row.what): row for row in listed}
@@ -91,7 +91,7 @@ def name_of(row: Row) -> str:
     return row.where.partition(" (")[0].partition(": ")[0]
 
 
-def in_model_order(names: Iterable[str], found: Found) -> list[str]:
+def in_model_order(names: Iterable[str], found: LayoutResult) -> list[str]:
     """Parameters in the model's order; what is not known there as it comes."""
     order = {name: place for place, name in enumerate(found.holds)}
     if not order:
@@ -104,7 +104,7 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} … {high}"
 
 
-def verdict(found: Found) -> str:
+def verdict(found: LayoutResult) -> str:
     """PROVED, WRONG or NOT RUN."""
     if found.refused or not found.rows:
         return "NOT RUN"

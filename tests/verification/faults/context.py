@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE
-from fivefold.models import rectangles
-from fivefold.parallel import context, exchange
-from fivefold.parallel.context import ContextParallel, Job, row_blocks
-from fivefold.parallel.exchange import Ring
+from fivefold.models import offdiagonal
+from fivefold.parallel import context, kv_exchange
+from fivefold.parallel.context import ContextParallel, CPAttentionArgs, row_blocks
+from fivefold.parallel.kv_exchange import Ring
 from fivefold.parallel.spread import spread_of
 from fivefold.training import step
 from tests.verification.faults.fault import Model, fault
@@ -146,18 +146,20 @@ def partial_results_without_rescale() -> Any:
         out[part.rows, part.queries] = (out[part.rows, part.queries] + plain) / 2
         lse[part.rows, part.queries] = torch.logaddexp(before, more_lse.transpose(1, 2))
 
-    return patch.object(rectangles, "merge", merge)
+    return patch.object(offdiagonal, "merge", merge)
 
 
-def _sees(**changes: Callable[[Job], Any]) -> Any:
+def _sees(**changes: Callable[[CPAttentionArgs], Any]) -> Any:
     """What queries see of other blocks is told from other documents or another window."""
 
-    def seen(job: Job, keys: Any) -> Any:
+    def seen(job: CPAttentionArgs, keys: Any) -> Any:
         given = {name: change(job) for name, change in changes.items()}
         window = given.get("window", job.rule.window)
-        return rectangles.rectangles(given.get("edges", job.edges), job.rows, job.length, job.mine, keys, window)
+        return offdiagonal.offdiagonal_blocks(
+            given.get("edges", job.edges), job.rows, job.length, job.mine, keys, window
+        )
 
-    return patch.object(Job, "rectangles", seen)
+    return patch.object(CPAttentionArgs, "offdiagonal_blocks", seen)
 
 
 @fault(
@@ -188,7 +190,7 @@ def the_window_ends_at_the_block() -> Any:
     expects=[("output", ATTENTION)],
 )
 def every_rank_for_itself() -> Any:
-    return patch.object(Job, "rectangles", lambda job, keys: ())
+    return patch.object(CPAttentionArgs, "offdiagonal_blocks", lambda job, keys: ())
 
 
 @fault(
@@ -198,9 +200,9 @@ def every_rank_for_itself() -> Any:
     expects=[("output", ATTENTION)],
 )
 def chunks_of_a_rank_as_one_sequence() -> Any:
-    plain = rectangles.local_bounds
+    plain = offdiagonal.local_cu_seqlens
 
-    def bounds(edges: Any, rows: int, length: int, blocks: Any) -> Tensor:
+    def cu_seqlens(edges: Any, rows: int, length: int, blocks: Any) -> Tensor:
         held = sum(stop - start for start, stop in blocks)
         seams = {row * held + blocks[0][1] - blocks[0][0] for row in range(rows) if len(blocks) > 1}
         edges_of_documents = {row * length + start for row in range(rows) for start, _ in blocks} & set(edges)
@@ -209,7 +211,7 @@ def chunks_of_a_rank_as_one_sequence() -> Any:
             dtype=torch.int32,
         )
 
-    return patch.object(context, "_bounds", bounds)
+    return patch.object(context, "_cu_seqlens", cu_seqlens)
 
 
 @fault(
@@ -219,7 +221,7 @@ def chunks_of_a_rank_as_one_sequence() -> Any:
     expects=[("output", ATTENTION)],
 )
 def gathered_keys_in_the_order_of_ranks() -> Any:
-    return patch.object(exchange, "in_order", lambda x, tokens, dim: torch.cat(list(x), dim))
+    return patch.object(kv_exchange, "in_order", lambda x, tokens, dim: torch.cat(list(x), dim))
 
 
 @fault(
@@ -229,7 +231,7 @@ def gathered_keys_in_the_order_of_ranks() -> Any:
     expects=[("output", ATTENTION)],
 )
 def heads_come_back_in_another_order() -> Any:
-    plain = exchange.tokens_for_heads
+    plain = kv_exchange.tokens_for_heads
     return patch.object(context, "tokens_for_heads", lambda *args: plain(*args).flip(2))
 
 
@@ -243,10 +245,10 @@ def heads_come_back_in_another_order() -> Any:
     expects=[("gradient of output", KEYS)],
 )
 def gradients_of_remote_keys_lost() -> Any:
-    def give_back(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
+    def return_dkv(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
         return (lambda: grad * 0) if at else (lambda: grad)
 
-    return patch.object(Ring, "give_back", give_back)
+    return patch.object(Ring, "return_dkv", return_dkv)
 
 
 @fault(
@@ -256,14 +258,14 @@ def gradients_of_remote_keys_lost() -> Any:
     expects=[("gradient of output", KEYS)],
 )
 def gradients_of_keys_sent_the_wrong_way() -> Any:
-    def give_back(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
+    def return_dkv(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
         if not at:
             return lambda: grad
-        whole = grad.new_zeros(*grad.shape[:2], exchange.length_of(tokens[:1]), *grad.shape[3:])
+        whole = grad.new_zeros(*grad.shape[:2], kv_exchange.length_of(tokens[:1]), *grad.shape[3:])
         whole[:, :, : grad.shape[2]] = grad
         return ring._swap(whole, -at, whole.shape[2])
 
-    return patch.object(Ring, "give_back", give_back)
+    return patch.object(Ring, "return_dkv", return_dkv)
 
 
 @fault(
@@ -290,12 +292,12 @@ def copies_of_key_value_heads_not_summed() -> Any:
     expects=[("gradient of output", r"self_attn")],
 )
 def backward_by_the_statistics_of_a_part() -> Any:
-    plain = rectangles.backward
+    plain = offdiagonal.backward
 
     def backward(part: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Any) -> Any:
-        own, own_lse = rectangles.forward(part, q, k, v, rule)
+        own, own_lse = offdiagonal.forward(part, q, k, v, rule)
         out, lse = out.clone(), lse.clone()
         out[part.rows, part.queries], lse[part.rows, part.queries] = own.transpose(1, 2), own_lse.transpose(1, 2)
         return plain(part, grad, q, k, v, out, lse, rule)
 
-    return patch.object(rectangles, "backward", backward)
+    return patch.object(offdiagonal, "backward", backward)

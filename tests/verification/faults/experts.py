@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from fivefold.models import experts, merged, surfaces
+from fivefold.models import experts, hf_internals, merged
 from fivefold.parallel import apply, capacity, expert, expert_features, ops, tensor
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.sharding import Split
@@ -36,7 +36,7 @@ def expert_gradients_divided() -> Any:
     plain = FSDPModule.set_gradient_divide_factor
 
     def divided(self: Any, factor: float) -> None:
-        plain(self, 2 * factor if surfaces.is_experts(self) else factor)
+        plain(self, 2 * factor if hf_internals.is_experts(self) else factor)
 
     return patch.object(FSDPModule, "set_gradient_divide_factor", divided)
 

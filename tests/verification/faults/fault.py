@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fivefold.verification.rows import Row
+from fivefold.verification.results import Row
 
 Plant = Callable[[], AbstractContextManager[Any]]
 Kind = Literal["step", "load", "run"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from fivefold.data.batch import IGNORE
 from fivefold.parallel import forward, loss
 from fivefold.training import step
-from fivefold.verification import subject
+from fivefold.verification import proof_case
 from tests.verification.faults.fault import Model, fault
 
 LOSS = [("loss", r"")]
@@ -197,7 +197,7 @@ def labels_not_shifted() -> Any:
     expects=LOSS,
 )
 def padding_carries_loss() -> Any:
-    plain = subject.assemble
+    plain = proof_case.assemble
 
     def assemble(rows: Any, **options: Any) -> Any:
         batch = plain(rows, **options)
@@ -205,7 +205,7 @@ def padding_carries_loss() -> Any:
             labels[sum(len(piece.tokens) for piece in row) :] = 0
         return batch
 
-    return patch.object(subject, "assemble", assemble)
+    return patch.object(proof_case, "assemble", assemble)
 
 
 # ---- tied weights ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fivefold.models import attention, kernels, packed
 from fivefold.models.masks import Mask
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import apply, data
-from fivefold.verification import subject
+from fivefold.verification import proof_case
 from tests.verification.faults.fault import Model, fault
 
 ATTENDED = [("output", r"layers\.0\.self_attn(\.o_proj input)?( |:|$)")]  # the first thing that attention made
@@ -43,14 +43,14 @@ def _attention(change: Callable[[dict[str, Any]], None]) -> Any:
     expects=[("output", r"wpe")],
 )
 def positions_run_through_documents() -> Any:
-    plain = subject.assemble
+    plain = proof_case.assemble
 
     def assemble(rows: Any, **options: Any) -> Any:
         batch = plain(rows, **options)
         batch.position_ids[:] = range(batch.position_ids.shape[1])
         return batch
 
-    return patch.object(subject, "assemble", assemble)
+    return patch.object(proof_case, "assemble", assemble)
 
 
 @fault(
@@ -60,7 +60,7 @@ def positions_run_through_documents() -> Any:
     expects=ATTENDED,
 )
 def document_mask_dropped() -> Any:
-    return _attention(lambda given: given.update(bounds=None))
+    return _attention(lambda given: given.update(cu_seqlens=None))
 
 
 @fault(
@@ -72,11 +72,11 @@ def document_mask_dropped() -> Any:
 def recompute_without_documents() -> Any:
     plain = packed.packed_attention
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *rest: Any) -> Any:
+    def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *rest: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:  # inside backward
-            is_inside = bounds[:-1] % query.shape[2] != 0
-            bounds = torch.cat([bounds[:-1] + is_inside * (bounds.diff() > 1), bounds[-1:]]).int()
-        return plain(query, key, value, bounds, *rest)
+            is_inside = cu_seqlens[:-1] % query.shape[2] != 0
+            cu_seqlens = torch.cat([cu_seqlens[:-1] + is_inside * (cu_seqlens.diff() > 1), cu_seqlens[-1:]]).int()
+        return plain(query, key, value, cu_seqlens, *rest)
 
     return patch.object(attention, "packed_attention", attend)
 

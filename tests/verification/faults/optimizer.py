@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from fivefold.config import OptimizerSection
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
-from fivefold.parallel.whole import WholeMatrices
 from fivefold.training import muon, optimizer
 from tests.verification.faults.fault import Model, fault
 
@@ -250,7 +250,7 @@ def shards_orthogonalised() -> Any:
         for name in [name for each in self._rounds for name in each.names]:
             yield name, work(part(name))
 
-    return patch.object(WholeMatrices, "map", own)
+    return patch.object(FullMatrices, "map", own)
 
 
 @fault(

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel import apply, pipeline
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.spread import Spread
-from fivefold.parallel.stages import Staged
-from fivefold.parallel.tensor import local
+from fivefold.parallel.stages import StageModules
 from fivefold.training import step
 from fivefold.training.optimizer import squared_norm
 from tests.verification.faults.fault import Model, fault
@@ -35,7 +35,7 @@ def _with_next(names: Sequence[str], inputs: list[LossInputs]) -> list[LossInput
     """Micro batches with some fields of the one that follows."""
     found = []
     for own, following in zip(inputs, inputs[1:] + inputs[:1], strict=True):
-        fields = {name: getattr(own, name) for name in ("labels", "bounds", "scale")}
+        fields = {name: getattr(own, name) for name in ("labels", "cu_seqlens", "scale")}
         fields |= {name: getattr(following, name) for name in names}
         found.append(LossInputs(own.input_ids, fields.pop("labels"), own.position_ids, **fields))
     return found
@@ -156,7 +156,7 @@ def labels_of_the_next_micro_batch() -> Any:
     expects=[("output", r"layers\.1\.self_attn")],
 )
 def documents_of_the_next_micro_batch() -> Any:
-    return _inputs(lambda piped, inputs: _with_next(["bounds"], inputs) if piped.staged.rank else inputs)
+    return _inputs(lambda piped, inputs: _with_next(["cu_seqlens"], inputs) if piped.staged.rank else inputs)
 
 
 @fault(
@@ -187,7 +187,7 @@ def gradients_scaled_by_the_schedule() -> Any:
 def layer_between_stages_skipped() -> Any:
     plain = apply.install
 
-    def install(model: Any, stages: Any, rank: int, anatomy: Any, *rest: Any, **options: Any) -> Staged:
+    def install(model: Any, stages: Any, rank: int, anatomy: Any, *rest: Any, **options: Any) -> StageModules:
         staged = plain(model, stages, rank, anatomy, *rest, **options)
         for stage, view in staged.views.items():
             if stage:
@@ -206,7 +206,7 @@ def layer_between_stages_skipped() -> Any:
     model=Model("gemma3", changes=(("num_hidden_layers", 3),)),
 )
 def layer_types_shifted() -> Any:
-    plain = Staged.running
+    plain = StageModules.running
 
     @contextmanager
     def running(self: Any, stage: int, hidden: Any) -> Iterator[Any]:
@@ -219,7 +219,7 @@ def layer_types_shifted() -> Any:
         finally:
             config.layer_types = types
 
-    return patch.object(Staged, "running", running)
+    return patch.object(StageModules, "running", running)
 
 
 @fault(

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.parallel import ops, pairs, tensor
+from fivefold.ops import linear as seam
+from fivefold.ops.linear import Multiply
+from fivefold.parallel import mappings, ops, tensor
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.tensor import TensorParallel
 from tests.verification.faults.fault import Model, fault
@@ -117,7 +119,7 @@ def input_gradient_of_a_column_not_reduced() -> Any:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
 
-    return patch.object(pairs.GatherSequence, "backward", staticmethod(backward))
+    return patch.object(mappings.GatherFromSequence, "backward", staticmethod(backward))
 
 
 @fault(
@@ -127,7 +129,7 @@ def input_gradient_of_a_column_not_reduced() -> Any:
     expects=[("gradient of output", r"^model\.norm")],
 )
 def copied_input_gradient_not_reduced() -> Any:
-    return patch.object(pairs.CopyIn, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
+    return patch.object(mappings.CopyToTensorParallel, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
 
 
 @fault(
@@ -148,7 +150,7 @@ def gradient_of_a_sum_summed_again() -> Any:
         pass
 
     Sum.forward, Sum.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign,assignment]
-    return patch.object(tensor, "SumOut", Sum)
+    return patch.object(tensor, "ReduceFromTensorParallel", Sum)
 
 
 @fault(
@@ -162,7 +164,7 @@ def gathered_features_keep_their_own_gradient() -> Any:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0][..., ctx.mine], None, None
 
-    return patch.object(pairs.GatherFeatures, "backward", staticmethod(backward))
+    return patch.object(mappings.GatherFeatures, "backward", staticmethod(backward))
 
 
 # ---- what ranks compute ---------------------------------------------------------------------------------------------
@@ -175,10 +177,10 @@ def gathered_features_keep_their_own_gradient() -> Any:
     expects=[("output", r"o_proj")],
 )
 def bias_of_a_row_added_on_every_rank() -> Any:
-    def row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        return lambda x_BTF: fold.leave(F.linear(x_BTF, linear.weight, linear.bias))
+    def biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
+        return lambda x_BTF: reduce(multiply(x_BTF) + (0 if linear.bias is None else linear.bias))
 
-    return patch.object(tensor, "_row_linear", row_linear)
+    return patch.object(seam, "_biased", biased)
 
 
 @fault(
@@ -188,14 +190,12 @@ def bias_of_a_row_added_on_every_rank() -> Any:
     expects=[("output", r"o_proj")],
 )
 def row_outputs_averaged() -> Any:
-    def row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        def forward(x_BTF: Tensor) -> Tensor:
-            out = fold.leave(F.linear(x_BTF, linear.weight)) / fold.size
-            return out if linear.bias is None else out + linear.bias
+    plain = seam._biased
 
-        return forward
+    def averaged(module: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
+        return plain(module, multiply, lambda out: reduce(out) / 2)
 
-    return patch.object(tensor, "_row_linear", row_linear)
+    return patch.object(seam, "_biased", averaged)
 
 
 @fault(

@@ -6,10 +6,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.core.errors import UserError
 from fivefold.data.compression import MOST_BYTES, ending, lines_of, opened
 from fivefold.data.records import no_text, text_of
 from fivefold.data.source import Format, Source
-from fivefold.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from fivefold.core.errors import UserError
+from fivefold.core.hub import is_hub_id
 from fivefold.data.cache import entry, key_of, write_atomically
 from fivefold.data.records import text_of
 from fivefold.data.source import HUB, Format, Source
-from fivefold.errors import UserError
-from fivefold.hub import is_hub_id
 
 _MORE = "docs/data.md; the form is hub:org/name?config=C&split=S&revision=R, what follows the name being optional"
 _OFFLINE = "the network may be down: try again; what was tokenised once needs none"

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.core.errors import UserError
 from fivefold.data.compression import MOST_BYTES, opened, read_most
 from fivefold.data.formats.jsonl import refuse_surrogates
 from fivefold.data.records import text_of
 from fivefold.data.source import Format, Source
-from fivefold.errors import UserError
 
 
 @dataclass(frozen=True)

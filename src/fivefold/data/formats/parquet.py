@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.errors import UserError
 from fivefold.data.records import no_string, no_text, text_of
 from fivefold.data.source import Format, Source
-from fivefold.errors import UserError
 
 _ROWS = 64  # decoded together
 _BUFFER = 2**20  # bytes read at once of a column

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.core.errors import UserError
 from fivefold.data.source import Format, Source
-from fivefold.errors import UserError
 
 # Installed packages, tests, tables of data, applications, and what the interpreter's packagers may leave out.
 _LEFT_OUT = frozenset(

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.core.errors import UserError
 from fivefold.data.compression import opened
 from fivefold.data.source import Format, Source, is_binary
-from fivefold.errors import UserError
 
 
 @dataclass(frozen=True)

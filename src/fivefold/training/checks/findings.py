@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.errors import RunFailed
+from fivefold.core.errors import RunFailed
 from fivefold.parallel import plain
 from fivefold.training.optimizer import all_reduce_sum
 

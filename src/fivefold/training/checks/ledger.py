@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from xxhash import xxh3_64
 
+from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
 from fivefold.data.rows import PackedRows
-from fivefold.layout import Layout
 from fivefold.parallel.spread import spread_of
 from fivefold.training.checks.findings import Finding, gather, listed, ranks_text
 from fivefold.training.checks.state import device_of
@@ -69,8 +69,8 @@ def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: L
 def row_hash(batch: MicroBatch, b: int) -> int:
     """A hash of row `b`, int64: its tokens, labels and positions, and where its documents end."""
     length = batch.input_ids.shape[1]
-    inside = (batch.bounds >= b * length) & (batch.bounds <= (b + 1) * length)
-    hasher = xxh3_64((batch.bounds[inside] - b * length).tobytes())
+    inside = (batch.cu_seqlens >= b * length) & (batch.cu_seqlens <= (b + 1) * length)
+    hasher = xxh3_64((batch.cu_seqlens[inside] - b * length).tobytes())
     for array in (batch.input_ids, batch.labels, batch.position_ids):
         hasher.update(np.ascontiguousarray(array[b]).data)
     return hasher.intdigest() - 2**63

@@ -1,0 +1,288 @@
+"""Reading a run file: YAML with the line of every key, and `key=value` overrides on top.
+
+What the keys mean is `config`'s; this module only knows where each one was written, so that an error can say
+`run.yaml:7`. `layout: shard2.tp2+mb2` is spelled out here into the keys that it stands for.
+"""
+
+import os
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold.core import plain_yaml
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.nearby import is_run, run_files, runs
+from fivefold.core.plain_yaml import Path as Path_
+
+COMMAND_LINE = "command line"
+READ_MORE = "every key, its unit and its default: fivefold train --keys"
+
+# Options of a layout's text that the run file keeps in another section.
+_KEPT_ELSEWHERE = {
+    "micro_batch_size": ("train", "micro_batch_size"),
+    "recompute": ("memory", "recompute"),
+    "offload_activations": ("memory", "offload_activations"),
+    "offload_optimizer": ("memory", "offload_optimizer"),
+    "precision": ("precision", "compute"),
+    "fp8": ("precision", "fp8"),
+}
+
+_PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
+
+_SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
+
+# Ways to say the same thing: an override of one drops what the file says in another.
+_RIVALS: tuple[Path_, ...] = (("train", "max_steps"), ("train", "max_tokens"), ("train", "max_epochs"))
+
+
+@dataclass
+class RunFile:
+    """The tree of a run file while it is being put together, and the place where each of its keys was written."""
+
+    name: str
+    tree: dict[str, Any] = field(default_factory=dict)
+    places: dict[Path_, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "RunFile":
+        """The run file inside a run folder; the run is the one in that folder, wherever it has been moved."""
+        if not is_run(folder):
+            raise UserError(
+                f"{_shown(folder)} is a folder without a run.yaml, so it is not a run",
+                fix=runs(folder) or runs(folder.parent) or run_files(folder) or "name a run file, or a run folder",
+                more=READ_MORE,
+            )
+        file = cls.read(folder / "run.yaml")
+        whole = folder if folder.name not in ("", "..") else folder.resolve()
+        section = file.tree.get("run")
+        file.tree["run"] = (section if isinstance(section, dict) else {}) | {
+            "name": whole.name,
+            "dir": str(whole.parent),
+        }
+        return file
+
+    @classmethod
+    def read(cls, path: Path, *, name: str | None = None) -> "RunFile":
+        """Raises `UserError` when the file is missing, empty, is not YAML, or says a key twice."""
+        file = cls(name or _shown(path))
+        node = _compose(path, file.name)
+        if node is None:
+            raise UserError(
+                f"{file.name} is empty",
+                fix="leave it out to run the demo, or write {} for a run with every key at its default",
+                more=READ_MORE,
+            )
+        file.tree = file._built(node)
+        if not isinstance(file.tree, dict):
+            raise UserError(
+                f"{file.name}:1 is not a run file",
+                fix="it is made of sections, such as model: {name_or_path: demo}",
+            )
+        file._spell_out_layout(file.place(("layout",)))
+        return file
+
+    def place(self, path: Path_) -> str:
+        """Where a key, or the nearest section around it, was written: `run.yaml:7`, `command line`."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return self.name
+
+    def written(self, location: Path_, *, missing: bool = False) -> Path_:
+        """The path of a schema location as it was written: without the parts that exist only in the schema."""
+        path: Path_ = ()
+        at: Any = self.tree
+        for part in location:
+            if (isinstance(at, dict) and part in at) or (isinstance(at, list) and part in range(len(at))):
+                path, at = (*path, part), at[part]  # type: ignore[index]
+        return (*path, location[-1]) if missing else path
+
+    def override(self, text: str) -> None:
+        """Apply one `key=value`; the value is read as YAML. Raises `UserError` when it is not of that form."""
+        dotted, equals, written = text.partition("=")
+        if not equals or not dotted.strip():
+            raise UserError(
+                f"{COMMAND_LINE}: {text!r} is not key=value",
+                fix="write train.max_steps=100, for example",
+                more=READ_MORE,
+            )
+        path = self._path(dotted.strip())
+        try:
+            value = plain_yaml.read(written)
+        except yaml.YAMLError:
+            raise UserError(
+                f"{COMMAND_LINE}: the value of {dotted} is not YAML: {written[:200]}", fix="quote it: key='\"...\"'"
+            ) from None
+        except plain_yaml.NotPlain as error:
+            raise UserError(f"{COMMAND_LINE} {dotted}: {error}", fix=_PLAIN, more=READ_MORE) from None
+        if path in _RIVALS and value is not None:
+            section = self.tree.get(str(path[0]))
+            for rival in _RIVALS:
+                if isinstance(section, dict) and rival != path and self.places.get(rival) != COMMAND_LINE:
+                    section.pop(rival[1], None)
+        if path == ("layout",) and isinstance(value, str):
+            self.tree["layout"] = value
+            self._spell_out_layout(COMMAND_LINE)
+            return
+        self._set(path, value)
+
+    def _path(self, dotted: str) -> Path_:
+        """The place that a dotted key names. A key of a source may leave out which one when there is only one.
+
+        `data.train.text_key`, `data.train[0].text_key` and `data.train.0.text_key` are the same place.
+        """
+        path: Path_ = tuple(re.sub(r"\[([0-9]+)\]", r".\1", dotted).split("."))
+        if path[:2] not in _SOURCES or len(path) == 2:
+            return path
+        sources = self._listed_sources(str(path[1]))
+        if sources is None:
+            return path
+        if not re.fullmatch(r"[0-9]{1,9}", str(path[2])):
+            if len(sources) == 1:
+                return (*path[:2], 0, *path[2:])
+            rest = ".".join(map(str, path[2:]))
+            raise UserError(
+                f"{COMMAND_LINE} {dotted}: data.{path[1]} has {len(sources)} sources",
+                fix=f"say which, from 0 on: data.{path[1]}.0.{rest}=...",
+            )
+        if int(path[2]) >= len(sources):
+            raise UserError(
+                f"{COMMAND_LINE} {dotted}: data.{path[1]} has {len(sources)} source{'s' * (len(sources) != 1)}",
+                fix=f"they are counted from 0; the last is data.{path[1]}.{len(sources) - 1}",
+            )
+        return (*path[:2], int(path[2]), *path[3:])
+
+    def _listed_sources(self, side: str) -> list[Any] | None:
+        """`data.train` or `data.validation` as a list of sections, in the tree; None when it is not made of sources."""
+        data = self.tree.setdefault("data", {})
+        if data is None:
+            data = self.tree["data"] = {}
+        if not isinstance(data, dict):
+            return None
+        given = data.get(side, "python-stdlib" if side == "train" else None)
+        if not given or not isinstance(given, str | dict | list):
+            return None
+        items = given if isinstance(given, list) else [given]
+        if side == "validation" and isinstance(given, str) and given[:1].isdigit():
+            return None  # a fraction
+        data[side] = [{"path": item} if isinstance(item, str) else item for item in items]
+        return data[side]  # type: ignore[no-any-return]
+
+    def _set(self, path: Path_, value: Any) -> None:
+        """Put a value at a path; a mapping joins the section that is there."""
+        if isinstance(value, dict) and value and path not in _SOURCES:
+            for key, inner in value.items():
+                self._set((*path, str(key)), inner)
+            return
+        at: Any = self.tree
+        for depth, part in enumerate(path[:-1], start=1):
+            if isinstance(at, dict):
+                at.setdefault(part, {})
+            if isinstance(at[part], list) and isinstance(path[depth], int):
+                at = at[part]
+                continue
+            if not isinstance(at[part], dict) and at[part] is not None:
+                name = ".".join(map(str, path[:depth]))
+                raise UserError(
+                    f"{COMMAND_LINE} {'.'.join(map(str, path))}: {name} is a {type(at[part]).__name__}, not a section",
+                    fix=f"set it whole: {name}=...",
+                )
+            if not at[part]:
+                at[part] = {}
+                self.places[path[:depth]] = COMMAND_LINE
+            at = at[part]
+        at[path[-1]] = value
+        for below in [place for place in self.places if place[: len(path)] == path]:
+            del self.places[below]
+        self.places[path] = COMMAND_LINE
+
+    def _spell_out_layout(self, place: str) -> None:
+        """Replace `layout: TEXT` by the keys it stands for."""
+        text = self.tree.get("layout")
+        if not isinstance(text, str):
+            return
+        if text == "auto":
+            raise UserError(
+                f"{place} layout: auto needs the planner, which is not built yet",
+                fix="set layout.dp_shard: -1 to spread over every device, or write a layout such as shard2.tp2",
+            )
+        try:
+            layout = Layout.parse(text)
+        except UserError as error:
+            raise UserError(f"{place} {error.what}", fix=error.fix, more=error.more or "docs/layouts.md") from None
+        section: dict[str, Any] = {}
+        for option in fields(Layout):
+            value = getattr(layout, option.name)
+            elsewhere = _KEPT_ELSEWHERE.get(option.name)
+            if elsewhere is None:
+                section[option.name] = value
+            elif value != option.default:
+                self._set_elsewhere(elsewhere, value, place, text)
+        self.tree["layout"] = section
+        self.places = {path: written for path, written in self.places.items() if path[:1] != ("layout",)}
+        self.places[("layout",)] = place
+
+    def _set_elsewhere(self, path: tuple[str, str], value: Any, place: str, text: str) -> None:
+        there = self.places.get(path)
+        if there is not None and place != COMMAND_LINE and self.tree[path[0]][path[1]] != value:
+            other = f"{there} says {self.tree[path[0]][path[1]]}"
+            raise UserError(
+                f"{place} layout {text} says {'.'.join(path)} is {value}, but {other}", fix="keep one of the two"
+            )
+        self._set(path, value)
+        self.places[path] = place
+
+    def _built(self, node: yaml.Node) -> Any:
+        """The value of a YAML file; notes the line of every key on the way. Raises `UserError` on a key said twice."""
+
+        def note(path: Path_, at: yaml.Node) -> None:
+            self.places[path] = self._line(at)
+
+        try:
+            return plain_yaml.Builder(note).build(node)
+        except plain_yaml.Repeated as error:
+            raise UserError(
+                f"{self._line(error.node)} {error}", fix=f"the first is at {self.places[error.path]}"
+            ) from None
+        except plain_yaml.NotPlain as error:
+            raise UserError(f"{self._line(error.node)}: {error}", fix=_PLAIN, more=READ_MORE) from None
+
+    def _line(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
+
+
+def _compose(path: Path, name: str) -> yaml.Node | None:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            return plain_yaml.compose(stream)
+    except FileNotFoundError:
+        there = run_files(path.parent)
+        raise UserError(
+            f"{name}: there is no such file",
+            fix=there or "write one, or leave it out: without a file, fivefold train runs the demo",
+            more=READ_MORE,
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name} cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"{name}:{mark.line + 1}" if mark else name
+        raise UserError(f"{at} is not YAML: {error.problem or error.context}", fix=_yaml_advice(error)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{name} is not YAML: {error}") from None
+
+
+def _yaml_advice(error: yaml.MarkedYAMLError) -> str:
+    if "\\t" in str(error.problem):
+        return "indent with spaces, not tabs"
+    return "look at the line above too: a missing colon, quote or bracket, or uneven indentation"
+
+
+def _shown(path: Path) -> str:
+    """The path as a person would type it from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,539 @@
+"""The run file: one YAML file that says everything about a training run, and nothing about devices.
+
+Every key has a default and a description with its unit. Strings such as `8k`, `1%` or `train:4096` are read here,
+once; what the rest of the library sees is resolved and frozen. Reading the file itself, with the line of every key
+for the errors, is `runfile`'s.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from fivefold.config.key import NOT_BUILT, Key, keys_of
+from fivefold.config.messages import explained
+from fivefold.config.runfile import READ_MORE, RunFile
+from fivefold.core.errors import UserError
+from fivefold.core.folder_config import read_folder_config
+from fivefold.core.heads import check_method
+from fivefold.core.layout import SCHEDULES, Layout
+from fivefold.core.schedule import check as check_pipeline
+from fivefold.core.shapes import shape_folder
+from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
+
+DEMO = Path(__file__).with_name("demo.yaml")
+DEFAULT_MAX_STEPS = 1000
+LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # of `train`: how long a run is, said in one way
+MOST_NAME_BYTES = 240  # of a file; file systems take 255, and what is written gets a few letters more
+MOST_PATH_BYTES = 3000  # Linux takes 4096
+MOST_ROWS = 2**31  # of a step; larger numbers are slips of the keyboard that take minutes to fail
+MOST_VOCABULARY = 2**22
+MUON_DEFAULTS = {"momentum": 0.95, "ns_steps": 5}
+SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number")
+    return value
+
+
+def _printable(name: str) -> str:
+    """A name that a terminal shows. Raises `ValueError`."""
+    if not name.strip() or not name.isprintable():
+        raise ValueError(f"{name!r} holds characters that cannot be shown")
+    return name
+
+
+def _findable(path: str) -> str:
+    """A path that file systems take. Raises `ValueError`."""
+    longest = max(map(len, path.encode().split(b"/")))
+    if longest > MOST_NAME_BYTES or len(path.encode()) > MOST_PATH_BYTES:
+        raise ValueError(
+            f"it has {len(path.encode())} bytes; a path has {MOST_PATH_BYTES} and each part {MOST_NAME_BYTES}"
+        )
+    return path
+
+
+def _sources(value: Any) -> Any:
+    """One path, one source or a list of both, as a list of sources."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+def _fraction_or_sources(value: Any) -> Any:
+    if isinstance(value, list | tuple | dict):
+        return _sources(value)
+    written = str(value).strip()
+    if isinstance(value, str) and not (written[:1].isdigit() and written[-1:] in "%0123456789."):
+        return _sources(value)
+    return parse_fraction(value)
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+Length = Annotated[int, BeforeValidator(parse_length)]
+Whole = Annotated[int, BeforeValidator(_no_bool)]
+Number = Annotated[float, BeforeValidator(_no_bool)]
+PathText = Annotated[str, AfterValidator(_findable)]
+Decay = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
+Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
+# A number of steps, a part of the run between 0 and 1, or auto.
+Steps = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)] | float, BeforeValidator(parse_steps)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, validate_default=True
+    )
+
+
+class ModelSection(Section):
+    name_or_path: PathText = Field(
+        default="demo", description="hub id, local Hugging Face folder, config.json or built-in shape"
+    )
+    init: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="where the first weights come from; not set, and a built-in shape: random"
+    )
+    overrides: dict[str, Any] = Field(default={}, description="keys of the model's config.json to set")
+
+
+class TokenizerSection(Section):
+    name_or_path: PathText = Field(
+        default="auto",
+        description="auto: the model's (of a built-in shape: train:2048); byte: built in; train:8192: BPE of that many "
+        "tokens, trained on data.train; or a name or path",
+    )
+
+    @field_validator("name_or_path")
+    @classmethod
+    def _resolve_size(cls, value: str) -> str:
+        kind, colon, size = value.partition(":")
+        if kind != "train" or not colon:
+            return value
+        if parse_length(size) < 257:
+            raise ValueError(f"{value} is too small: a byte-level vocabulary has 257 tokens or more")
+        if parse_length(size) > MOST_VOCABULARY:
+            raise ValueError(f"{value} is too large: at most {MOST_VOCABULARY} tokens")
+        return f"train:{parse_length(size)}"
+
+    @property
+    def trained_size(self) -> int | None:
+        """Vocabulary size, in tokens, of a tokenizer to be trained on the corpus; None when it exists already."""
+        kind, colon, size = self.name_or_path.partition(":")
+        return int(size) if kind == "train" and colon else None
+
+
+class DataSource(Section):
+    path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
+    format: str = Field(
+        default="auto", description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens"
+    )
+    text_key: str = Field(default="text", description="key that holds the text of a record")
+    weight: Number = Field(
+        default=1.0, gt=0, description="how often its documents are read, relative to those of the other sources"
+    )
+
+
+_Sources = str | DataSource | list[str | DataSource]  # as they may be written
+
+
+class DataSection(Section):
+    train: Annotated[
+        tuple[DataSource, ...], BeforeValidator(_sources, json_schema_input_type=_Sources), Field(min_length=1)
+    ] = Field(default=(DataSource(path="python-stdlib"),), description="training text: a path, or a list of sources")
+    validation: Annotated[
+        float | tuple[DataSource, ...],
+        BeforeValidator(_fraction_or_sources, json_schema_input_type=float | _Sources),
+    ] = Field(default=0.01, description="held-out part of the documents (1%, 0 = none), or a list of sources")
+    seq_length: Length = Field(
+        default=8192,
+        ge=1,
+        le=2**31,
+        description="tokens per row; 8k = 8192; not set: at most a built-in shape's positions",
+    )
+    packing: bool = Field(
+        default=True, description="several whole documents per row; attention never crosses a document"
+    )
+    bos: Literal["auto"] | bool = Field(
+        default="auto", description="BOS in front of each document: auto (as the tokenizer does), true, false"
+    )
+
+
+class TrainSection(Section):
+    max_steps: Count | None = Field(
+        default=None, ge=1, description="optimizer steps; 1000 when neither max_tokens nor max_epochs is set"
+    )
+    max_tokens: Count | None = Field(default=None, ge=1, description="tokens of training, instead of max_steps; 500M")
+    max_epochs: Number | None = Field(
+        default=None, gt=0, description="passes over the training rows, instead of max_steps; 2.5"
+    )
+    global_batch_size: Whole = Field(
+        default=64, ge=1, le=MOST_ROWS, description="rows per optimizer step, over all devices"
+    )
+    micro_batch_size: Whole = Field(default=1, ge=1, le=MOST_ROWS, description="rows per forward pass of one data rank")
+    seed: Whole = Field(default=1234, ge=0, description="fixes the initial weights and the order of the rows")
+    compile: Literal["auto"] | bool = Field(
+        default="auto", description="torch.compile of each block: auto, true, false"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
+    collective_timeout: Number = Field(
+        default=600, ge=0, description="seconds until a collective that hangs ends the run; 0 = never"
+    )
+    check_every: Every = Field(
+        default=100, description="optimizer steps between the standing checks of replicas, movement and rows; 0 = never"
+    )
+    max_restarts: Whole = Field(
+        default=3, ge=0, description="restarts after a worker died, without a new checkpoint in between"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = [key for key in LENGTHS if values.get(key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set; keep one")
+        return values if given else {**values, "max_steps": DEFAULT_MAX_STEPS}
+
+
+class OptimizerSection(Section):
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest"
+    )
+    learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
+    eps: Number = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: Number = Field(default=0.1, ge=0, description="decoupled decay; norms and biases are exempt")
+    max_grad_norm: Number = Field(
+        default=1.0, ge=0, description="clips the norm of the whole gradient; 0 = no clipping"
+    )
+    momentum: Decay | None = Field(
+        default=None, description="muon: decay rate of the momentum, per step; not set: 0.95; AdamW has betas"
+    )
+    ns_steps: Whole | None = Field(
+        default=None, ge=1, description="muon: Newton-Schulz iterations of an update; not set: 5"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_muon_s(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = {key: values[key] for key in MUON_DEFAULTS if values.get(key) is not None}
+        if values.get("name") == "muon":
+            return {**values, **MUON_DEFAULTS, **given}
+        if given:
+            raise ValueError(f"{next(iter(given))} is set, which only muon has; set name: muon, or leave it out")
+        return values
+
+
+class SchedulerSection(Section):
+    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        default="cosine", description="shape after the warm-up"
+    )
+    warmup_steps: Steps = Field(
+        default="auto",
+        description="optimizer steps from 0 to the peak learning rate, or a part of the run: 5%; auto: 5%, at most 100",
+    )
+    min_lr_ratio: Number = Field(default=0.1, ge=0, le=1, description="last learning rate as a part of the peak")
+
+
+class LayoutSection(Section):
+    """The part of a `Layout` written under `layout:`; `Layout` itself checks the values."""
+
+    dp_replicate: Whole = Field(default=1, description="full copies of the shards, all-reduced once a step; devices")
+    dp_shard: Whole = Field(default=-1, description="FSDP shards; devices, -1 = the rest")
+    tp: Whole = Field(default=1, description="tensor parallel; devices")
+    cp: Whole = Field(default=1, description="context parallel; devices")
+    pp: Whole = Field(default=1, description="pipeline stages; devices")
+    ep: Whole = Field(default=1, description="expert parallel; devices, taken from dp_shard, cp and tp")
+    zero: Whole = Field(default=3, description="ZeRO stage inside dp_shard x cp", json_schema_extra={"enum": [1, 2, 3]})
+    sequence_parallel: bool = Field(default=True, description="split the sequence over tp between the matmuls")
+    expert_tp: bool = Field(default=False, description="split each expert over tp; ep then takes dp_shard and cp alone")
+    pp_schedule: str = Field(
+        default="1f1b",
+        description="order of the micro batches in the pipeline",
+        json_schema_extra={"enum": list(SCHEDULES)},
+    )
+    pp_virtual: Whole = Field(default=1, description="stages per pipeline rank")
+    pp_split: str = Field(default="auto", description="layers per stage, as 8-8-8-6")
+    cp_method: str = Field(default="auto", description="auto, ring, allgather, ulysses or RxU")
+
+
+class PrecisionSection(Section):
+    compute: Literal["bf16", "fp32", "fp64"] = Field(
+        default="bf16", description="dtype of the forward and backward pass"
+    )
+    reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the gradient reduction")
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(default="none", description="scaling of fp8 matmuls")
+
+
+class MemorySection(Section):
+    recompute: Literal["none", "selective", "full"] = Field(default="none", description="activations computed twice")
+    offload_activations: bool = Field(default=False, description="keep saved activations in host memory")
+    offload_optimizer: bool = Field(default=False, description="keep optimizer state in host memory")
+    loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
+
+    @field_validator("loss_chunks")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("pieces are 1 or more")
+        return value
+
+
+class BalanceSection(Section):
+    """What keeps the experts of a model busy; `parallel/balance.py` says what each is."""
+
+    aux_loss: Literal["auto"] | Number = Field(
+        default="auto", description="coefficient of the loss for uneven load; auto = the model's, if it asks for one"
+    )
+    z_loss: Number = Field(default=0.0, ge=0, description="coefficient of the loss for large router logits")
+    bias_rate: Number = Field(
+        default=0.0, ge=0, description="what a step adds to a router's correction bias, or takes from it"
+    )
+    capacity_factor: Number | None = Field(
+        default=None, gt=0, description="an expert takes so many times its even share of a row; null = all"
+    )
+
+
+class CheckpointSection(Section):
+    every: Every = Field(default=250, description="optimizer steps between checkpoints; 0 = only the last")
+    keep: Whole = Field(default=3, ge=1, description="newest checkpoints kept")
+    asynchronous: bool = Field(
+        default=True,
+        alias="async",
+        description="write while training goes on, from a copy in memory",
+    )
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="auto goes on from the newest checkpoint that agrees"
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        default="continue", description="what a run does when a checkpoint cannot be written, but for the last"
+    )
+    remote: str | None = Field(
+        default=None, description="where checkpoints are copied to, such as s3://bucket/runs; what fsspec knows"
+    )
+    export_hf: bool = Field(default=False, description="write a Hugging Face folder at the end")
+
+    @field_validator("remote")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError(f"{value} is no address such as s3://bucket/runs (a local one is file:///path)")
+        if value is not None and "@" in value.partition("://")[2].partition("/")[0]:
+            raise ValueError("an address holds no password; the storage's own variables and files are for that")
+        return value
+
+
+class EvalSection(Section):
+    every: Every = Field(default=250, description="optimizer steps between evaluations; 0 = never")
+    max_tokens: Count = Field(default=1_000_000, ge=1, description="tokens of one evaluation; 1M")
+
+
+class SampleSection(Section):
+    every: Every = Field(default=250, description="optimizer steps between samples; 0 = never")
+    prompts: tuple[str, ...] = Field(default=(), description="texts to continue; none = no samples")
+
+
+class LogSection(Section):
+    every: Annotated[Every, Field(ge=1)] = Field(default=1, description="optimizer steps between metrics rows")
+    to: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        default=("jsonl",), description="where metrics go; all but jsonl need the package of that name"
+    )
+
+
+class RunSection(Section):
+    name: PathText = Field(default="demo", min_length=1, description="name of the run, and of its folder")
+    dir: PathText = Field(default="runs", min_length=1, description="folder that holds the runs")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_s_name(cls, value: str) -> str:
+        """One new folder inside of `run.dir`, whatever the name: never another place, never half of a line."""
+        if value in (".", "..") or "/" in value or "\\" in value:
+            raise ValueError(f"{value!r} is a path; a name is one word, and run.dir is where the folder goes")
+        return _printable(value)
+
+    @field_validator("dir")
+    @classmethod
+    def _is_shown(cls, value: str) -> str:
+        return _printable(value)
+
+
+class RunConfig(Section):
+    """A resolved run file. `layout` is assembled from the section of that name and the options kept elsewhere."""
+
+    model: ModelSection = Field(default=ModelSection())
+    tokenizer: TokenizerSection = Field(default=TokenizerSection())
+    data: DataSection = Field(default=DataSection())
+    train: TrainSection = Field(default=TrainSection())
+    optimizer: OptimizerSection = Field(default=OptimizerSection())
+    scheduler: SchedulerSection = Field(default=SchedulerSection())
+    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
+    precision: PrecisionSection = Field(default=PrecisionSection())
+    memory: MemorySection = Field(default=MemorySection())
+    balance: BalanceSection = Field(default=BalanceSection())
+    checkpoint: CheckpointSection = Field(default=CheckpointSection())
+    eval: EvalSection = Field(default=EvalSection())
+    sample: SampleSection = Field(default=SampleSection())
+    log: LogSection = Field(default=LogSection())
+    run: RunSection = Field(default=RunSection())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_shape(cls, values: Any) -> Any:
+        """A built-in shape has no weights and no tokenizer: what is left unset is what makes a run of it."""
+        model, tokenizer, data = (_section(values, name) for name in ("model", "tokenizer", "data"))
+        if model is None or tokenizer is None or data is None:
+            return values
+        folder = shape_folder(str(model.get("name_or_path", ModelSection().name_or_path)))
+        if folder is None:
+            return values
+        if tokenizer.get("name_or_path", "auto") == "auto":
+            tokenizer = {**tokenizer, "name_or_path": SHAPE_TOKENIZER}
+        if "seq_length" not in data and (longest := _positions(folder, model)):
+            data = {**data, "seq_length": min(longest, DataSection().seq_length)}
+        return {**values, "model": {"init": "random", **model}, "tokenizer": tokenizer, "data": data}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the run is spread and executed. Raises `UserError` when a degree or an option is out of its range."""
+        return Layout(
+            **self.layout_section.model_dump(),
+            micro_batch_size=self.train.micro_batch_size,
+            recompute=self.memory.recompute,
+            offload_activations=self.memory.offload_activations,
+            offload_optimizer=self.memory.offload_optimizer,
+            precision=self.precision.compute,
+            fp8=self.precision.fp8,
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder, `run.dir/run.name`."""
+        return Path(self.run.dir) / self.run.name
+
+    def to_yaml(self) -> str:
+        """The resolved run file; `load_config` reads it back to an equal config."""
+        tree = self.model_dump(mode="json", by_alias=True)
+        return str(yaml.dump(tree, Dumper=_ExactDumper, sort_keys=False, allow_unicode=True))
+
+
+class _ExactDumper(yaml.SafeDumper):
+    """Quotes a text with line breaks of Unicode such that they are read back: plain, YAML makes spaces of some."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ExactDumper.add_representer(str, _represent_text)
+
+
+def _section(values: Any, name: str) -> dict[str, Any] | None:
+    """A section as it was written, empty when it was not; None when it is no section."""
+    section = values.get(name, {}) if isinstance(values, dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def _positions(folder: Path, model: dict[str, Any]) -> int | None:
+    """Positions of a shape with its overrides; None where the config does not say."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    overrides = model.get("overrides")
+    positions = (values | overrides if isinstance(overrides, dict) else values).get("max_position_embeddings")
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file (None: the built-in demo; a run folder: its own) and set `key=value` overrides on top.
+
+    Precedence: defaults, then the file, then the overrides in their order. Raises `UserError` with the file and
+    line of the key, the likely fix and where to read more.
+    """
+    if path is None:
+        file = RunFile.read(DEMO, name="built-in demo.yaml")
+    else:
+        file = RunFile.of_run(Path(path)) if Path(path).is_dir() else RunFile.read(Path(path))
+    for override in overrides:
+        file.override(override)
+    try:
+        config = RunConfig.model_validate(file.tree)
+    except ValidationError as error:
+        raise explained(error, file, list(keys())) from None
+    try:
+        config.layout  # noqa: B018  (assembled here so that its errors carry the file's name)
+    except UserError as error:
+        place = file.place(("layout", error.what.split()[0]))
+        raise UserError(f"{place} layout: {error.what}", fix=error.fix, more=READ_MORE) from None
+    return config
+
+
+def parse_config(text: str) -> RunConfig:
+    """The config that `to_yaml` wrote: how a resolved run file travels to another process."""
+    return RunConfig.model_validate(yaml.safe_load(text))
+
+
+def check_supported(config: RunConfig, *, batch: bool = True) -> None:
+    """Raise `UserError` for what the run file may say but cannot be run: not built yet, or not installed.
+
+    `batch`: its batch is what a step will have.
+    """
+    layout = config.layout
+    check_method(layout.cp_method, layout.cp)
+    for key, (absent, instead) in NOT_BUILT.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value in absent:
+            raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
+    known = batch and layout.pp > 1 and layout.dp_shard != -1
+    check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
+    for of_experts, does, fix in (
+        (layout.ep > 1, f"ep {layout.ep} deals experts to ranks", "ep: 1"),
+        (layout.etp > 1, "expert_tp splits experts over tp", "expert_tp: false"),
+    ):
+        if of_experts and _is_dense(config.model):
+            raise UserError(
+                f"layout.{does}, and {config.model.name_or_path} has none", fix=f"set layout.{fix}", more=READ_MORE
+            )
+    for package in config.log.to:  # each is called as its package
+        if package != "jsonl" and find_spec(package) is None:
+            raise UserError(
+                f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
+            )
+    if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
+        raise UserError(
+            f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",
+            fix="set model.init: random, or name a Hugging Face folder or hub id",
+            more=READ_MORE,
+        )
+
+
+def _is_dense(model: ModelSection) -> bool:
+    """Whether a config.json at hand names no experts. What is not at hand is told later."""
+    path = Path(shape_folder(model.name_or_path) or model.name_or_path)
+    if not path.exists():
+        return False
+    values = read_folder_config(path) | dict(model.overrides)
+    return not any("experts" in key for key in values)
+
+
+def keys() -> Iterator[Key]:
+    """Every key of the run file that works, in the order of the file."""
+    return keys_of(RunConfig)

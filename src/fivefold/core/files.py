@@ -1,0 +1,98 @@
+"""Small files that are replaced whole: a kill or a full disk leaves the old one. And errors of writing, in words.
+
+No torch. The files of a checkpoint are written by `checkpoint/disk.py`.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fivefold.core.errors import UserError
+
+# What a person can do about a path that cannot be written; any other error may be a bug.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_MISNAMED = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def expanded(name: str) -> Path:
+    """A path as the user wrote it, with `~` as the home folder. Raises `UserError` where that is not known."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # no such user, or one without an entry in the list of users and without HOME
+        raise UserError(f"{name}: the home folder that ~ stands for is not known", fix="write the path out") from None
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write `content` to `path`: there is the old file or the new one, never half of it. Raises `OSError`."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            write_all(descriptor, content)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of `content`: one system call may write less than it was given. Raises `OSError`."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path, *, instead: str) -> Iterator[None]:
+    """Turn what goes wrong while `path` is written into a `UserError`. `instead`: how to name another place for it."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error, instead=instead) from error
+
+
+def cannot_write(path: Path | str, error: OSError, *, instead: str = "") -> UserError:
+    """The error of the user for an error of the system."""
+    why = f"{error.strerror or error}"
+    place = f"; {error.filename} is in its way" if error.errno in _MISNAMED and _elsewhere(error, path) else ""
+    if error.errno in _FULL:
+        advice = ["free space"]
+    elif error.errno in _REFUSED:
+        advice = ["make it writable"]
+    else:
+        advice = []
+    return UserError(f"cannot write {path}: {why}{place}", fix=", or ".join(filter(None, (*advice, instead))) or None)
+
+
+def of_system(error: Exception) -> OSError | None:
+    """The error of the system behind an exception of a library in Rust, which tells of it in its text alone."""
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+
+
+def is_users(error: OSError) -> bool:
+    """Whether it says that a place is full, read-only, forbidden or misnamed: nothing that a program can mend."""
+    return error.errno in (*_FULL, *_REFUSED, *_MISNAMED)
+
+
+def _elsewhere(error: OSError, path: Path | str) -> bool:
+    return error.filename is not None and str(error.filename) != str(path)

@@ -1,0 +1,55 @@
+"""The config.json of a model folder that someone else made, as a bounded JSON object. No torch."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.core import strict_json
+from fivefold.core.errors import UserError
+
+MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
+MOST_NUMBER = 2**53
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_MORE = "fivefold train --keys"
+
+
+def read_folder_config(path: Path) -> dict[str, Any]:
+    """The config.json of the folder `path`, or the file `path`. Raises `UserError` for what is no model's config."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = strict_json.read_config(file)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} holds no config.json",
+            fix="name a Hugging Face model folder; of a run, fivefold export writes one",
+            more=_MORE,
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}", fix="copy it from its origin again", more=_MORE) from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds no JSON object", fix="copy it from its origin again", more=_MORE)
+    check_counts(values, str(file))
+    return values
+
+
+def check_counts(values: Mapping[str, Any], name: str) -> None:
+    """Raise `UserError` for numbers that no model has, before anything is built by them."""
+    for key, number in _numbers(values):
+        most = MOST_LAYERS if "layer" in key and not key.endswith(("_id", "_idx")) else MOST_NUMBER
+        if number > most:
+            raise UserError(f"{name}: {key} is {number}, and at most {most} can be built", more=_MORE)
+        least = 1 if key in _LAYERS else 0 if re.search("(layers?|size|heads?|experts|dim)$", key) else -MOST_NUMBER
+        if number < least:
+            raise UserError(f"{name}: {key} is {number}, and the least is {least}", more=_MORE)
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every whole number with its key, sections included."""
+    open_sections = [values]
+    while open_sections:
+        for key, value in open_sections.pop().items():
+            if isinstance(value, dict):
+                open_sections.append(value)
+            elif isinstance(value, int):
+                yield str(key), value

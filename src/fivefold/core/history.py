@@ -1,0 +1,153 @@
+"""`history.jsonl` of a run folder: when and where each of its starts trained, with what, and what happened on the way.
+
+One JSON object a line, in the order of time: `{"event", "step", "time", ...}`. Events are `start` (with versions,
+machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, told by
+the launcher), `skipped`, and `note`. It is for people and for `fivefold report`; no run depends on it. No torch.
+"""
+
+import platform
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.json_lines import JsonLines, read
+from fivefold.core.version import versions
+
+NAME = "history.jsonl"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run: after `step` steps, until `last` (None: not known). `about`: what its record says."""
+
+    step: int
+    time: str
+    about: Mapping[str, Any]
+    last: int | None = None
+    ended: str = ""  # when
+    how: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall clock of this start; None when its end was not recorded."""
+        begin, end = _moment(self.time), _moment(self.ended)
+        return (end - begin).total_seconds() if begin and end else None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened after `step` steps, in the `number`-th start (from 0)."""
+
+    step: int
+    kind: str
+    what: str
+    number: int
+
+
+@dataclass(frozen=True)
+class History:
+    """All starts of a run, and what happened in them, in the order of time."""
+
+    starts: Sequence[Start] = ()
+    events: Sequence[Event] = ()
+    damaged: Sequence[str] = field(default=())
+
+    def spans(self) -> Iterator[tuple[Start, int, int | None]]:
+        """Each start with the steps that are left of it: after `first`, up to `last` (None: the newest).
+
+        Where a later start went on from an earlier step, what came after that step was done again.
+        """
+        for number, start in enumerate(self.starts):
+            later = [each.step for each in self.starts[number + 1 :]]
+            last = min(later) if later else None
+            if last is None or last > start.step:
+                yield start, start.step, last
+
+    def is_left(self, event: Event) -> bool:
+        """Whether the step of `event` is still part of the run, not done again since."""
+        return all(event.step <= each.step for each in self.starts[event.number + 1 :])
+
+
+def load(run: Path) -> History:
+    """The history of the run folder `run`; empty for a run of an earlier version."""
+    try:
+        lines = read(run / NAME)
+    except OSError as error:
+        return History(damaged=[f"{run / NAME} cannot be read: {error.strerror or error}"])
+    starts: list[Start] = []
+    events: list[Event] = []
+    for row in lines.rows:
+        kind, step, number = str(row.get("event")), row["step"], max(0, len(starts) - 1)
+        if kind == "start":
+            starts.append(Start(step, str(row.get("time", "")), row))
+        elif kind == "end" and starts:
+            when, how = str(row.get("time", "")), str(row.get("what", ""))
+            starts[-1] = replace(starts[-1], last=step, ended=when, how=how)
+        elif kind != "end":
+            if kind == "died" and starts and not starts[-1].ended:
+                starts[-1] = replace(starts[-1], last=step, ended=str(row.get("time", "")), how="a worker died")
+            events.append(Event(step, kind, str(row.get("what", "")), number))
+    return History(starts, events, [str(each) for each in lines.damaged])
+
+
+class Log:
+    """Appends to the history of a run. `say` is told when that cannot be written; nothing is raised."""
+
+    def __init__(self, run: Path, say: Callable[[str], None]) -> None:
+        self._lines = JsonLines(run / NAME, last_step=None, say=say)
+
+    def write(self, event: str, step: int, **about: Any) -> None:
+        """Append an event after `step` steps; `about`: plain data."""
+        self._lines.write({"event": event, "step": step, "time": now(), **about})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+@contextmanager
+def opened(run: Path, say: Callable[[str], None]) -> Iterator[Log]:
+    """A log that is closed behind."""
+    log = Log(run, say)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def surroundings() -> dict[str, Any]:
+    """Where this process runs, for the record of a start: versions and machine."""
+    return {
+        "versions": versions(),
+        "machine": {"host": socket.gethostname(), "system": platform.platform(terse=True)},
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What another start of the same run does otherwise, in words: layout, ranks, versions, schedule."""
+    found = []
+    if before.get("layout") != now.get("layout"):
+        found.append(f"layout {before.get('layout')} → {now.get('layout')}")
+    elif before.get("world") != now.get("world"):
+        found.append(f"{before.get('world')} → {now.get('world')} ranks")
+    was, schedule = before.get("schedule") or {}, now.get("schedule") or {}
+    words = {"name": "schedule", "peak": "learning rate", "warmup_steps": "warm-up steps", "total_steps": "steps"}
+    found += [f"{words.get(key, key)} {was[key]} → {value}" for key, value in schedule.items()
+              if key in was and was[key] != value]  # fmt: skip
+    was, installed = before.get("versions") or {}, now.get("versions") or {}
+    return found + [f"{key} {was[key]} → {value}" for key, value in installed.items() if was.get(key, value) != value]
+
+
+def now() -> str:
+    """This moment, with its distance from UTC: `2026-01-31T12:34:56+01:00`."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,83 @@
+"""The Hugging Face hub: what counts as a name on it, and why something named there cannot be had. No torch."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fivefold.core.errors import UserError
+
+MODEL = "model.name_or_path"
+_SECONDS = 10  # until a hub that does not answer counts as unreachable
+
+
+def is_hub_id(name: str) -> bool:
+    """True for `org/name`, unless `org` is a folder here: a mistyped path must not become a network call."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).parent.is_dir()
+
+
+def snapshot(name: str, files: Sequence[str], *, key: str) -> Path:
+    """The folder of a hub id with its `files` (patterns): fetched where they have changed, else this machine's copy.
+
+    `key` of the run file names it. Raises `UserError` saying why there is none; a hub that cannot be reached is asked
+    once, for a few seconds.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        HfApi().model_info(name, timeout=_SECONDS)  # what follows would wait for ever, or ask again for minutes
+    except Exception as error:  # of huggingface_hub, or of its HTTP client
+        try:
+            return Path(snapshot_download(name, allow_patterns=[*files], local_files_only=True))
+        except Exception:
+            raise _not_fetched(key, name, error) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*files]))
+    except Exception as error:
+        raise _not_fetched(key, name, error) from error
+
+
+def config_file(name: str) -> Path:
+    """The config.json of a model that is a hub id; see `snapshot`."""
+    file = snapshot(name, ["config.json"], key=MODEL) / "config.json"
+    if not file.is_file():
+        raise UserError(f"{MODEL} {name}: the repository holds no config.json", fix="name another model")
+    return file
+
+
+def _not_fetched(key: str, name: str, error: BaseException) -> UserError:
+    """What to say when `name`, which `key` of the run file names, could not be had from the hub."""
+    what, fix = _reason(name, list(_chain(error)))
+    return UserError(f"{key} {name}: {what}", fix=fix)
+
+
+def _reason(name: str, errors: list[BaseException]) -> tuple[str, str]:
+    """What is wrong, and what to do about it. The most telling of the errors counts, however deep it lies."""
+    from huggingface_hub import errors as hub
+
+    local = f"name a local folder (hf download {name} --local-dir DIR fills one where there is a network)"
+    log_in = "check the spelling; if it is private, log in: hf auth login"
+    for kind, what, fix in (
+        (hub.GatedRepoError, "the hub asks who you are (the repository is gated)", "accept its terms on its page, and "
+         "log in: hf auth login"),
+        (hub.RepositoryNotFoundError, "the hub has no such repository, or it is private", log_in),
+        (hub.RevisionNotFoundError, "the hub has no such revision of it", log_in),
+        (hub.RemoteEntryNotFoundError, "the repository lacks a file that is needed", "name another model, or a folder"),
+        (hub.OfflineModeIsEnabled, "this machine has no copy of it, and HF_HUB_OFFLINE forbids to fetch one",
+         f"unset HF_HUB_OFFLINE, or {local}"),
+    ):  # fmt: skip
+        if any(isinstance(error, kind) for error in errors):
+            return what, fix
+    for error in errors:
+        if isinstance(error, hub.HfHubHTTPError):
+            return f"the hub answered {error.response.status_code}", f"try again later, or {local}"
+    if any(isinstance(error, OSError) or "httpx" in type(error).__module__ for error in errors):
+        why = getattr(errors[-1], "strerror", None) or str(errors[-1]) or type(errors[-1]).__name__
+        return f"the Hugging Face hub cannot be reached ({why}), and this machine has no copy of it", local
+    return f"it cannot be read: {(str(errors[0]).splitlines() or [type(errors[0]).__name__])[0]}", local
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came from, down to the first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,441 @@
+"""The pipeline's schedule as data: what every rank does in which order, when it is done, and what is sent. No torch.
+
+A pipeline runs `stages` groups of layers over `ranks`; each micro batch goes forward (F) through all stages and back. A
+backward pass is one slot (B), or two: the gradient of the stage's input (I), which the stage before waits for, and
+that of its weights (W), which nobody waits for.
+
+| schedule | stages a rank | order | after |
+|---|---|---|---|
+| `gpipe` | 1 | all forward, then all backward | arXiv:1811.06965 |
+| `1f1b` | 1 | one forward, one backward, as early as can be | arXiv:1806.03377 |
+| `interleaved` | `pp_virtual` | 1F1B over stages r, r + pp, ... | arXiv:2104.04473 |
+| `zb` | `pp_virtual` | that, with W filling the gaps | arXiv:2401.10241 |
+| `zbv` | 2, as a V: r and 2 pp - 1 - r | no gaps where F, I and W take as long | arXiv:2401.10241 |
+| `dualpipev` | 2, as a V | forward and backward side by side | DeepSeek-V3, arXiv:2412.19437 |
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+
+Kind = Literal["F", "B", "I", "W"]
+V_SHAPED = ("zbv", "dualpipev")
+ONE_STAGE = ("gpipe", "1f1b")
+SPLITTING = ("zb", *V_SHAPED)  # the gradients of weights come apart from those of the inputs
+TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """A micro batch on a stage, forward or backward."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Hidden states on their way to `stage` (of F), or their gradient (of B): what this rank sends or receives."""
+
+    way: Literal["send", "recv"]
+    of: Literal["F", "B"]
+    stage: int  # that is waiting for it
+    micro_batch: int
+    peer: int  # pipeline rank
+
+
+Action = Slot | Transfer
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When a rank was busy with a slot, in seconds (or in the unit of the durations). `waited`: before the start, for
+    what another rank sends."""
+
+    rank: int
+    slot: Slot
+    start: float
+    end: float
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All slots of one optimizer step, simulated or measured."""
+
+    ranks: int
+    slots: tuple[Timed, ...]
+
+    @property
+    def span(self) -> float:
+        """From the first start to the last end."""
+        return max(each.end for each in self.slots) - min(each.start for each in self.slots)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time in which a rank is in no slot, mean over ranks: it waits, also for what a slot needs."""
+        busy = sum(each.end - each.start for each in self.slots)
+        return 1 - busy / (self.ranks * self.span)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON: slots as objects with rank, stage, kind, micro_batch, start, end, waited."""
+        slots = [
+            {"rank": t.rank, **asdict(t.slot), "start": t.start, "end": t.end, "waited": t.waited} for t in self.slots
+        ]
+        return {"ranks": self.ranks, "span": self.span, "bubble": self.bubble, "slots": slots}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule over `ranks` pipeline ranks with `virtual` stages each and a number of micro batches."""
+
+    schedule: str
+    ranks: int
+    virtual: int
+    micro_batches: int
+
+    @staticmethod
+    def of(layout: Layout, micro_batches: int) -> "Plan":
+        """The plan of a layout. Raises `UserError` where the schedule cannot be run so."""
+        check(layout, micro_batches=micro_batches)
+        return Plan(layout.pp_schedule, layout.pp, stages_per_rank(layout), micro_batches)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights come apart from those of the inputs."""
+        return self.schedule in SPLITTING
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that runs a stage."""
+        return rank_of(self.schedule, self.ranks, stage)
+
+    @cached_property
+    def orders(self) -> tuple[tuple[Slot, ...], ...]:
+        """Of each rank: its slots in order."""
+        return tuple(tuple(_ORDERS[self.schedule](self, rank)) for rank in range(self.ranks))
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """Of each rank: its slots in order, with what is sent and received between them.
+
+        A transfer stands on both ranks where, by the typical durations, its slot ends: two ranks have those between
+        them in the same order, so that none waits for one which the other comes to later.
+        """
+        events: list[tuple[float, int, int, int, Action]] = []
+        for number, timed in enumerate(self.simulate().slots):
+            events.append((timed.start, 1, number, timed.rank, timed.slot))
+            if (given := self._given(timed.slot)) is not None:
+                of, stage = given
+                peer = self.rank_of(stage)
+                if peer != timed.rank:
+                    mb = timed.slot.micro_batch
+                    events.append((timed.end, 0, number, timed.rank, Transfer("send", of, stage, mb, peer)))
+                    events.append((timed.end, 0, number, peer, Transfer("recv", of, stage, mb, timed.rank)))
+        events.sort(key=lambda event: event[:3])
+        return tuple(tuple(action for *_, on, action in events if on == rank) for rank in range(self.ranks))
+
+    def _given(self, slot: Slot) -> tuple[Literal["F", "B"], int] | None:
+        """What a slot makes for which stage."""
+        if slot.kind == "F":
+            return ("F", slot.stage + 1) if slot.stage + 1 < self.stages else None
+        return ("B", slot.stage - 1) if slot.kind in "BI" and slot.stage else None
+
+    def simulate(self, seconds: Callable[[Slot], float] | None = None, *, transfer: float = 0.0) -> Timeline:
+        """When each slot runs if it takes `seconds(slot)` (default: `TYPICAL`), and a transfer `transfer`."""
+        last = seconds or (lambda slot: TYPICAL[slot.kind])
+        ended: dict[Slot, tuple[float, int]] = {}
+        free, at, done = [0.0] * self.ranks, [0] * self.ranks, list[Timed]()
+        while any(at[rank] < len(order) for rank, order in enumerate(self.orders)):
+            moved = False
+            for rank, order in enumerate(self.orders):
+                while at[rank] < len(order) and all(need in ended for need in self._needs(order[at[rank]])):
+                    slot = order[at[rank]]
+                    ready = [end + transfer * (on != rank) for end, on in map(ended.get, self._needs(slot))]  # type: ignore[misc]
+                    start = max([free[rank], *ready])
+                    free[rank] = start + last(slot)
+                    ended[slot] = (free[rank], rank)
+                    if slot.kind == "B":  # stands for both
+                        ended[Slot(slot.stage, "I", slot.micro_batch)] = ended[slot]
+                    done.append(Timed(rank, slot, start, free[rank]))
+                    at[rank], moved = at[rank] + 1, True
+            assert moved, f"{self} waits for itself"
+        return Timeline(self.ranks, tuple(done))
+
+    def _needs(self, slot: Slot) -> list[Slot]:
+        stage, mb = slot.stage, slot.micro_batch
+        if slot.kind == "F":
+            return [Slot(stage - 1, "F", mb)] if stage else []
+        if slot.kind == "W":
+            return [Slot(stage, "I", mb)]
+        after = [Slot(stage + 1, "I", mb)] if stage + 1 < self.stages else []
+        return [Slot(stage, "F", mb), *after]
+
+    @property
+    def ideal_bubble(self) -> float | None:
+        """The closed form where a backward is one slot: (p - 1) / (v m + p - 1); None for the others."""
+        if self.schedule not in (*ONE_STAGE, "interleaved"):
+            return None
+        return (self.ranks - 1) / (self.virtual * self.micro_batches + self.ranks - 1)
+
+
+# ---- which stages a rank has -----------------------------------------------------------------------------------------
+
+
+def stages_per_rank(layout: Layout) -> int:
+    """2 where the schedule is a V, else `pp_virtual`."""
+    return 2 if layout.pp_schedule in V_SHAPED else layout.pp_virtual
+
+
+def rank_of(schedule: str, ranks: int, stage: int) -> int:
+    """The pipeline rank that runs a stage."""
+    if schedule in V_SHAPED:
+        return stage if stage < ranks else 2 * ranks - 1 - stage
+    return stage % ranks
+
+
+def check(layout: Layout, *, micro_batches: int | None = None, layers: int | None = None) -> None:
+    """Raise `UserError` where the pipeline of `layout` cannot run `micro_batches` or be cut from `layers`."""
+    if layout.pp == 1:
+        if layout.pp_virtual > 1:
+            raise UserError(f"pp_virtual {layout.pp_virtual} needs a pipeline", fix="set pp to 2 or more")
+        return
+    name, virtual, pp = layout.pp_schedule, layout.pp_virtual, layout.pp
+    if name in ONE_STAGE and virtual > 1:
+        raise UserError(
+            f"pp_schedule {name} has one stage a rank, so pp_virtual is 1, not {virtual}",
+            fix="use interleaved or zb, or leave pp_virtual out",
+        )
+    if name == "interleaved" and virtual == 1:
+        raise UserError("pp_schedule interleaved has two stages a rank or more", fix="set pp_virtual to 2 (+v2)")
+    if name in V_SHAPED and virtual > 2:
+        raise UserError(f"pp_schedule {name} has two stages a rank, not {virtual}", fix="leave pp_virtual out")
+    stages = pp * stages_per_rank(layout)
+    if layers is not None and stages > layers:
+        raise UserError(
+            f"pp {pp} x {stages_per_rank(layout)} stages a rank = {stages}, but the model has {layers} layers",
+            fix=f"at most {layers} stages",
+        )
+    if layout.pp_split != "auto":
+        read_split(layout, layers)
+    if micro_batches is not None:
+        _check_micro_batches(name, pp, micro_batches)
+
+
+def _check_micro_batches(name: str, pp: int, count: int) -> None:
+    more = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
+    if name == "dualpipev" and count < 2 * pp:
+        raise UserError(
+            f"pp_schedule dualpipev needs 2 x pp = {2 * pp} micro batches or more, and a step has {count}",
+            fix=f"raise train.global_batch_size, or lower micro_batch_size, for {2 * pp} or more", more=more,
+        )  # fmt: skip
+    rounds = max(1, count // pp)
+    if name in ("interleaved", "zb") and count % rounds:
+        raise UserError(
+            f"pp_schedule {name} runs micro batches in rounds of pp = {pp}, and a step has {count}",
+            fix=f"a multiple of {pp}, such as {count // pp * pp} or {-(-count // pp) * pp}", more=more,
+        )  # fmt: skip
+
+
+def micro_batches_for(layout: Layout) -> tuple[int, int]:
+    """(the fewest micro batches, what they must be a multiple of) that the schedule of a layout surely takes."""
+    unit = layout.pp if layout.pp_schedule in ("interleaved", "zb") and layout.pp > 1 else 1
+    return (2 * layout.pp if layout.pp_schedule == "dualpipev" and layout.pp > 1 else 1), unit
+
+
+def layers_for(layout: Layout) -> int:
+    """The fewest layers, and at least 2, that a model is cut to where the pipeline of a layout is proved."""
+    if layout.pp == 1:
+        return 2
+    return max(2, layout.pp * stages_per_rank(layout) if layout.pp_split == "auto" else sum(read_split(layout)))
+
+
+def read_split(layout: Layout, layers: int | None = None) -> tuple[int, ...]:
+    """The layers of each stage as `pp_split` says, such as 4-3-5. Raises `UserError` where they do not fit."""
+    stages = layout.pp * stages_per_rank(layout)
+    try:
+        split = tuple(int(part) for part in layout.pp_split.split("-"))
+    except ValueError:
+        raise UserError(f"pp_split {layout.pp_split!r} is not understood", fix="write auto, or as 8-8-8-6") from None
+    if len(split) != stages or min(split) < 1:
+        raise UserError(
+            f"pp_split {layout.pp_split} names {len(split)} stages, and there are {stages}, of a layer or more each",
+            fix=f"write {stages} numbers of 1 or more, or auto",
+        )
+    if layers is not None and sum(split) != layers:
+        raise UserError(
+            f"pp_split {layout.pp_split} has {sum(split)} layers, but the model has {layers}",
+            fix=f"numbers that add up to {layers}, or auto",
+        )
+    return split
+
+
+def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage: the cuts of `costs` whose dearest stage is the cheapest, and then the most even.
+
+    `first`, `last`: what the first and the last stage have besides (embedding, head).
+    """
+    edges = [0.0]
+    for cost in costs:
+        edges.append(edges[-1] + cost)
+    count = len(costs)
+
+    def cost_of(stage: int, start: int, stop: int) -> float:
+        return edges[stop] - edges[start] + first * (stage == 0) + last * (stage == stages - 1)
+
+    # best[stop]: (dearest stage, sum of squares, cuts) of the stages so far that end at layer `stop`
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for stop in range(stage + 1, count - (stages - stage - 1) + 1):
+            found[stop] = min(
+                (max(dearest, own := cost_of(stage, start, stop)), squares + own * own, (*cuts, stop - start))
+                for start, (dearest, squares, cuts) in best.items()
+                if start < stop
+            )
+        best = found
+    return best[count][2]
+
+
+# ---- the order of each schedule --------------------------------------------------------------------------------------
+
+
+def _gpipe(plan: Plan, rank: int) -> Iterator[Slot]:
+    for kind in ("F", "B"):
+        for mb in range(plan.micro_batches):
+            yield Slot(rank, kind, mb)
+
+
+def _rounds(plan: Plan, rank: int) -> Iterator[Slot]:
+    """1F1B, interleaved, and these with their weights' gradients apart."""
+    split = plan.schedule == "zb"
+    total = plan.virtual * plan.micro_batches
+    of_round = plan.micro_batches // max(1, plan.micro_batches // plan.ranks)
+    ahead = 2 if plan.schedule == "interleaved" else 1
+    warm = min(total, (plan.virtual - 1) * of_round + ahead * (plan.ranks - 1 - rank))
+    forward, backward, weights = ([0] * plan.virtual for _ in range(3))
+
+    def slot(kind: Kind, chunk: int, counts: list[int]) -> Slot:
+        counts[chunk] += 1
+        return Slot(chunk * plan.ranks + rank, kind, counts[chunk] - 1)
+
+    def chunk_back(number: int) -> int:
+        return plan.virtual - 1 - number // of_round % plan.virtual
+
+    for op in range(total + warm):
+        if op < total:
+            yield slot("F", op // of_round % plan.virtual, forward)
+        if op >= warm:
+            yield slot("I" if split else "B", chunk_back(op - warm), backward)
+            if split and op - warm >= rank:
+                yield slot("W", chunk_back(op - warm - rank), weights)
+    for number in range(max(0, total - rank), total) if split else ():
+        yield slot("W", chunk_back(number), weights)
+
+
+class _V:
+    """Counts the micro batches of a rank's two stages: 0 on the way down the V, 1 on the way up."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.stages = (rank, plan.stages - 1 - rank)
+        self.counts = {(chunk, kind): 0 for chunk in (0, 1) for kind in "FIW"}
+        self.order: list[Slot] = []
+        self.waiting: list[tuple[int, int]] = []  # weights' gradients: (chunk, micro batch)
+
+    def add(self, chunk: int, kind: Kind) -> None:
+        """The next micro batch of a stage."""
+        counted = "I" if kind == "B" else kind
+        mb = self.counts[chunk, counted]
+        self.counts[chunk, counted] += 1
+        if kind == "B":
+            self.counts[chunk, "W"] += 1
+        if kind == "I":
+            self.waiting.append((chunk, mb))
+        self.order.append(Slot(self.stages[chunk], kind, mb))
+
+    def weights(self) -> None:
+        """The weights' gradients that have waited longest, if any."""
+        if self.waiting:
+            chunk, mb = self.waiting.pop(0)
+            self.counts[chunk, "W"] += 1
+            self.order.append(Slot(self.stages[chunk], "W", mb))
+
+
+def _zbv(plan: Plan, rank: int) -> Iterator[Slot]:
+    """By hand, as in the paper; for fewer micro batches than fill the pipeline, those beyond are left out."""
+    v, count = _V(plan, rank), max(2 * plan.ranks - 1, plan.micro_batches)
+    done = v.counts
+
+    def both(chunk: int) -> None:
+        v.add(chunk, "I")
+        v.add(chunk, "W")
+
+    for _ in range(2 * (plan.ranks - rank) - 1):
+        v.add(0, "F")
+    for _ in range(rank):
+        v.add(1, "F")
+        v.add(0, "F")
+    for _ in range(plan.ranks - rank):
+        v.add(1, "F")
+        both(1)
+    while done[1, "F"] < done[0, "F"] or done[0, "F"] < count:
+        if done[0, "F"] < count:
+            v.add(0, "F")
+        both(0)
+        v.add(1, "F")
+        both(1)
+    for _ in range(rank):
+        v.add(0, "I")
+        v.add(1, "I")
+    for _ in range(plan.ranks - rank):
+        both(0)
+    for chunk in (1, 0):
+        while done[chunk, "W"] < done[chunk, "I"]:
+            v.add(chunk, "W")
+    yield from (slot for slot in v.order if slot.micro_batch < plan.micro_batches)
+
+
+def _dualpipev(plan: Plan, rank: int) -> Iterator[Slot]:
+    """The eight steps of DeepSeek's schedule, cut in half; what it overlaps comes one after the other."""
+    v, left = _V(plan, rank), plan.ranks - rank - 1
+    for _ in range(2 * left):
+        v.add(0, "F")
+    for _ in range(rank + 1):
+        v.add(0, "F")
+        v.add(1, "F")
+    for _ in range(left):
+        v.add(1, "I")
+        v.weights()
+        v.add(1, "F")
+    for _ in range(plan.micro_batches - 2 * plan.ranks + rank + 1):
+        for forward, backward in ((0, 1), (1, 0)):
+            v.add(forward, "F")
+            v.add(backward, "B")
+    for _ in range(left):
+        v.add(1, "B")
+        v.add(1, "F")
+        v.add(0, "B")
+    apart = False
+    for number in range(rank + 1):
+        for chunk, turn in ((1, 1), (0, 0)):
+            apart = apart or (number == (rank + 1) // 2 and rank % 2 == turn)
+            v.add(chunk, "I" if apart else "B")
+    for _ in range(left):
+        v.weights()
+        v.add(0, "I" if apart else "B")
+    for _ in range(rank + 1):
+        v.weights()
+    yield from v.order
+
+
+_ORDERS: dict[str, Callable[[Plan, int], Iterator[Slot]]] = {
+    "gpipe": _gpipe, "1f1b": _rounds, "interleaved": _rounds, "zb": _rounds, "zbv": _zbv, "dualpipev": _dualpipev,
+}  # fmt: skip

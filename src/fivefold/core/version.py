@@ -1,0 +1,25 @@
+"""The versions that a bug report needs, read from the packages' metadata: none of them is imported."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+_SHOWN = ("fivefold", "torch", "transformers")
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package, `not installed` when there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def versions() -> dict[str, str]:
+    """What a run computes with, fivefold first: name -> version."""
+    return {**{package: version_of(package) for package in _SHOWN}, "Python": platform.python_version()}
+
+
+def version_line() -> str:
+    """`fivefold 0.1.0 (torch 2.13.0, transformers 5.23.0, Python 3.11.7)`."""
+    own, *others = (f"{name} {number}" for name, number in versions().items())
+    return f"{own} ({', '.join(others)})"

@@ -1,0 +1,184 @@
+"""What this machine offers a training run: versions, devices, memory, and what is missing or would help.
+
+A finding is `ok`, `help` (fivefold works, something would make it better) or `missing` (fivefold does not work).
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fivefold.launch.world import cores
+from fivefold.report.table import Report
+
+State = Literal["ok", "help", "missing"]
+MIN_PYTHON = (3, 11)
+OPTIONAL = {
+    "pyarrow": "parquet files",
+    "datasets": "data of the Hugging Face hub",
+    **{name: f"log.to: [jsonl, {name}]" for name in ("tensorboard", "wandb", "mlflow", "trackio")},
+}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: what it is, how it stands, what was found, and what would help."""
+
+    what: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def examine() -> Report[Finding]:
+    """Look at everything; `ok` is false when something that fivefold needs is missing."""
+    findings = tuple(finding for look in LOOKS for finding in look())
+    missing = [finding.what for finding in findings if finding.state == "missing"]
+    closing = f"missing: {', '.join(missing)}" if missing else "all that fivefold needs is here; next: fivefold train"
+    return Report(title="fivefold doctor", rows=findings, ok=not missing, closing=closing)
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    if sys.version_info >= MIN_PYTHON:
+        yield Finding("python", "ok", f"{version} on {platform.system()} {platform.machine()}")
+    else:
+        yield Finding("python", "missing", version, "fivefold needs Python 3.11 or newer")
+
+
+def _packages() -> Iterator[Finding]:
+    """The versions of the packages that fivefold declares, against what it declares of them."""
+    for requirement in importlib.metadata.requires("fivefold") or []:
+        if "extra ==" in requirement:
+            continue
+        name = re.split(r"[<>=!~;\s\[]", requirement, maxsplit=1)[0]
+        bounds = requirement.removeprefix(name).strip()
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "missing", "not installed", f"pip install '{requirement}'")
+            continue
+        if unmet := [bound for bound in bounds.split(",") if bound and not _meets(version, bound)]:
+            yield Finding(name, "missing", f"{version}, not {unmet[0]}", f"pip install '{requirement}'")
+        elif name in ("torch", "transformers"):
+            yield Finding(name, "ok", version)
+
+
+def _meets(version: str, bound: str) -> bool:
+    """Whether `2.13.0+cpu` meets `>=2.11`; release numbers only."""
+    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\d.]+)\s*", bound)
+    if not match:
+        return True
+    have, want = (_numbers(text) for text in (version, match[2]))
+    return {">=": have >= want, "<=": have <= want, "==": have == want, "<": have < want, ">": have > want}[match[1]]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _devices() -> Iterator[Finding]:
+    if not importlib.util.find_spec("torch"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no usable GPU"
+        yield Finding("gpu", "ok", f"none ({built}): training runs on the CPU")
+    else:
+        for index in range(torch.cuda.device_count()):
+            chip = torch.cuda.get_device_properties(index)
+            yield Finding(f"gpu {index}", "ok", f"{chip.name}, {chip.total_memory / GIB:.0f} GiB")
+    import torch.distributed as dist
+
+    from fivefold import torch_internals
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding("distributed", "missing", "torch without gloo", "pip install -c constraints.txt torch")
+        return
+    if torch.cuda.is_available() and not dist.is_nccl_available():
+        yield Finding("distributed", "missing", "gloo, no NCCL", "install a torch with NCCL to use several GPUs")
+        return
+    yield Finding("distributed", "ok", "gloo and NCCL" if dist.is_nccl_available() else "gloo")
+    if lacking := torch_internals.missing():
+        advice = f"install torch {torch_internals.SUPPORTED}"
+        yield Finding("torch's interfaces", "missing", f"no {', '.join(lacking)}", advice)
+
+
+def _cpu() -> Iterator[Finding]:
+    count = cores()
+    advice = "" if count > 1 else "two workers share this core: the demo takes twice as long"
+    yield Finding("cpu", "ok" if count > 1 else "help", f"{count} cores", advice)
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return
+    flags = set(re.findall(r"\w+", cpuinfo.read_text(encoding="utf-8", errors="replace")))
+    if "amx_bf16" in flags:
+        yield Finding("bf16 on the cpu", "ok", "AMX matrix units: fast")
+    elif "avx512_bf16" in flags:
+        yield Finding("bf16 on the cpu", "ok", "AVX-512 bf16 instructions")
+    elif "avx512bw" in flags:
+        yield Finding("bf16 on the cpu", "ok", "emulated with AVX-512: no faster than fp32")
+    else:
+        yield Finding(
+            "bf16 on the cpu", "help", "no instructions: up to 100 x slower than fp32", "set precision.compute: fp32"
+        )
+
+
+def _memory() -> Iterator[Finding]:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        kib = dict(re.findall(r"(\w+):\s+(\d+) kB", meminfo.read_text(encoding="utf-8")))
+        free, total = int(kib["MemAvailable"]) * 1024 / GIB, int(kib["MemTotal"]) * 1024 / GIB
+        advice = "" if free >= 3 else "the demo needs about 3 GiB: close something"
+        yield Finding("memory", "help" if advice else "ok", f"{free:.1f} GiB free of {total:.1f}", advice)
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    advice = "" if free >= 2 else "checkpoints go to runs/: make room, or set run.dir"
+    yield Finding("disk here", "help" if advice else "ok", f"{free:.1f} GiB free", advice)
+
+
+def _compiler() -> Iterator[Finding]:
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found:
+        yield Finding("compiler", "ok", f"{found}, for train.compile on the CPU")
+    else:
+        yield Finding("compiler", "help", "none", "install g++ to let train.compile speed up the CPU")
+
+
+def _cache() -> Iterator[Finding]:
+    from fivefold.data.cache import cache_root
+
+    folder = cache_root()
+    at = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.access(at, os.W_OK):
+        yield Finding("cache", "ok", f"{folder}")
+    else:
+        yield Finding("cache", "missing", f"{folder} cannot be written", "set FIVEFOLD_CACHE to a folder of yours")
+
+
+def _extras() -> Iterator[Finding]:
+    for module, use in OPTIONAL.items():
+        if importlib.util.find_spec(module):
+            yield Finding(module, "ok", f"here, for {use}")
+        else:
+            yield Finding(module, "help", "not installed", f"pip install {module}, for {use}")
+
+
+LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python,
+    _packages,
+    _devices,
+    _cpu,
+    _memory,
+    _compiler,
+    _cache,
+    _extras,
+)

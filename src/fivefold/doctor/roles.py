@@ -1,0 +1,156 @@
+"""What tensor parallelism makes of a model, parameter by parameter: `fivefold doctor MODEL`."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fivefold.core.errors import UserError
+from fivefold.core.heads import legal_degrees
+from fivefold.core.units import human
+from fivefold.models.anatomy import Anatomy
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.partition import Partition, derive
+from fivefold.models.trace import Untraceable, trace
+from fivefold.parallel.sharding import ShardSpec
+from fivefold.parallel.tensor import shard_specs
+from fivefold.report.table import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_BYTES = {"parameters": 4, "gradients": 4, "optimizer state": 8}  # of an element: fp32 copies, AdamW's two moments
+_NARROW = 100  # columns of a terminal, below which long names are folded
+
+
+@dataclass(frozen=True)
+class RoleRow:
+    """One parameter, `*` for the layer: its role, what the first tp rank holds of it (`512/4096 x 4096`: 512 of the
+    4096 rows), and why."""
+
+    parameter: str
+    role: str
+    shard: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleReport(Report[RoleRow]):
+    """The roles, and `gib_per_rank`: what the rank that has the most keeps between two steps, by kind."""
+
+    gib_per_rank: Mapping[str, float]
+
+    def to_json(self) -> str:
+        """That of a report, and `gib_per_rank`."""
+        return json.dumps({**json.loads(super().to_json()), "gib_per_rank": self.gib_per_rank}, indent=2)
+
+    def show(self, console: "Console") -> None:
+        """A table of short names; on a narrow terminal names and reasons are folded, numbers never."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=self.title, title_justify="left", title_style="bold", box=None, header_style="dim")
+        table.add_column("parameter", overflow="fold", max_width=20 if console.width < _NARROW else None)
+        table.add_column("role", no_wrap=True)
+        table.add_column("shard", no_wrap=True)
+        table.add_column("reason", overflow="fold")
+        for name, row in zip(short_names([row.parameter for row in self.rows]), self.rows, strict=True):
+            table.add_row(*map(Text, (name, row.role, row.shard, row.reason)))
+        console.print(table if self.rows else Text(self.title, style="bold"))
+        console.print(self.closing, highlight=False)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The last parts of dotted names, as many as tell them apart: `q_proj` of `layers.*.self_attn.q_proj.weight`."""
+    parts = [name.removesuffix(".weight").split(".") for name in names]
+    length = [min(len(own), 1 + (own[-1] == "bias")) for own in parts]
+    while True:
+        short = [".".join(own[-n:]) for own, n in zip(parts, length, strict=True)]
+        seen = Counter(short)
+        again = [i for i, name in enumerate(short) if seen[name] > 1 and length[i] < len(parts[i])]
+        if not again:
+            return short
+        for i in again:
+            length[i] += 1
+
+
+def examine(model: str | Path, *, tp: int) -> RoleReport:
+    """The roles of a model (a folder, a config.json, a built-in shape, a hub id) under `tp` ranks; no weights are read.
+
+    `ok` is false where the model cannot be trained, or not under tensor parallelism. Raises `UserError` for a model
+    that cannot be read.
+    """
+    built = build_meta(load_model_config(model))
+    anatomy = Anatomy.of(built)
+    title = f"{anatomy.model_class} under tp {tp}"
+    try:
+        partition = derive(built, anatomy, trace(built, anatomy))
+    except Untraceable as error:
+        closing = f"it cannot be trained here: {error}"
+        return RoleReport(title=title, rows=(), ok=False, closing=closing, gib_per_rank={})
+    try:
+        specs = shard_specs(built, partition, tp)
+    except UserError as error:
+        specs, refusal = {}, str(error)
+    else:
+        refusal = ""
+    rows: dict[tuple[str, str], RoleRow] = {}
+    for name, parameter in built.named_parameters():
+        role = partition.roles.get(name)
+        kind, reason = (role.kind, role.reason) if role else ("replicated", "")
+        short = re.sub(r"\.\d+\.", ".*.", name).removeprefix(f"{anatomy.base}.")
+        shape = tuple(parameter.shape)
+        reason = re.sub(r" \(plan: \w+\)", "", reason)
+        rows.setdefault((short, kind), RoleRow(short, kind, _shard(specs.get(name), shape), reason))
+    sizes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    held = 0 if refusal else max(_elements(specs, sizes, rank) for rank in range(tp))
+    gib = {} if refusal else {kind: size * held / 2**30 for kind, size in _BYTES.items()}
+    closing = refusal or "\n".join((_closing(partition, anatomy), *_sizes(held, sizes, gib, tp)))
+    return RoleReport(title=title, rows=tuple(rows.values()), ok=not refusal, closing=closing, gib_per_rank=gib)
+
+
+def _elements(specs: Mapping[str, ShardSpec], sizes: Mapping[str, tuple[int, ...]], rank: int) -> int:
+    """Parameters that a tp rank holds."""
+    return sum(prod(specs[name].local_shape(rank) if name in specs else shape) for name, shape in sizes.items())
+
+
+def _sizes(held: int, sizes: Mapping[str, tuple[int, ...]], gib: Mapping[str, float], tp: int) -> list[str]:
+    whole = sum(map(prod, sizes.values()))
+    parts = ", ".join(f"{kind} {value:.2f}" for kind, value in gib.items())
+    return [
+        f"a rank of {tp} holds {human(held)} of {human(whole)} parameters",
+        f"GiB per rank: {parts}, sum {sum(gib.values()):.2f}",
+        "(fp32 with AdamW; FSDP over d ranks divides these by d)",
+        "not counted: activations, bf16 copies of the weights, buffers",
+        f"next: fivefold train ... layout=tp{tp}",
+    ]
+
+
+def _shard(spec: ShardSpec | None, shape: tuple[int, ...]) -> str:
+    if spec is None or not spec.splits:
+        return f"{' x '.join(map(str, shape))}"
+    held, cut = spec.local_shape(0), {split.dim for split in spec.splits}
+    sizes = [f"{held[dim]}/{size}" if dim in cut else str(size) for dim, size in enumerate(shape)]
+    pieces = prod(len(blocks) for blocks in spec.held[0])
+    copies = f", on {spec.replicas} ranks" if spec.replicas > 1 else ""
+    return f"{' x '.join(sizes)}{copies}{f', {pieces} pieces' if pieces > 1 else ''}"
+
+
+def _closing(partition: Partition, anatomy: Anatomy) -> str:
+    alone = partition.sequence_parallel_refusal
+    lines = [
+        f"{query} query heads, {kv} key/value heads: tp {', '.join(map(str, legal_degrees(query, kv)))}"
+        for query, kv in partition.heads
+    ]
+    lines += [
+        f"sequence parallel: {f'refused, {alone}' if alone else 'yes'}",
+    ]
+    if partition.across:
+        lines.append(f"{len(partition.across)} modules need all features of a projection: each costs two collectives")
+    proof = "tested against transformers" if partition.is_proved else "tried before it is trusted"
+    lines.append(f"the partition of {anatomy.model_class} is {proof}")
+    return "\n".join(lines)

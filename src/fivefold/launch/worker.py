@@ -1,0 +1,158 @@
+"""One worker process: `python -m fivefold.launch.worker BODY REQUEST.json`.
+
+Reads its place in the world, joins it and calls `body(request, world)`. BODY names that function, as
+`fivefold.training.run:on_worker`. The first failure of a worker is left as a file beside the logs (never a pickle),
+where the process that started the workers finds it and says it once.
+"""
+
+from fivefold.core import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # who started it has the word
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
+from fivefold.launch.failure import failure_file, leave_failure
+from fivefold.launch.memory import out_of_gpu_memory
+from fivefold.launch.watch import TELL, stack_file
+from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
+
+INTERRUPTED = interrupts.INTERRUPTED
+TERMINATED = 143  # what a shell reports for a process ended by SIGTERM
+CLOSED = CLOSED_PIPE
+
+
+def execute(name: str, request: Mapping[str, Any], world: World) -> None:
+    """Join `world` and call the body of this name in this process, as a worker that was started for it does."""
+    body = _body(name)  # imported before ranks wait for each other: that takes long, and not on all equally long
+    with join(world), _in_words(world):
+        body(request, world)
+
+
+def main(name: str, request_file: str) -> int:
+    """The exit code of this worker: 0, that of its error, 130 when interrupted."""
+    _die_with_parent()
+    make_usable()
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    logs = Path(request_file).parent
+    world = find_world(request["device"]) or alone(request["device"])
+    _log_to(logs / f"rank-{world.rank}.log", whole=not world.is_first)
+    _tell_stacks(world)
+    shown = unseen_if_need_be() if request.get("may_be_unseen") else nullcontext()
+    try:
+        with shown, _telling(logs, world.rank):
+            body = _body(name)
+            with join(world), _telling(logs, world.rank), _in_words(world):
+                body(request, world)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as stopped:  # by a signal, politely
+        return int(stopped.code or 0)
+    except UserError as error:
+        return error.exit_code
+    except Exception:
+        return RunFailed.exit_code
+    return 0
+
+
+@contextmanager
+def _telling(logs: Path, rank: int) -> Iterator[None]:
+    """Leave a failure beside the logs before it goes on: before the group closes and the other ranks fail of that."""
+    try:
+        yield
+    except Exception as error:
+        if is_closed_pipe(error):
+            raise SystemExit(CLOSED) from None
+        if not failure_file(logs, rank).exists():
+            logging.getLogger(__name__).exception("rank %s failed", rank)
+            leave_failure(logs, rank, error)
+        raise
+
+
+@contextmanager
+def _in_words(world: World) -> Iterator[None]:
+    """Inside, want of GPU memory is said as the user has to hear it."""
+    try:
+        yield
+    except Exception as error:
+        if said := out_of_gpu_memory(error, world.rank):
+            raise said from error
+        raise
+
+
+Body = Callable[[Mapping[str, Any], World], object]
+
+
+def _body(name: str) -> Body:
+    module, _, function = name.partition(":")
+    body: Body = getattr(import_module(module), function)
+    return body
+
+
+def _log_to(path: Path, *, whole: bool) -> None:
+    """Send logging to `path`; `whole` sends everything that this process prints there too."""
+    logging.raiseExceptions = False  # a log that cannot be written (a full disk) is no reason for a traceback
+    stream = path.open("w", encoding="utf-8", buffering=1)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    if whole:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for printed in (1, 2):
+            os.dup2(stream.fileno(), printed)
+
+
+def _tell_stacks(world: World) -> None:
+    """Write the stacks of all threads for the launcher: in a crash, and when it asks, even of a process whose threads
+    are kept from running Python."""
+    if world.folder and TELL is not None:
+        file = stack_file(Path(world.folder), world.rank).open("w", encoding="utf-8")
+        faulthandler.enable(file)
+        faulthandler.register(TELL, file, all_threads=True)
+
+
+def _die_with_parent() -> None:
+    """On Linux, end when the process that started this one ends, however it ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        started_by = os.environ.get(LAUNCHER)
+        if started_by and os.getppid() != int(started_by):  # it ended before it could be told of
+            raise SystemExit(TERMINATED)
+
+
+def _end(code: int) -> None:
+    """End the process at once after a failure: threads of a broken process group must not keep it alive."""
+    logging.shutdown()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    let_go()
+    if code:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        interrupts.raise_again()
+        exit_code = main(*sys.argv[1:])
+    except KeyboardInterrupt:  # while another one was being handled
+        exit_code = INTERRUPTED
+    _end(exit_code)

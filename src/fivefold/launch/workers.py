@@ -1,0 +1,168 @@
+"""The worker processes of a verb on this machine: how many, starting them, what the first that fails has left."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.layout import MESH_AXES, Layout
+from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
+from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
+from fivefold.launch.processes import Workers, private_folder
+from fivefold.launch.restart import WorkerDied
+from fivefold.launch.watch import Watch
+from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
+
+CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
+
+
+class WorkerCrashed(WorkerDied):
+    """A worker ended on an error that is not the user's; `traceback` is the text of it, for `--debug`."""
+
+    traceback = ""
+
+
+def worker_count(
+    layout: Layout, *, kind: str, devices: int, nproc: int | None, on_cpu: str = "train.device=cpu"
+) -> int:
+    """How many workers to start: the layout's product; where it holds a -1, `nproc`, else every GPU, or 2 on CPU.
+
+    Raises `UserError` with the arithmetic when `nproc` or the number of GPUs disagrees.
+    """
+    fixed = prod(degree for degree in layout.shape if degree != -1)
+    if layout.dp_shard != -1:
+        workers = layout.world
+    elif nproc is not None:
+        workers = nproc
+    else:
+        workers = devices if kind == "cuda" else -(-CPU_WORKERS // fixed) * fixed
+    with layout_advice():
+        layout.resolve(workers if nproc is None else nproc)
+    if kind == "cuda" and workers > devices:
+        raise UserError(
+            f"{_product(layout)} needs {workers} GPUs, but this machine has {devices}",
+            fix=f"choose a layout of {devices}, or {on_cpu}",
+            more="docs/layouts.md",
+        )
+    return workers
+
+
+def start_workers(body: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0) -> None:
+    """Start `workers` processes that call `body(request, world)`, and wait for them.
+
+    `body` is named as `package.module:function`; `request` is plain data for JSON and says the kind of device under
+    `device`. Rank 0 keeps this terminal; the others write to `logs/rank-N.log`. `patience`: seconds that a rank may be
+    silent (0: for ever). Raises the first failing worker's `UserError`, `WorkerCrashed` when it was no user's error,
+    `KeyboardInterrupt` on Ctrl-C.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    put_aside(logs)
+    request_file = logs / "request.json"
+    request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
+    command = [sys.executable, "-m", "fivefold.launch.worker", body, str(request_file)]
+    _run_workers(command, workers=workers, logs=logs, patience=patience)
+
+
+@contextmanager
+def layout_advice() -> Iterator[None]:
+    """Adds to the sums of a layout what to do about them and where to read more."""
+    try:
+        yield
+    except UserError as error:
+        fix = error.fix or "change the layout, or the number of workers: --nproc; dp_shard -1 takes those that are left"
+        raise type(error)(error.what, fix=fix, more=error.more or "docs/layouts.md") from None
+
+
+def gpus() -> int:
+    """GPUs that torch sees on this machine."""
+    from torch import cuda
+
+    return cuda.device_count()
+
+
+def _product(layout: Layout) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size != 1)
+
+
+def _run_workers(command: Sequence[str], *, workers: int, logs: Path, patience: float) -> None:
+    with private_folder() as folder, Workers(command, count=workers, folder=folder) as started:
+        watch, pressure = Watch(folder, started, patience), Pressure()
+        try:
+            for _ in started.turns():
+                pressure.look(started.ids)
+                if watch.found_frozen():
+                    break
+            codes = started.codes
+            frozen = watch.tell(logs)
+        finally:
+            _show_cursor()  # a killed display leaves none behind
+        if started.signals and not any(failure["is_users"] for failure in failures(logs)):
+            raise KeyboardInterrupt if started.signals[0] == signal.SIGINT else SystemExit(128 + started.signals[0])
+        if frozen or any(codes.values()):
+            raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
+
+
+def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> BaseException:
+    """What the first worker to fail left behind; failing that, what its exit code says."""
+    if INTERRUPTED in codes.values():
+        return KeyboardInterrupt()
+    if TERMINATED in codes.values() or CLOSED in codes.values():
+        return SystemExit(TERMINATED if TERMINATED in codes.values() else CLOSED)
+    killed = {rank: code for rank, code in codes.items() if code < 0 and not failure_file(logs, rank).exists()}
+    left = failures(logs)
+    if killed or not left:
+        return _killed(logs, killed or codes, pressure, needs)
+    first = left[0]
+    if first["is_users"]:
+        kind = UserError if first["exit_code"] == UserError.exit_code else RunFailed
+        return kind(first["what"], fix=first["fix"], more=first["more"])
+    more = f"log: {logs / 'rank-{}.log'.format(first['rank'])}"
+    if hang_flag(logs).exists() or first["type"] in HANGS:
+        each = "; ".join(f"rank {failure['rank']}, {failure['last'] or failure['what']}" for failure in left)
+        more = f"{each}; where they stand: {logs}/failure-*.json"
+    what = f"rank {first['rank']} stopped: {first['what']}"
+    if first["type"] == "Hung" and not first["waits"]:
+        what += f", which it does not come to: it stands in {place(first['traceback'])}"
+    crashed = WorkerCrashed(what, fix="--debug shows where", more=more)
+    crashed.traceback, crashed.cause = first["traceback"], first["what"]
+    if is_out_of_memory(first):
+        crashed.fix, crashed.comes_again = _memory_advice(pressure, needs), True
+    return crashed
+
+
+def _killed(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> WorkerDied:
+    rank, code = min(codes.items())
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    fix = None
+    comes_again = code == -signal.SIGKILL and pressure.killed
+    if comes_again:
+        cause += ": the system ran out of memory"
+        fix = _memory_advice(pressure, needs)
+    elif code == -signal.SIGKILL:
+        fix = "somebody or something outside ended it: the system still had memory"
+    more = f"log: {logs / f'rank-{rank}.log'}"
+    died = WorkerDied(f"rank {rank} {cause}{' and without a word' if code >= 0 else ''}", fix=fix, more=more)
+    died.cause, died.comes_again = cause, comes_again
+    return died
+
+
+def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
+    """What the workers took, what there is, and what can be had for less."""
+    there = room()
+    held = f"the workers held {pressure.held / GIB:.2f} GiB at most" if pressure.held else ""
+    total = f"this machine has {there.total / GIB:.2f}" if there else ""
+    limit = address_limit()
+    addresses = f"ulimit -v gives each process {limit / GIB:.2f} GiB of addresses: raise that first" if limit else ""
+    helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
+    advice = needs.advice(there.total if there else 2**62) if needs else helps
+    return "; ".join(part for part in (", ".join(filter(None, (held, total))), addresses, advice) if part)
+
+
+def _show_cursor() -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")

@@ -1,0 +1,109 @@
+"""Which features of a projection belong together, and so go to the same rank: found in the trace of a block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fivefold.models.trace import BlockTrace, Event, Untraceable, depends, gradients
+
+Owner = Literal["query", "kv", "even"]
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
+    sizes are multiples of `unit`."""
+
+    start: int
+    stop: int
+    owner: Owner
+    index: int = 0
+    unit: int = 1
+
+
+FeatureGroups = tuple[FeatureGroup, ...]
+
+
+def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, FeatureGroups]:
+    """Deals of an attention: every feature belongs to a query head or to a key/value head."""
+    query, key, value = called.inputs
+    leaves = [block.leaves[name] for name in columns]
+    owners: list[list[set[tuple[Owner, int]]]] = [[set() for _ in range(leaf.shape[-1])] for leaf in leaves]
+
+    def note(tensor: Tensor, owner: tuple[Owner, int]) -> None:
+        for mine, mask in zip(owners, depends(tensor, leaves), strict=True):
+            for feature in [] if mask is None else mask.nonzero().flatten().tolist():
+                mine[feature].add(owner)
+
+    for head in range(query.shape[1]):
+        note(query[:, head], ("query", head))
+    for head in range(key.shape[1]):
+        note(key[:, head], ("kv", head))
+        note(value[:, head], ("kv", head))
+    reads, attended = block.linear(row).inputs[0], block.leaves[f"{called.name} (attention)"]
+    size = attended.shape[-1]
+    if reads.shape[-1] != query.shape[1] * size:
+        raise Untraceable(f"{row} reads {reads.shape[-1]} features of {query.shape[1]} heads of {size}")
+    for head in range(query.shape[1]):
+        part = reads[..., head * size : (head + 1) * size]
+        if not _only_head(part, attended, head):
+            raise Untraceable(f"{row} does not read the heads of attention one after the other")
+        note(part, ("query", head))  # a gate on the output, where there is one
+    deals = {row: tuple(FeatureGroup(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
+    return deals | {name: _runs(name, mine) for name, mine in zip(columns, owners, strict=True)}
+
+
+def _only_head(part: Tensor, attended: Tensor, head: int) -> bool:
+    (grad,) = gradients(part, [attended])
+    return grad is not None and (grad != 0).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist() == [head]
+
+
+def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> FeatureGroups:
+    """Features of one owner side by side as one part."""
+    parts: list[FeatureGroup] = []
+    for feature, mine in enumerate(owners):
+        if len(mine) != 1:
+            raise Untraceable(f"feature {feature} of {name} belongs to {len(mine)} heads")
+        owner, index = next(iter(mine))
+        if parts and (parts[-1].owner, parts[-1].index) == (owner, index):
+            parts[-1] = FeatureGroup(parts[-1].start, feature + 1, owner, index)
+        else:
+            parts.append(FeatureGroup(feature, feature + 1, owner, index))
+    return tuple(parts)
+
+
+NEARBY = 64  # features that are tried until one is found that depends on a column at all
+
+
+def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, FeatureGroups]:
+    """Deals of an element-wise region: feature j of the row comes from feature j of each column, of each of its equal
+    chunks, or from neighbours. Three features are looked at."""
+    reads = block.linear(row).inputs[0]
+    width = reads.shape[-1]
+    deals: dict[str, FeatureGroups] = {row: (FeatureGroup(0, width, "even"),)}
+    for name in columns:
+        leaf = block.leaves[name]
+        times, rest = divmod(leaf.shape[-1], width)
+        if rest or not times:
+            raise Untraceable(f"{row} reads {width} features, and {name} makes {leaf.shape[-1]}")
+        seen = [_first_alive(reads, leaf, j) for j in dict.fromkeys((0, width // 2, width - 1))]
+        looked_at, found = [j for j, _ in seen], [features for _, features in seen]
+        is_chunked = found == [[j + k * width for k in range(times)] for j in looked_at]
+        if not is_chunked and found != [[j * times + k for k in range(times)] for j in looked_at]:
+            raise Untraceable(f"the features of {row} do not follow from those of {name} one by one")
+        chunks = tuple(FeatureGroup(k * width, (k + 1) * width, "even", k) for k in range(times))
+        deals[name] = chunks if is_chunked else (FeatureGroup(0, times * width, "even", unit=times),)
+    return deals
+
+
+def _first_alive(reads: Tensor, leaf: Tensor, near: int) -> tuple[int, list[int]]:
+    """The feature of `reads` nearest to `near` that depends on `leaf`, and on which of its features: behind a ReLU many
+    are dead for all of a few tokens."""
+    width = reads.shape[-1]
+    for j in sorted(range(max(0, near - NEARBY), min(width, near + NEARBY)), key=lambda j: abs(j - near)):
+        (mask,) = depends(reads[..., j], [leaf])
+        if mask is not None:
+            return j, mask.nonzero().flatten().tolist()
+    return near, []

@@ -1,0 +1,424 @@
+"""The one file that reads private or semi-private interfaces of `transformers`.
+
+`tests/models/test_hf_internals.py` holds one contract test per family: when a new minor of `transformers` moves one of
+these interfaces, those tests fail and this file is the only one to mend.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+import transformers.initialization as hf_initialization
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from fivefold.models.merged import Piece, merged
+from fivefold.torch_internals import TorchDispatchMode
+
+# How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
+PLAN_STYLES: Mapping[str, str] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "replicated_with_grad_allreduce": "local",
+}
+
+# The initialisers that `_init_weights` reaches, by the name under which both namespaces offer them.
+INITIALISERS = (
+    "uniform_", "normal_", "constant_", "ones_", "zeros_", "eye_", "dirac_", "xavier_uniform_", "xavier_normal_",
+    "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_", "sparse_", "copy_",
+)  # fmt: skip
+
+
+# Configs -------------------------------------------------------------------------------------------------------------
+
+
+def read_config_dict(source: str | Path) -> dict[str, Any]:
+    """The raw `config.json` of a local folder or a file, as written."""
+    values, _ = PreTrainedConfig.get_config_dict(str(source))
+    return dict(values)
+
+
+def config_class(model_type: str) -> type[PreTrainedConfig] | None:
+    """The config class registered for `model_type`, or None."""
+    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (it has no .get of its own)
+
+
+def config_keys(cls: type[PreTrainedConfig]) -> set[str]:
+    """Every key that a `config.json` of this class may hold."""
+    return set(cls().to_dict()) | set(cls.attribute_map)
+
+
+def make_config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
+    """A config of `model_type` from the values of a `config.json`."""
+    return AutoConfig.for_model(model_type, **{k: v for k, v in values.items() if k != "model_type"})
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def causal_lm_on_meta(
+    config: PreTrainedConfig, attention: str, model_class: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """The causal language model of `config`, in fp32 on the meta device, with the named attention function. Its class
+    is said where `AutoModelForCausalLM` does not know the config: that of a part of a larger model."""
+    make = (
+        model_class._from_config if model_class else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    )
+    with torch.device("meta"):
+        model: PreTrainedModel = make(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+    return _all_on_meta(base_first(model))
+
+
+def causal_class_name(config: PreTrainedConfig) -> str:
+    """The class of the causal language model of a config; "" where `transformers` knows none."""
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__) if known else ""
+
+
+def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """A second model of the same class and config, in fp32 on the meta device, with the named attention function."""
+    return causal_lm_on_meta(model.config, attention, type(model))
+
+
+def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """Its class made once more, in fp32 unless `options` say otherwise."""
+    made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), **{"dtype": torch.float32, **options})
+    return base_first(made)
+
+
+def base_first(model: PreTrainedModel) -> PreTrainedModel:
+    """Its head stands behind the rest, as most classes have it: a tied weight has the embedding's name in all of them
+    (of XLM-RoBERTa it would have the head's)."""
+    base = base_prefix(model)
+    for name in [each for each in model._modules if each != base and base in model._modules]:
+        model._modules[name] = model._modules.pop(name)
+    return model
+
+
+def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Some constructors draw parameters in a way that the device of a context does not reach (`torch.normal`)."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    return model
+
+
+def reference_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The unmodified model of the class and config of another in fp64 on the CPU, computing attention by itself, with
+    these values."""
+    model = _again(like, dtype=torch.float64, attn_implementation=_own_attention(like.config, type(like)))
+    select_experts(model, "eager")
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(values[name])
+    return model
+
+
+def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `config` as `transformers` makes it on the CPU, with weights of its own, computing attention by
+    itself."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config),
+        dtype=dtype,
+        attn_implementation=_own_attention(config),
+        trust_remote_code=False,
+    )
+    select_experts(model, "eager")
+    return base_first(model)
+
+
+def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a local folder as `transformers` loads it, computing attention by itself."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation=_own_attention(config), local_files_only=True,
+        use_safetensors=True, trust_remote_code=False,
+    )  # fmt: skip
+    select_experts(model, "eager")
+    return base_first(model)
+
+
+def no_progress_bars() -> None:
+    """`transformers` loads and saves without a word."""
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _own_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> str:
+    """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
+    serves = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._supports_sdpa
+    return "sdpa" if serves and not getattr(config, "attn_logit_softcapping", None) else "eager"
+
+
+def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Offer an attention function, and the mask function that goes with it, to every model under `name`."""
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+
+
+def select_attention(model: PreTrainedModel, name: str) -> None:
+    """Make every attention module of `model` call the function registered under `name`."""
+    model.set_attn_implementation(name)
+
+
+def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
+    """Offer an experts function to every model under `name`."""
+    ExpertsInterface.register(name, forward)
+
+
+def select_experts(model: PreTrainedModel, name: str) -> None:
+    """Make every module of experts of `model` call the function registered under `name` ("eager": its own code)."""
+    if any(is_experts(module) for module in model.modules()):
+        model.set_experts_implementation(name)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of all experts of a layer, and calls the experts function for them."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+
+
+def base_prefix(model: PreTrainedModel) -> str:
+    """The name of the submodule that holds everything but the head (`model` for most families). The class states it;
+    where it states another's, it is the one model that this one holds."""
+    stated = str(model.base_model_prefix)
+    held = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return held[0] if not hasattr(model, stated) and len(held) == 1 else stated
+
+
+def block_classes(model: PreTrainedModel) -> set[str]:
+    """Class names of the decoder blocks, as the model states them."""
+    return set(model._no_split_modules or ())
+
+
+def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The model's own plan: module name pattern (`*` = a layer index), from the root of the model -> style."""
+    base = base_prefix(model)
+    body = {f"{base}.{name}": style for name, style in (model.config.base_model_tp_plan or {}).items()}
+    return body | dict(type(model)._tp_plan or {})
+
+
+def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
+    """Parameters that are another's name: {name that is not stored: name that is}."""
+    return dict(model.all_tied_weights_keys)
+
+
+def model_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, str]:
+    """{name in a file: name in the model} for `stored` names that `transformers` loads under another one: of older
+    classes, and of base models, which lack the prefix. What must be computed from several tensors is left out."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
+    known = model.state_dict()
+    found: dict[str, str] = {}
+    for name in sorted(set(stored) - set(known)):
+        renamed, converter = rename_source_key(name, renamings, converters, base_prefix(model), known)
+        if converter is None and renamed in known and renamed not in (*stored, *found.values()):
+            found[name] = renamed
+    return found
+
+
+def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, tuple[Piece, ...]]:
+    """{name in the model: the pieces of it under `stored` names} for tensors that `transformers` merges, expert by
+    expert, when it loads. What it computes in any other way is left out."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    patterns = {
+        pattern: (index, len(each.source_patterns))
+        for each in converters
+        if _merges(each)
+        for index, pattern in enumerate(each.source_patterns)
+    }
+    known = model.state_dict()
+    found = []
+    for name in sorted(set(stored) - set(known)):
+        renamed, pattern = rename_source_key(name, renamings, converters, base_prefix(model), known)
+        if pattern in patterns and renamed in known:
+            number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+            if number:
+                found.append((renamed, Piece(name, int(number[1]), *patterns[pattern])))
+    return merged(found)
+
+
+def _merges(converter: WeightConverter) -> bool:
+    """Whether it stacks experts along dimension 0, several tensors of each one after the other."""
+    kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    several = len(converter.source_patterns) > 1
+    return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
+
+
+def saved_pieces(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+    """{name in the model: the pieces of it that `transformers` saves in its place}."""
+    return merged_names(model, revert_weight_conversion(model, dict(model.state_dict())))
+
+
+def saved_names(model: PreTrainedModel) -> dict[str, str]:
+    """{name in the model: the name under which `transformers` saves it}."""
+    tensors = model.state_dict()
+    saved = {id(tensor): name for name, tensor in revert_weight_conversion(model, tensors).items()}
+    return {name: saved.get(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
+    """Regular expressions of checkpoint keys that the model says may be left unread."""
+    return set(model._keys_to_ignore_on_load_unexpected or ())
+
+
+# Initialisation ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def intercepted_initialisers(receive: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Every initialiser called inside is passed to `receive(name, args, kwargs)` and is not run."""
+
+    def stand_in(name: str) -> Callable[..., torch.Tensor]:
+        def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            receive(name, (tensor, *args), kwargs)
+            return tensor
+
+        return initialise
+
+    places = [(space, name) for space in (hf_initialization, nn.init) for name in INITIALISERS]
+    originals = [(space, name, getattr(space, name)) for space, name in places if hasattr(space, name)]
+    try:
+        for space, name, _ in originals:
+            setattr(space, name, stand_in(name))
+        yield
+    finally:
+        for space, name, function in originals:
+            setattr(space, name, function)
+
+
+@contextmanager
+def untied(model: PreTrainedModel) -> Iterator[None]:
+    """Tied names hold tensors of their own inside, as in the constructor, which initialises first and ties later."""
+    originals = {name: model.get_parameter(name) for name in tied_parameters(model)}
+    try:
+        for name, tensor in originals.items():
+            _set_parameter(model, name, nn.Parameter(torch.empty_like(tensor)))
+        yield
+    finally:
+        for name, tensor in originals.items():
+            _set_parameter(model, name, tensor)
+
+
+def _set_parameter(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, tensor)
+
+
+def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the constructors of a model like this one compute, before any initialiser runs,
+    on the CPU; not those that they draw, or leave without values (these never take memory)."""
+    builds = []
+    for seed in (0, 1):
+        empty_on_meta = _EmptyOnMeta()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), empty_on_meta:
+            torch.manual_seed(seed)
+            model = _again(like)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        builds.append({name: tensor.detach() for name, tensor in tensors if not tensor.is_meta})
+    one, other = builds
+    return {name: values for name, values in one.items() if name in other and torch.equal(values, other[name])}
+
+
+class _EmptyOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, memory that is asked for without values is on the meta device."""
+
+    _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = {"device": torch.device("meta")} if func._schema.name in self._EMPTY else {}
+        return func(*args, **{**(kwargs or {}), **device})
+
+
+def initialise_again(model: PreTrainedModel) -> None:
+    """Run the model's own initialisation over every module, whether or not it has run before."""
+    marked: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
+    for item in marked:
+        if hasattr(item, "_is_hf_initialized"):
+            del item._is_hf_initialized
+    model.initialize_weights()
+
+
+# Linears -------------------------------------------------------------------------------------------------------------
+
+# Class -> (dimension of the outputs in its weight, of the inputs, attributes that hold the two sizes). A class that is
+# derived from one of them (an adapter's, a quantised one's) is a linear too. No norm is known by its class: the trace
+# sees what it does.
+LINEARS: Mapping[type[nn.Module], tuple[int, int, tuple[str, str]]] = {
+    nn.Linear: (0, 1, ("out_features", "in_features")),
+    Conv1D: (1, 0, ("nf", "nx")),
+}
+
+
+def linear_dims(module: nn.Module) -> tuple[int, int] | None:
+    """Of a linear: which dimension of its weight are the outputs, and which the inputs. None for other modules, and for
+    those of a derived class that do something else (Llama 4's router is an `nn.Linear` that picks experts)."""
+    known = _registered(module)
+    if known is None or not (is_plain_linear(module) or _maps_features(module, *LINEARS[known][:2])):
+        return None
+    return LINEARS[known][:2]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether its class computes what the registered one does, and nothing else."""
+    known = _registered(module)
+    return known is not None and type(module).forward is known.forward
+
+
+def set_linear_sizes(module: nn.Module) -> None:
+    """Make a linear's size attributes those of its weight."""
+    known = _registered(module)
+    assert known is not None, f"{type(module).__name__} is no linear"
+    out_dim, in_dim, (outputs, inputs) = LINEARS[known]
+    weight = cast(torch.Tensor, module.weight)
+    setattr(module, outputs, weight.shape[out_dim])
+    setattr(module, inputs, weight.shape[in_dim])
+
+
+def _registered(module: nn.Module) -> type[nn.Module] | None:
+    return next((each for each in LINEARS if isinstance(module, each)), None)
+
+
+def _maps_features(module: Any, out_dim: int, in_dim: int) -> bool:
+    """Whether the forward of its own class makes one tensor [1, 1, outputs] of [1, 1, inputs]: tried on meta."""
+    trial = copy.copy(module)
+    for kind in ("_parameters", "_buffers"):
+        own = vars(module)[kind].items()
+        vars(trial)[kind] = {name: t if t is None else nn.Buffer(torch.empty_like(t, device="meta")) for name, t in own}
+    shape, dtype = module.weight.shape, module.weight.dtype
+    try:
+        with torch.no_grad():
+            out = type(module).forward(trial, torch.empty(1, 1, shape[in_dim], dtype=dtype, device="meta"))
+    except Exception:  # the class's own code
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, 1, shape[out_dim])
+
+
+# What attention modules call their numbers of heads, for models that cut a fused projection by them.
+HEAD_COUNTS = {
+    "num_heads": "query", "num_attention_heads": "query", "n_head": "query",
+    "num_key_value_heads": "kv", "num_kv_heads": "kv",
+}  # fmt: skip
+FEATURE_COUNTS = ("split_size", "embed_dim", "hidden_size")  # features of all query heads

@@ -1,0 +1,211 @@
+"""Attention of a part of each row: the single-device arithmetic under context parallelism.
+
+A rank has blocks of every row. What the tokens of a block see has two shapes, whatever the documents are:
+
+- the *diagonal*: queries and keys of one block. Cut at the block's edges, documents are documents: `packed.py`;
+- *rectangles*: queries of a block, keys before it. Only the one document that reaches into the block from before has
+  any, so there is at most one rectangle per row and pair of blocks. Every query of it sees every key, or, under a
+  window, a band of them. It is trimmed so that each query sees a key: a softmax over nothing would be a number, too.
+
+Partial results carry their log-sum-exp and are merged by it in fp32 (fp64). Given the merged output and log-sum-exp,
+the backward kernels are exact part by part. No [T, T] mask exists.
+
+Legend: B rows, T tokens of a row, L of them on this rank, S keys; H query heads, G key/value heads, D head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fivefold.models import kernels
+from fivefold.models.kernels import AttentionParams, precise
+
+Block = tuple[int, int]  # [start, stop) of the tokens of a row
+Blocks = tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class OffdiagonalBlock:
+    """Queries against keys that come before them: slices of what a rank holds of the queries, and of the keys.
+
+    `ahead`: positions from the first key to the first query. `is_band`: some key is out of the window of some query.
+    """
+
+    rows: slice | list[int]
+    queries: slice
+    keys: slice
+    ahead: int
+    is_band: bool
+
+
+def joined(blocks: Sequence[Block]) -> Blocks:
+    """Neighbouring blocks as one, empty ones dropped."""
+    found: list[Block] = []
+    for start, stop in blocks:
+        if start == stop:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
+    """Places [first, last) of the tokens that the blocks hold one after the other."""
+    found, at = [], 0
+    for start, stop in blocks:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return tuple(found)
+
+
+def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
+    """Document bounds over the B*L tokens of these blocks (int32, CPU), for bounds `edges` over all B*T: the edges of
+    blocks end documents too, what crosses them is in the rectangles."""
+    held = sum(stop - start for start, stop in blocks)
+    found = {rows * held}
+    by_row = _by_row(edges, rows, length)
+    for row in range(rows):
+        offset = row * held
+        for start, stop in blocks:
+            found.add(offset)
+            found.update(offset + edge - start for edge in by_row[row] if start < edge < stop)
+            offset += stop - start
+    return torch.tensor(sorted(found), dtype=torch.int32, device="cpu")
+
+
+@lru_cache(maxsize=256)
+def offdiagonal_blocks(
+    edges: tuple[int, ...], rows: int, length: int, queries: Blocks, keys: Blocks, window: int | None
+) -> tuple[OffdiagonalBlock, ...]:
+    """The rectangles of these blocks of queries and keys in rows of `length` tokens with document bounds `edges`.
+
+    A key block may hold the query block, or be held: what stands before its first token counts.
+    """
+    found: dict[tuple[int, int, int, int, int, bool], list[int]] = {}
+    by_row = _by_row(edges, rows, length)
+    for row in range(rows):
+        for (a, b), at in _offsets(queries):
+            first, last = _document(by_row[row], a)
+            for (s, e), key_at in _offsets(keys):
+                trimmed = _trimmed(a, min(b, last), max(s, first), min(e, a), window)
+                if trimmed is not None:
+                    q0, q1, k0, k1 = trimmed
+                    is_band = window is not None and q1 - 1 - k0 >= window
+                    place = (at + q0 - a, at + q1 - a, key_at + k0 - s, key_at + k1 - s, q0 - k0, is_band)
+                    found.setdefault(place, []).append(row)
+    return tuple(
+        OffdiagonalBlock(slice(None) if len(alike) == rows else alike, slice(q0, q1), slice(k0, k1), ahead, is_band)
+        for (q0, q1, k0, k1, ahead, is_band), alike in found.items()
+    )
+
+
+def _trimmed(q0: int, q1: int, k0: int, k1: int, window: int | None) -> tuple[int, int, int, int] | None:
+    """Without the keys that no query sees and the queries that see no key; None where nothing is left."""
+    if window is not None:
+        k0, q1 = max(k0, q0 - window + 1), min(q1, k1 - 1 + window)
+    return (q0, q1, k0, k1) if q0 < q1 and k0 < k1 else None
+
+
+def _by_row(edges: tuple[int, ...], rows: int, length: int) -> list[list[int]]:
+    """The edges of each row's documents, from the row's start: 0 first, `length` last."""
+    assert edges[0] == 0 and edges[-1] == rows * length, f"bounds {edges[0]}..{edges[-1]} for {rows} x {length} tokens"
+    found: list[list[int]] = [[0] for _ in range(rows)]
+    for edge in edges[1:]:
+        row, at = divmod(edge - 1, length)
+        found[row].append(at + 1)
+    assert all(row[-1] == length for row in found), "a document crosses from one row to the next"
+    return found
+
+
+def _document(edges: Sequence[int], token: int) -> Block:
+    """The document that holds a token."""
+    start = max(edge for edge in edges if edge <= token)
+    return start, min(edge for edge in edges if edge > token)
+
+
+def _offsets(blocks: Blocks) -> Iterator[tuple[Block, int]]:
+    """Blocks with where they begin in what holds them one after the other."""
+    at = 0
+    for block in blocks:
+        yield block, at
+        at += block[1] - block[0]
+
+
+# ---- one rectangle, forward and backward -----------------------------------------------------------------------------
+
+
+def forward(
+    part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp [b,H,l,D], [b,H,l] of the rectangle's rows and queries."""
+    q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
+    kernel = _kernel(part, q, rule)
+    if kernel == "cpu":
+        out, lse = kernels.cpu_forward(q, k, v, rule, causal=False)
+    elif kernel == "flash":
+        out, lse = kernels.flash_forward(q, k, v, rule)
+    else:
+        out, lse = kernels.blockwise_forward(q, k, v, rule, ahead=part.ahead)
+    return out, lse
+
+
+def backward(
+    part: OffdiagonalBlock,
+    grad: Tensor,
+    q_BLHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rule: AttentionParams,
+) -> kernels.Gradients:
+    """Gradients [b,H or G,.,D] of the rectangle's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
+    q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
+    g, o, stat = (each[part.rows, part.queries].transpose(1, 2) for each in (grad, out, lse))
+    kernel = _kernel(part, q, rule)
+    if kernel == "cpu":
+        return kernels.cpu_backward(g, q, k, v, o, stat, rule, causal=False)
+    if kernel == "flash":
+        return kernels.flash_backward(g, q, k, v, o, stat, rule)
+    return kernels.blockwise_backward(g, q, k, v, o, stat, rule, ahead=part.ahead)
+
+
+def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor) -> None:
+    """Join what a rectangle's keys add into the output and log-sum-exp of the other keys, in place."""
+    more, more_lse = out_bHlD.transpose(1, 2).to(out_BLHD.dtype), lse_bHl.transpose(1, 2)
+    out, lse = out_BLHD[part.rows, part.queries], lse_BLH[part.rows, part.queries]
+    both = torch.logaddexp(lse, more_lse)
+    weight, more_weight = ((each - both).exp().unsqueeze(-1) for each in (lse, more_lse))
+    out_BLHD[part.rows, part.queries] = out * weight + more * more_weight
+    lse_BLH[part.rows, part.queries] = both
+
+
+def add(total_BLxD: Tensor, rows: slice | list[int], tokens: slice, more_bxlD: Tensor) -> None:
+    """Add a rectangle's gradient of q, k or v to the rank's, in place."""
+    total_BLxD[rows, tokens] += more_bxlD.transpose(1, 2).to(total_BLxD.dtype)
+
+
+def _taken(part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q = q_BLHD[part.rows, part.queries].transpose(1, 2)
+    k, v = (each[part.rows, part.keys].transpose(1, 2) for each in (k_BSGD, v_BSGD))
+    return q, k, v
+
+
+def _kernel(part: OffdiagonalBlock, q_bHlD: Tensor, rule: AttentionParams) -> str:
+    """Which kernel of `kernels.py` serves a rectangle."""
+    if part.is_band or rule.softcap is not None:
+        return "blockwise"
+    if q_bHlD.device.type == "cpu":
+        return "cpu"
+    is_short = q_bHlD.dtype in (torch.bfloat16, torch.float16) and q_bHlD.shape[3] <= 256 and q_bHlD.shape[3] % 8 == 0
+    return "flash" if q_bHlD.device.type == "cuda" and is_short else "blockwise"
+
+
+__all__ = ["AttentionParams", "Block", "Blocks", "OffdiagonalBlock", "precise"]

@@ -1,0 +1,251 @@
+"""How the ranks of a context exchange what attention needs of each other's tokens.
+
+A `Ring` or a `AllGatherKV` brings keys and values from other tokens to the queries of a rank, and takes their gradients
+home. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) brings all tokens of some heads to each rank instead.
+
+Keys and values travel as the model made them: each key/value head once, in the type that the model computes in.
+
+Legend: B rows, L tokens of a rank, n ranks, T = n L, h heads, G key/value heads, D head size; "kv" is keys and values,
+[2,B,L,G,D]; "tokens" are the blocks of a row that each rank of the group has.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.models.offdiagonal import Blocks, narrowed
+from fivefold.parallel.collectives import Collective
+
+_functional = torch.ops._c10d_functional  # see ops.py
+Tokens = tuple[Blocks, ...]
+Pending = Callable[[], Tensor]  # waits for a tensor that is on its way
+
+
+class Exchange(Protocol):
+    """How keys and values come to the queries, in parts. Every rank of the group goes through the same steps."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
+        """(blocks of a row, their kv) that the queries are held against, this rank's own first. What comes next travels
+        while a part is worked on, from the moment the first is asked for."""
+
+    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
+        """Send the gradient of part `step` (from 0) home in the type `wire`; what comes home for this rank's kv."""
+
+    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
+        """The collectives of `forwards` forward passes and one backward pass over kv of `token_bytes` per token."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Keys and values go round: what a rank works on, it sends on meanwhile (arXiv:2310.01889).
+
+    They go to the rank before, for those see the most of a rank's tokens: each sends on what ranks still to come see,
+    and in zigzag order that is what the next one sees, never more. Gradients go straight to the owner of the keys and
+    are added up there in fp32. As a running sum that goes round with them they would be rounded on every rank, or take
+    twice the bytes, and wait for each other.
+    """
+
+    group: dist.ProcessGroup
+    axis: str
+
+    def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
+        rank, size = self.group.rank(), self.group.size()
+        for step in range(size):
+            arriving = None
+            if step < size - 1:
+                sent, received = self._of_keys(step + 1, tokens)
+                arriving = self._swap(kv[:, :, :sent], -1, received)
+            yield narrowed(tokens[(rank + step) % size], 0, kv.shape[2]), kv
+            if arriving is not None:
+                kv = arriving()
+
+    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
+        if step == 0:
+            return lambda: grad
+        sent, received = self._of_gradients(step, tokens)
+        return self._swap(grad[:, :, :sent].to(wire), step, received)
+
+    def _of_keys(self, step: int, tokens: Tokens) -> tuple[int, int]:
+        """Of how many tokens keys and values are sent, and received: in part `step`, from 1."""
+        rank, size = self.group.rank(), self.group.size()
+        return carried(tokens, (rank + step - 1) % size, step), carried(tokens, (rank + step) % size, step)
+
+    def _of_gradients(self, step: int, tokens: Tokens) -> tuple[int, int]:
+        """Of how many tokens gradients are sent, and received: those that were seen."""
+        rank, size = self.group.rank(), self.group.size()
+        owner, user = (rank + step) % size, (rank - step) % size
+        return seen(tokens[rank], tokens[owner]), seen(tokens[user], tokens[rank])
+
+    def _swap(self, kv: Tensor, distance: int, tokens: int) -> Pending:
+        """Send to the rank `distance` further on, receive the kv of `tokens` tokens from the one as far behind."""
+        rank, size, sent = self.group.rank(), self.group.size(), kv.contiguous()
+        received = kv.new_empty(*kv.shape[:2], tokens, *kv.shape[3:])
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=self.group, group_peer=(rank + distance) % size),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(rank - distance) % size),
+            ]
+        )
+
+        def wait(_: Tensor = sent) -> Tensor:  # which must live until it has been sent
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
+
+    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
+        size = self.group.size()
+        swaps, volume = (size - 1) * (forwards + 2), [0, 0]  # backward: round once more, and gradients home
+        for step in range(1, size):
+            for at in (0, 1):
+                keys, gradients = self._of_keys(step, tokens)[at], self._of_gradients(step, tokens)[at]
+                volume[at] += ((forwards + 1) * keys + gradients) * token_bytes
+        return [Collective(self.axis, kind, swaps, each) for kind, each in zip(("send", "recv"), volume, strict=True)]
+
+
+def seen(queries: Blocks, keys: Blocks) -> int:
+    """How many of the tokens of `keys`, from the first, some query may see: those before the last block of `queries`.
+
+    Of documents and windows nothing is asked: how much travels is to be known before them.
+    """
+    last = queries[-1][0]
+    return sum(max(0, min(stop, last) - start) for start, stop in keys)
+
+
+def carried(tokens: Tokens, owner: int, step: int) -> int:
+    """How many of its tokens leave for the rank `step` before `owner`: what that one and those after it see."""
+    size = len(tokens)
+    return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))
+
+
+@dataclass(frozen=True)
+class AllGatherKV:
+    """Keys and values of all tokens on every rank, in the row's order, as Llama 3 was trained (arXiv:2407.21783).
+
+    Gradients are dealt to the owners of the keys and added up there in fp32, as a ring's are: a reduce-scatter would
+    add them up in the type that they travel in.
+    """
+
+    group: dist.ProcessGroup
+    axis: str
+
+    def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
+        arriving = _functional.all_gather_into_tensor(kv, len(tokens), self.group.group_name)
+        yield (), kv  # its own come again among all
+        stacked = _functional.wait_tensor(arriving).view(len(tokens), *kv.shape)
+        yield ((0, len(tokens) * kv.shape[2]),), in_order(stacked, tokens, 2)
+
+    def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
+        if step == 0:
+            return lambda: grad
+        each = [1] * len(tokens)
+        dealt = by_rank(grad.to(wire), tokens, 2)
+        arriving = _functional.all_to_all_single(dealt, each, each, self.group.group_name)
+        return lambda: _functional.wait_tensor(arriving).sum(0, dtype=grad.dtype)
+
+    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
+        whole, gathers = length_of(tokens) * token_bytes, forwards + 1
+        return [
+            Collective(self.axis, "all_gather", gathers, gathers * whole),
+            Collective(self.axis, "all_to_all", 1, whole),
+        ]
+
+
+def length_of(tokens: Tokens) -> int:
+    """The tokens of a row."""
+    return sum(stop - start for blocks in tokens for start, stop in blocks)
+
+
+# ---- heads for tokens ------------------------------------------------------------------------------------------------
+
+
+def ulysses_all_to_all(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+    """[B,L,n,h,D] -> [B,T,h,D]: rank i is sent the heads [:, :, i] of the tokens of all ranks, in the row's order."""
+    return _HeadsForTokens.apply(x_BLnhD, group, tokens)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def tokens_for_heads(x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+    """[B,T,h,D] -> [B,L,n,h,D]: the way back."""
+    return _TokensForHeads.apply(x_BThD, group, tokens)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+        ctx.group, ctx.tokens = group, tokens
+        return _to_heads(x_BLnhD, group, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_tokens(grads[0], ctx.group, ctx.tokens), None, None
+
+
+class _TokensForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+        ctx.group, ctx.tokens = group, tokens
+        return _to_tokens(x_BThD, group, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(grads[0], ctx.group, ctx.tokens), None, None
+
+
+def _to_heads(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+    return in_order(_dealt(x_BLnhD.movedim(2, 0), group), tokens, 1)
+
+
+def _to_tokens(x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+    return _dealt(by_rank(x_BThD, tokens, 1), group).movedim(0, 2)
+
+
+def _dealt(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x[i] to rank i; what rank i sent becomes [i]."""
+    each = [1] * group.size()
+    return _functional.wait_tensor(  # type: ignore[no-any-return]
+        _functional.all_to_all_single(x_nx.contiguous(), each, each, group.group_name)
+    )
+
+
+# ---- rows of all ranks -----------------------------------------------------------------------------------------------
+
+
+def gathered(x_BLx: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
+    """[B,L,...] on each rank -> [B,T,...] in the order of the row."""
+    stacked = _functional.all_gather_into_tensor(x_BLx.contiguous(), len(tokens), group.group_name)
+    return in_order(_functional.wait_tensor(stacked).view(len(tokens), *x_BLx.shape), tokens, 1)
+
+
+def in_order(x_nxLx: Tensor, tokens: Tokens, dim: int) -> Tensor:
+    """The tokens of all ranks, rank r's in x[r] along `dim`, in the order of the row."""
+    return torch.cat([x_nxLx[rank].narrow(dim, at, size) for rank, at, size in _places(tokens)], dim)
+
+
+def by_rank(x_xTx: Tensor, tokens: Tokens, dim: int) -> Tensor:
+    """The other way round: [n, ...]."""
+    size = x_xTx.shape[dim] // len(tokens)
+    out = x_xTx.new_empty(len(tokens), *x_xTx.shape[:dim], size, *x_xTx.shape[dim + 1 :])
+    whole_at = 0
+    for rank, at, length in _places(tokens):
+        out[rank].narrow(dim, at, length).copy_(x_xTx.narrow(dim, whole_at, length))
+        whole_at += length
+    return out
+
+
+def _places(tokens: Sequence[Blocks]) -> list[tuple[int, int, int]]:
+    """(rank, where a block begins in what the rank holds, its length), in the order of the row."""
+    found = []
+    for rank, blocks in enumerate(tokens):
+        at = 0
+        for start, stop in blocks:
+            found.append((start, rank, at, stop - start))
+            at += stop - start
+    return [(rank, at, length) for _, rank, at, length in sorted(found)]

@@ -1,0 +1,242 @@
+"""The curves of a run: a small SVG for each thing measured, over steps.
+
+They are whole without a script; `curves.js` redraws them over tokens or hours and reads their values under the pointer,
+from the numbers that each carries as JSON.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from fivefold.core.units import human
+
+POINTS = 400  # of a curve; of more, neighbours are averaged
+DOTTED = 60  # curves of fewer points show each
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420.0, 190.0, 44.0, 10.0, 8.0, 22.0  # pixels, of a panel and around it
+RIGHT_AXIS = 44.0  # pixels where the right side has labels too
+LABELS = {
+    "train/loss": "training", "eval/loss": "validation",
+    "memory/peak_gib": "allocated", "memory/peak_reserved_gib": "reserved",
+}  # fmt: skip
+LOSS = "loss, nats per token"
+_PANELS = (
+    (LOSS, ("train/loss", "eval/loss")),
+    ("gradient norm, before clipping", ("train/grad_norm",)),
+    ("tokens per second", ("perf/tokens_per_second",)),
+    ("step time, s", ("perf/step_seconds",)),
+    ("learning rate", ("train/learning_rate",)),
+    ("peak memory of a rank, GiB", ("memory/peak_gib", "memory/peak_reserved_gib")),
+    ("TFLOP/s per device", ("perf/tflops_per_device",)),
+    ("model FLOPs utilisation, %", ("perf/mfu_pct",)),
+    ("data wait, % of the step time", ("perf/data_wait_pct",)),
+)
+_LEFT_OUT = (
+    "step", "train/tokens_seen", "train/skipped_steps", "perf/tokens_per_second_per_device", "perf/elapsed_seconds",
+)  # fmt: skip
+
+
+class Point(NamedTuple):
+    """A value, and where it lies on each of the x axes; None: not recorded."""
+
+    step: float
+    value: float
+    tokens: float | None = None
+    hours: float | None = None
+
+
+Curve = list[Point]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What is drawn in one place: curves by name."""
+
+    title: str
+    curves: Mapping[str, Curve]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened after a step: `kind` is how it is drawn."""
+
+    step: float
+    kind: str
+    what: str
+
+
+class Line(NamedTuple):
+    """A curve as a path, and its points where they are few."""
+
+    path: str
+    dots: str
+
+
+class Tick(NamedTuple):
+    """Where a label stands, in pixels, and what stands across from it."""
+
+    at: float
+    label: str
+    right: str = ""
+
+
+@dataclass(frozen=True)
+class PanelDrawing:
+    """A panel in pixels. `data`: its numbers, for the script."""
+
+    title: str
+    legend: Sequence[str]
+    right: str  # what the labels on the right side are
+    ticks: Sequence[Tick]
+    lines: Sequence[Line]
+    data: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """All panels, over one axis. `data`: the numbers that they share."""
+
+    panels: Sequence[PanelDrawing]
+    ticks: Sequence[Tick]
+    marks: Sequence[tuple[float, Mark]]
+    end: float  # pixels to the right end of the axis
+    averaged: bool
+    data: str
+
+
+def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Of `metrics.jsonl`: what is known by name first, then everything else that was measured."""
+    known = {name for _, names in _PANELS for name in names}
+    others = dict.fromkeys(name for row in rows for name in row if name not in (*known, *_LEFT_OUT))
+    found = []
+    for title, names in (*_PANELS, *((name, (name,)) for name in others)):
+        curves = {name: values for name in names if (values := _curve(rows, name))}
+        if curves:
+            found.append(Panel(title, curves))
+    return found
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> Curve:
+    """Its numbers; at most `POINTS`, each the mean of neighbours."""
+    measured = [row for row in rows if _is_number(row, name)]
+    values = [Point(row["step"], row[name], row.get("train/tokens_seen"), _hours(row)) for row in measured]
+    size = -(-len(values) // POINTS) or 1
+    groups = [values[at : at + size] for at in range(0, len(values), size)]
+    return [Point(*map(_mean, zip(*group, strict=True))) for group in groups]  # type: ignore[arg-type]
+
+
+def _hours(row: Mapping[str, Any]) -> float | None:
+    return row["perf/elapsed_seconds"] / 3600 if _is_number(row, "perf/elapsed_seconds") else None
+
+
+def _is_number(row: Mapping[str, Any], name: str) -> bool:
+    return isinstance(row.get(name), int | float) and math.isfinite(row[name])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def draw(found: Sequence[Panel], marks: Sequence[Mark], *, averaged: bool) -> Drawing:
+    """The panels in pixels, over steps, with what happened on the way."""
+    points = {_grid(curve): curve for each in found for curve in each.curves.values()}
+    grids = list(points)
+    first, last = min(grid[0] for grid in grids), max(grid[-1] for grid in grids)
+    xs = {
+        "steps": [[_short(step) for step in grid] for grid in grids],
+        "tokens": [[_short(point.tokens) for point in points[grid]] for grid in grids],
+        "hours": [[_short(point.hours) for point in points[grid]] for grid in grids],
+    }
+    shown = [mark for mark in marks if first <= mark.step <= last]
+    data: dict[str, Any] = {
+        "box": [WIDTH, HEIGHT, LEFT, TOP, BOTTOM],
+        "xs": {name: lists for name, lists in xs.items() if all(None not in each for each in lists)},
+        "marks": [mark.step for mark in shown],
+    }
+    right = RIGHT_AXIS if any(each.title == LOSS for each in found) else RIGHT
+    data["right"] = right
+    span = (first, last if last > first else first + 1)
+    return Drawing(
+        [_panel(each, grids, span, right) for each in found],
+        [Tick(_x(tick, span, right), human(tick)) for tick in nice(*span, 5, whole=True)],
+        [(_x(mark.step, span, right), mark) for mark in shown],
+        WIDTH - right,
+        averaged,
+        _json(data),
+    )
+
+
+def _panel(panel: Panel, grids: Sequence[tuple[float, ...]], span: tuple[float, float], right: float) -> PanelDrawing:
+    values = [point.value for curve in panel.curves.values() for point in curve]
+    ticks = nice(min(values), max(values), 5)
+    low, high = min(ticks[0], *values), max(ticks[-1], *values)
+    if high <= low:  # a constant lies in the middle
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+
+    def y(value: float) -> float:
+        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    lines, data = [], []
+    for name, curve in panel.curves.items():
+        places = [f"{_x(point.step, span, right):.1f} {y(point.value):.1f}" for point in curve]
+        dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
+        lines.append(Line("M" + "L".join(places), dots))
+        data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], LABELS.get(name, name)])
+    is_loss = panel.title == LOSS
+    labels = [
+        Tick(y(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks
+    ]
+    legend = [LABELS.get(name, name) for name in panel.curves] if len(panel.curves) > 1 else []
+    return PanelDrawing(
+        panel.title, legend, "perplexity" if is_loss else "", labels, lines,
+        _json({"y": [low, high], "lines": data, "loss": is_loss}),
+    )  # fmt: skip
+
+
+def _grid(curve: Curve) -> tuple[float, ...]:
+    """Where a curve has points; most of a run's have the same."""
+    return tuple(point.step for point in curve)
+
+
+def _x(value: float, span: tuple[float, float], right: float) -> float:
+    return LEFT + (value - span[0]) / (span[1] - span[0]) * (WIDTH - LEFT - right)
+
+
+def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """About `count` round numbers from `low` to `high`; at least one."""
+    span = (high - low) or abs(low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= count)
+    step = max(step, 1.0) if whole else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)] or [low]
+
+
+def label(tick: float, ticks: Iterable[float]) -> str:
+    """Short, and all of an axis alike."""
+    largest = max(abs(each) for each in ticks)
+    if largest >= 1000:
+        return human(tick) if tick else "0"
+    if 0 < largest < 0.001:
+        return f"{tick:.0e}".replace("e-0", "e-") if tick else "0"
+    return f"{tick:.6g}"
+
+
+def perplexity(loss: float) -> str:
+    """e to the power of a loss, in three digits."""
+    return human(math.exp(loss)) if loss < 100 else "∞"
+
+
+def _short(value: float | None) -> float | int | None:
+    """Five digits are enough for a curve."""
+    if value is None:
+        return None
+    rounded = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+    return int(rounded) if float(rounded).is_integer() else rounded
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,55 @@
+"""Templates to text: every page is one HTML file that needs nothing else."""
+
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fivefold.core.files import replace, writing
+from fivefold.core.version import versions
+from fivefold.report.slices import SliceMap
+
+
+def render(
+    template: str, package: str, maps: Iterable[SliceMap], filters: Mapping[str, Callable[..., str]], *,
+    script: Path | None = None, **values: Any,
+) -> str:  # fmt: skip
+    """The page that `template` of `package` makes of `values`. `maps`: the slice maps on it; `script`: the one script
+    that its policy lets a browser run, by its hash."""
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.report", ".")]),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {"pixels": lambda value: f"{value:.1f}".removesuffix(".0"), **filters}
+    stripes = sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")})
+    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    text = script.read_text(encoding="utf-8") if script else ""
+    return environment.get_template(template).render(
+        stripes=stripes,
+        versions=list(versions().items()),
+        when=when,
+        script=Markup(text),
+        policy=_policy(text),
+        **values,
+    )
+
+
+def _policy(script: str) -> str:
+    """Nothing is fetched, and no script runs but this one, if any."""
+    allowed = f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'; " if script else ""
+    return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:"
+
+
+def write(html: str, path: Path, *, instead: str) -> None:
+    """Write a page to `path`, whose folder is made where it is missing. `instead`: how to name another place.
+
+    Raises `UserError` where it cannot be written.
+    """
+    with writing(path, instead=instead):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, html.encode())

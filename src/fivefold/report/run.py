@@ -1,0 +1,229 @@
+"""`fivefold report`: the page of a run, from what lies in its folder. `run.html.j2` lays it out."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from statistics import median
+from typing import Any
+
+import yaml
+
+from fivefold.config import RunConfig, load_config
+from fivefold.core import history
+from fivefold.core.errors import UserError
+from fivefold.core.json_lines import read
+from fivefold.core.nearby import is_run, runs
+from fivefold.core.step_folders import steps
+from fivefold.core.terminal import shown
+from fivefold.core.units import human, human_bytes
+from fivefold.report import curves, story
+from fivefold.report.boxes import Figure
+from fivefold.report.load import heat
+from fivefold.report.names import ranks_text
+from fivefold.report.render import render, write
+from fivefold.report.slices import places, slice_map
+from fivefold.report.timeline import timeline
+
+SCRIPT = Path(__file__).with_name("curves.js")
+SAMPLES = 12  # the last ones are shown
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text, without its prompt."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The collectives of a step that some ranks issue alike. `rows`: axis, kind, how many, their size in words."""
+
+    ranks: str
+    rows: tuple[tuple[str, str, int, str], ...]
+
+
+def main(run: Path, out: Path | None = None) -> Path:
+    """Write the page of the run folder `run` to `out` (None: `report.html` in it) and return where it lies.
+
+    Raises `UserError` when that is no run folder, or the run has not come to its first step.
+    """
+    check_run(run)
+    config = load_config(run)
+    rows = read(run / "metrics.jsonl").rows
+    if not rows:
+        raise UserError(
+            f"{run} has no metrics yet: nothing was trained", fix=f"train it first: fivefold train {quote(str(run))}"
+        )
+    path = out or run / "report.html"
+    write(page(config, run, rows), path, instead="name another file: --out FILE")
+    return path
+
+
+def check_run(run: Path) -> None:
+    """Raise `UserError` unless `run` is a run folder, naming those that are near."""
+    if run.is_dir() and is_run(run):
+        return
+    if not run.exists():
+        what = f"{run}: there is no such folder"
+    elif run.is_dir():
+        what = f"{run} is not a run folder: it holds no run.yaml"
+    else:
+        what = f"{run} is a file, not a run folder"
+    raise UserError(
+        what,
+        fix=_run_of(run) or runs(run) or runs(run.parent) or runs(Path("runs")) or "fivefold train makes one",
+        more="a run folder is what fivefold train writes: runs/NAME, with run.yaml and metrics.jsonl",
+    )
+
+
+def _run_of(file: Path) -> str:
+    """The run that a run file is trained in, if there is one."""
+    if not file.is_file():
+        return ""
+    try:
+        folder = file.parent if file.name == "run.yaml" else load_config(file).run_dir
+    except UserError:  # no run file either
+        return ""
+    return f"its run: fivefold report {quote(str(folder))}" if is_run(folder) else ""
+
+
+def page(config: RunConfig, run: Path, rows: Rows) -> str:
+    """The HTML of a run. `rows`: its metrics."""
+    spread, torn = _spread(run / "spread.json")
+    slices = slice_map(spread.get("holds", {}))
+    past, samples = history.load(run), read(run / "samples.jsonl")
+    newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
+    seen, marks = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows)
+    damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
+    return render(
+        "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
+        headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past), slices=slices,
+        places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
+        curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
+        spans=story.spans(past, rows),
+        data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,
+        timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
+        changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],
+    )  # fmt: skip
+
+
+def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """What `spread.json` says, nothing where it is not there; and, in words, that it is damaged."""
+    try:
+        said = json.loads(_text(path) or "{}")
+    except (ValueError, RecursionError):
+        said = None
+    return (said, []) if isinstance(said, dict) else ({}, [f"{path} is not an object of JSON"])
+
+
+def _sample(row: Mapping[str, Any]) -> Sample:
+    prompt, text = shown(str(row.get("prompt", ""))), shown(str(row.get("text", "")))
+    return Sample(row["step"], prompt, text.removeprefix(prompt))
+
+
+def _headline(config: RunConfig, rows: Rows) -> str:
+    step, total = rows[-1]["step"], config.train.max_steps
+    done = f"{step} of {total} steps" if total and step < total else f"{step} steps"
+    loss = rows[-1].get("train/loss")
+    return done + (f", loss {loss:.4f}" if loss is not None else ", and the last loss is not a number")
+
+
+def _facts(
+    config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any], past: history.History
+) -> dict[str, str]:
+    """What a run is and came to, in words; what is not known is left out."""
+    last, newest = rows[-1], past.starts[-1].about if past.starts else {}
+    validation = [(row["eval/loss"], row["step"]) for row in rows if row.get("eval/loss") is not None]
+    saved = ", ".join(str(step) for step in steps(run / "checkpoints"))
+    weights = f"{spread['model']}, {human(spread['parameters'])} parameters, " if spread else ""
+    device = newest.get("device") or spread.get("device")
+    ranks = f", {spread['world']} rank{'s' * (spread['world'] > 1)} on {device}" if spread else ""
+    layouts = list(dict.fromkeys(span.layout for span in story.spans(past, rows)))
+    earlier = f" (before: {', '.join(layouts[:-1])})" if len(layouts) > 1 else ""
+    versions = ", ".join(f"{name} {number}" for name, number in (newest.get("versions") or {}).items())
+    machine = newest.get("machine") or {}
+    facts = {
+        "model": f"{weights}{config.model.name_or_path} ({config.model.init} weights)",
+        "layout": f"{spread.get('layout') or config.layout}{ranks}{earlier}",
+        "batch": f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens",
+        "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
+        "validation": f"loss {validation[-1][0]:.4f} at step {validation[-1][1]} (perplexity "
+        f"{curves.perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
+        **_speed(rows, past),
+        "skipped": f"{skipped} steps without a finite loss or gradient"
+        if (skipped := last.get("train/skipped_steps")) else "",
+        "checkpoints": f"step {saved}" if saved else "",
+        "began": story.moment(past.starts[0].time) if past.starts else "not recorded",
+        "took": story.took(past),
+        "machine": ", ".join(filter(None, (machine.get("host"), machine.get("system")))),
+        "versions": versions or "not recorded",
+    }  # fmt: skip
+    return {name: text for name, text in facts.items() if text}
+
+
+def _speed(rows: Rows, past: history.History) -> dict[str, str]:
+    """Of the whole run, or of its last start where there were several: layouts are not averaged."""
+    own = list(past.spans())
+    several = len(story.spans(past, rows)) > 1
+    rows = [row for row in rows if row["step"] > own[-1][1]] or rows if several else rows
+    usual = rows[1:] or rows  # the first step also sets up
+    peaks = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
+    of = "since the last start; the table of starts has them all" if several else "medians"
+    speeds = [row["perf/tokens_per_second"] for row in usual if "perf/tokens_per_second" in row]
+    seconds = [row["perf/step_seconds"] for row in usual if "perf/step_seconds" in row]
+    known = f"{median(speeds):,.0f} tokens per second, {median(seconds):.3g} s a step" if speeds and seconds else ""
+    return {
+        "speed": known and f"{known} ({of})",
+        "peak memory": f"{max(peaks):.2f} GiB on the fullest rank" if peaks else "",
+    }
+
+
+def _timelines(found: Mapping[str, Any]) -> list[Figure]:
+    """Of a pipeline: as it ran, where that was measured, and as its schedule is meant."""
+    ideal = found.get("ideal_bubble")
+    drawn = [timeline(f"measured at step {found['step']}", found["measured"], unit="s")] if "measured" in found else []
+    if "simulated" in found:
+        title = "as scheduled, backward taking twice as long as forward"
+        drawn.append(timeline(title, found["simulated"], unit="forward passes", ideal=ideal))
+    return drawn
+
+
+def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sent]:
+    """Ranks that send alike together."""
+    alike: dict[tuple[tuple[str, str, int, str], ...], list[int]] = {}
+    for rank, listed in enumerate(by_rank):
+        rows = tuple((each["axis"], each["kind"], each["count"], human_bytes(each["bytes"])) for each in listed)
+        alike.setdefault(rows, []).append(rank)
+    return [Sent(_ranks(ranks, len(by_rank)), rows) for rows, ranks in alike.items() if rows]
+
+
+def _ranks(ranks: Sequence[int], world: int) -> str:
+    if len(ranks) == world:
+        return f"each of the {world} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"
+
+
+def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Keys that are not at their default: (key, value, default)."""
+    own, default = (_flat(each.model_dump(mode="json", by_alias=True)) for each in (config, RunConfig()))
+    return [(key, _written(value), _written(default[key])) for key, value in own.items() if value != default.get(key)]
+
+
+def _flat(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+
+
+def _written(value: Any) -> str:
+    """As a run file has it, on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

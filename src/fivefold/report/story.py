@@ -1,0 +1,211 @@
+"""What the page of a run tells beside its curves: its starts, what happened on the way, and its data."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.core.history import Event, History, Start, changes
+from fivefold.core.units import many
+from fivefold.report.curves import Mark
+
+Rows = Sequence[Mapping[str, Any]]
+_KNOWN = {
+    "files", "files_left_out", "documents", "tokens", "seq_length", "train", "sources", "validation",
+    "validation_asked", "repeated", "vocabulary", "fraction",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Span:
+    """A start of the run and the steps that it gave: medians over them, the first left out, which also sets up."""
+
+    began: str
+    took: str
+    layout: str
+    place: str
+    steps: str
+    tokens_per_second: float | None
+    step_seconds: float | None
+    peak_gib: float | None
+    ended: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Of several sources one, in words."""
+
+    path: str
+    documents: str
+    tokens: str
+    weight: str
+    share: str
+    epochs: str
+
+
+# ---- starts and events ---------------------------------------------------------------------------------------------
+
+
+def spans(history: History, rows: Rows) -> list[Span]:
+    """Each start that gave steps to the run as it is now."""
+    found = []
+    for start, first, last in history.spans():
+        own = [row for row in rows if row["step"] > first and (last is None or row["step"] <= last)]
+        if own:
+            found.append(_span(start, own))
+    return found
+
+
+def _span(start: Start, rows: Rows) -> Span:
+    usual = rows[1:] or rows
+    about = start.about
+    peaks = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
+    ranks = f"{about.get('world')} rank{'s' * (about.get('world') != 1)}"
+    return Span(
+        began=moment(start.time), took=duration(start.seconds), layout=str(about.get("layout", "")),
+        place=f"{ranks} on {about.get('device')}, {(about.get('machine') or {}).get('host', '')}".rstrip(", "),
+        steps=f"{rows[0]['step']}–{rows[-1]['step']}",
+        tokens_per_second=_median(usual, "perf/tokens_per_second"), step_seconds=_median(usual, "perf/step_seconds"),
+        peak_gib=max(peaks, default=None), ended=start.how or "not recorded: killed, or still running",
+    )  # fmt: skip
+
+
+def _median(rows: Rows, name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return median(values) if values else None
+
+
+def marks(history: History, rows: Rows) -> list[Mark]:
+    """What happened on the way, in the order of time: `kind` is `start`, `layout`, `skipped`, `died` or `note`."""
+    found: list[tuple[int, Mark]] = []
+    for number, (before, start) in enumerate(zip(history.starts, history.starts[1:], strict=False), start=1):
+        found.append((number, _resumed(before, start, rows)))
+    for event in history.events:
+        found.append((event.number, _event(event, history)))
+    return [mark for _, mark in sorted(found, key=lambda each: each[0])] or _skipped(rows)
+
+
+def _resumed(before: Start, start: Start, rows: Rows) -> Mark:
+    changed = changes(before.about, start.about)
+    rows = [row for row in rows if "train/learning_rate" in row]
+    origin = str(start.about.get("resumed") or "the start").rpartition("/")[2]
+    again = f", whose steps after {start.step} are done again" if before.last and before.last > start.step else ""
+    what = f"{moment(start.time)}: goes on from {origin}{again}"
+    old = next((row["train/learning_rate"] for row in rows[::-1] if row["step"] <= start.step), 0.0)
+    new = next((row["train/learning_rate"] for row in rows if row["step"] > start.step), 0.0)
+    if before.about.get("schedule") != start.about.get("schedule") and abs(new - old) > 0.01 * max(new, old):
+        changed.append(f"learning rate {old:.2e} → {new:.2e}")
+    damages = [f"DAMAGED {damage}" for damage in start.about.get("damages", ())]
+    is_layout = any(each.startswith("layout ") for each in changed)
+    return Mark(start.step, "layout" if is_layout else "start", "; ".join((what, *changed, *damages)))
+
+
+def _event(event: Event, history: History) -> Mark:
+    again = "" if history.is_left(event) else " (this step was done again since)"
+    kind = event.kind if event.kind in ("skipped", "died") else "note"
+    return Mark(event.step, kind, f"{event.what}{again}")
+
+
+def _skipped(rows: Rows) -> list[Mark]:
+    """Of a run without a history: the losses that were no numbers."""
+    wrong = [row["step"] for row in rows if "train/loss" in row and row["train/loss"] is None]
+    return [Mark(step, "skipped", "the loss was not finite; the update was skipped") for step in wrong]
+
+
+def took(history: History) -> str:
+    """The wall clock of all starts."""
+    known = [start.seconds for start in history.starts if start.seconds is not None]
+    more = len(history.starts) - len(known)
+    if not known:
+        return ""
+    starts = f" in {len(history.starts)} starts" if len(history.starts) > 1 else ""
+    return f"{duration(sum(known))}{starts}" + (f" ({more} of unknown length not counted)" if more else "")
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def data_facts(config: RunConfig, about: Mapping[str, Any], tokens_seen: int) -> dict[str, str]:
+    """The data of a run in words. `about`: the record of its newest start; what it does not say is left out."""
+    data = about.get("data") or {}
+    paths = ", ".join(source.path for source in config.data.train)
+    vocabulary = f", {data['vocabulary']:,} tokens" if data.get("vocabulary") else ""
+    facts = {"sources": paths, "tokenizer": f"{config.tokenizer.name_or_path}{vocabulary}"}
+    if "documents" in data:
+        left_out = f"; {many(data['files_left_out'], 'file')} left out" if data.get("files_left_out") else ""
+        facts["read"] = (
+            f"{many(data['documents'], 'document')} in {many(data['files'], 'file')}, "
+            f"{many(data['tokens'], 'token')}{left_out}"
+        )
+    if train := data.get("train"):
+        facts["training rows"] = _rows(train, config.data.seq_length)
+        facts["validation"] = _validation(config, data)
+        facts["read so far"] = f"{tokens_seen:,} tokens: {tokens_seen / max(1, train['tokens']):.2f} epochs"
+    extra = {key: value for key, value in data.items() if key not in _KNOWN and isinstance(value, str | int | float)}
+    facts |= {key.replace("_", " "): value if isinstance(value, str) else f"{value:,}" for key, value in extra.items()}
+    facts |= {"note": "; ".join(_remarks(about))}
+    return {name: text for name, text in facts.items() if text}
+
+
+def sources(about: Mapping[str, Any], tokens_seen: int) -> list[Source]:
+    """Where there are several sources, each: what is in it, and how often it was read."""
+    listed = (about.get("data") or {}).get("sources") or []
+    if len(listed) < 2:
+        return []
+    return [
+        Source(
+            each["path"], f"{each['documents']:,}", f"{each['tokens']:,}", f"{each['weight']:g}",
+            f"{100 * each['share']:.1f}", f"{tokens_seen * each['share'] / max(1, each['tokens']):.2f}",
+        )
+        for each in listed
+    ]  # fmt: skip
+
+
+def _rows(counts: Mapping[str, Any], seq_length: int) -> str:
+    fill = 100 * counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
+    return f"{many(counts['rows'], 'row')} of {seq_length:,} tokens, {fill:.1f} % full: {counts['tokens']:,} tokens"
+
+
+def _validation(config: RunConfig, data: Mapping[str, Any]) -> str:
+    asked, got = config.data.validation, data.get("validation")
+    if not got:
+        return "none" if not data.get("validation_asked") else "asked for, but nothing was held out"
+    rows = _rows(got, config.data.seq_length)
+    if not isinstance(asked, float | int):
+        return rows
+    part = got["tokens"] / max(1, got["tokens"] + data["train"]["tokens"])
+    return f"{100 * part:.2g} % of the tokens ({100 * asked:.2g} % asked): {rows}"
+
+
+def _remarks(about: Mapping[str, Any]) -> Iterator[str]:
+    """The notes that the header of the run had on its data."""
+    for line in about.get("header") or ():
+        text = str(line[-1]) if isinstance(line, list) and line else ""
+        if text.startswith("note "):
+            yield text.removeprefix("note").strip()
+    yield from (about.get("data") or {}).get("answers_alone") or ()
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+def moment(text: str) -> str:
+    """`2026-01-31 12:34:56 +0100` of an ISO time; "" of what is none."""
+    try:
+        return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S %z").strip() if text else ""
+    except ValueError:
+        return ""
+
+
+def duration(seconds: float | None) -> str:
+    """`2 h 03 min`, `4 min 05 s`, `7 s`; "" when it is not known."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

@@ -1,0 +1,70 @@
+"""What a command found: rows of one kind, whether all is well, and two ways to show them.
+
+A `Report` is typed by its rows, frozen dataclasses whose field names are the columns.
+"""
+
+import json as json_format
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from fivefold.core.files import writing
+from fivefold.core.terminal import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Row = TypeVar("Row")
+
+# Words of a cell that say how good it is.
+COLOURS = {"ok": "green", "help": "yellow", "missing": "red", "failed": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Generic[Row]):
+    """`title`, the rows in order, whether the thing asked about is fine, and a closing sentence for people."""
+
+    title: str
+    rows: tuple[Row, ...]
+    ok: bool
+    closing: str = ""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the rows' fields."""
+        return tuple(each.name for each in fields(self.rows[0])) if self.rows else ()  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        """One JSON object: title, ok, and the rows as objects."""
+        rows = [asdict(row) for row in self.rows]  # type: ignore[call-overload]
+        return json_format.dumps({"title": self.title, "ok": self.ok, "rows": rows}, indent=2, ensure_ascii=False)
+
+    def show(self, console: "Console") -> None:
+        """A table for people."""
+        from rich.table import Table
+        from rich.text import Text
+
+        title = Text(shown(self.title))
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, overflow="fold", no_wrap=number == 0)
+        for row in self.rows:
+            cells: Mapping[str, Any] = asdict(row)  # type: ignore[call-overload]
+            table.add_row(*(Text(shown(str(cell)), style=COLOURS.get(str(cell), "")) for cell in cells.values()))
+        console.print(table)
+        if self.closing:
+            console.print(shown(self.closing), highlight=False, markup=False)
+
+
+def write(report: Report[Any], *, json: str | None) -> None:
+    """Show `report` on the terminal; `json` names a file to write as well, `-` prints JSON alone."""
+    if json == "-":
+        print(report.to_json())
+        return
+    if json:
+        with writing(Path(json), instead="name another file: --json FILE"):
+            Path(json).write_text(report.to_json() + "\n", encoding="utf-8")
+    from rich.console import Console
+
+    report.show(Console())

@@ -1,0 +1,150 @@
+"""What a proof is about: a model folder, documents, an optimizer. The reference and every layout read the same.
+
+Inputs hide nothing: documents of unequal, mostly prime lengths, packed several to a row, one row nearly empty, and some
+that go on after their row's end, whose last token has a target; biases and norm weights are random; clipping bites;
+weights decay. Zero biases, uniform lengths, power-of-two sizes or a clip
+that never bites would each hide a whole class of bugs.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fivefold.config import OptimizerSection
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import micro_batches_for
+from fivefold.data.batch import MicroBatch, Piece, assemble
+
+ROW = 61  # tokens of a row, unless asked otherwise
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
+# Documents of each row, as parts of the row's length; 0 is a document of 2 tokens, -1 of 1. A whole row's goes on.
+_ROWS: tuple[tuple[float, ...], ...] = (
+    (1.0,), (0.55, 0.3, 0.1), (0.48, 0.48), (0.22, 0.7), (0.1, -1, 0.85), (0,), (0.31, 0.6), (0.97,),
+)  # fmt: skip
+
+Documents = list[list[Piece]]  # of each row of a global batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofCase:
+    """`folder`: a Hugging Face folder. `rows` of `row_length` tokens make a global batch; `steps` of them are trained.
+
+    `cuts`: what was left out of the model that was asked about, for people.
+    """
+
+    folder: Path
+    model_class: str
+    vocabulary: int
+    rows: int
+    row_length: int
+    steps: int
+    seed: int
+    optimizer: OptimizerSection
+    reduce: str = "fp32"  # as the run file has it, like the pieces of the loss
+    loss_chunks: int | None = None
+    thin: bool = False
+    cuts: tuple[str, ...] = ()
+    prompts: int = 3
+    new_tokens: int = 8
+    capacity_factor: float | None = None  # of experts, as the run file has it
+
+    @property
+    def learning_rate(self) -> float:
+        """Large enough for every weight to move by many ulps."""
+        return LEARNING_RATE
+
+    def describe(self) -> str:
+        """One line for people."""
+        what = "whole" if not self.cuts else ", ".join(self.cuts)
+        drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
+        return (
+            f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, documents of unequal "
+            f"length; {self.optimizer.name}{drops}"
+        )
+
+    def documents(self, step: int) -> Documents:
+        """The documents of each row of the global batch of `step`."""
+        rng = np.random.default_rng([self.seed, step])
+        return [
+            [self._piece(rng, length) for length in lengths(_ROWS[row % len(_ROWS)], self.row_length)]
+            for row in range(self.rows)
+        ]
+
+    def _piece(self, rng: np.random.Generator, length: int) -> Piece:
+        """A document of `length` tokens; the first ones of a longer document where it fills a row."""
+        drawn = rng.integers(0, self.vocabulary, length + (length == self.row_length), dtype=np.uint32)
+        return Piece(drawn[:length], drawn[1:])
+
+    def targets(self, step: int) -> int:
+        """Target tokens of the global batch."""
+        return sum(len(document.targets) for row in self.documents(step) for document in row)
+
+    def prompt_tokens(self) -> list[np.ndarray]:
+        """Prompts to continue."""
+        rng = np.random.default_rng([self.seed, 1_000_003])
+        return [rng.integers(0, self.vocabulary, length) for length in (5, 11, 2, 17, 3)[: self.prompts]]
+
+    def save(self, path: Path) -> None:
+        """Write it for the other ranks."""
+        values = asdict(self) | {"folder": str(self.folder), "optimizer": self.optimizer.model_dump()}
+        path.write_text(json.dumps(values))
+
+    @staticmethod
+    def load(path: Path) -> "ProofCase":
+        """What `save` wrote."""
+        values = json.loads(path.read_text())
+        return ProofCase(
+            **values
+            | {
+                "folder": Path(values["folder"]),
+                "optimizer": OptimizerSection(**values["optimizer"]),
+                "cuts": tuple(values["cuts"]),
+            }
+        )
+
+
+def lengths(parts: Sequence[float], row: int) -> list[int]:
+    """Document lengths: primes below each part of `row`, which fit in it together."""
+    fixed = {0.0: 2, -1.0: 1, 1.0: row}
+    return [fixed[part] if part in fixed else _prime_below(int(part * row)) for part in parts]
+
+
+def _prime_below(number: int) -> int:
+    """The largest prime of at most `number`, at least 2."""
+    while number > 2 and any(number % divisor == 0 for divisor in range(2, math.isqrt(number) + 1)):
+        number -= 1
+    return max(number, 2)
+
+
+def rows_for(layouts: Sequence[Layout]) -> int:
+    """Rows of a global batch that every one of `layouts` can deal out, to two micro batches or more."""
+    per_pass = [layout.micro_batch_size * layout.data_ranks for layout in layouts]
+    wanted = [micro_batches_for(layout) for layout in layouts]  # of a pipeline
+    least = max(len(_ROWS), *(max(2, fewest) * rows for rows, (fewest, _) in zip(per_pass, wanted, strict=True)))
+    unit = math.lcm(*(rows * multiple for rows, (_, multiple) in zip(per_pass, wanted, strict=True)))
+    return -(-least // unit) * unit
+
+
+def row_numbers(layout: Layout, rows: int, data_rank: int) -> list[list[int]]:
+    """Which rows of the global batch each micro batch of this data rank holds."""
+    size = layout.micro_batch_size
+    firsts = [(step * layout.data_ranks + data_rank) * size for step in range(layout.accumulation(rows))]
+    return [list(range(first, first + size)) for first in firsts]
+
+
+def micro_batches(documents: Documents, layout: Layout, data_rank: int, row_length: int) -> list[MicroBatch]:
+    """This data rank's micro batches, packed and padded as in training."""
+    length = -(-row_length // layout.row_multiple) * layout.row_multiple
+    return [
+        assemble([documents[row] for row in rows], row_length=length, pad_id=0)
+        for rows in row_numbers(layout, len(documents), data_rank)
+    ]
+
+
+def tokens_of(row: Sequence[Piece]) -> int:
+    """Real tokens of a row."""
+    return sum(len(document.tokens) for document in row)

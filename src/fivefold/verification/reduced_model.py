@@ -1,0 +1,276 @@
+"""The model of a proof: the one that is asked about, cut where it is too large, in a Hugging Face folder.
+
+A cut model keeps the class, every kind of layer, the numbers of heads and every switch of the config. Its weights are
+drawn so that nothing is zero: biases, and norm weights around one.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
+from fivefold.models import hf_internals
+from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.experts import router_buffers
+
+BYTES_PER_PARAMETER = 300  # of a proof: three runs of the reference and what is kept of them, a run of the layout
+HEAD_DIM, VOCABULARY, WINDOW = 8, 101, 11  # of a thin model
+WIDE = (
+    "intermediate_size", "n_inner", "shared_intermediate_size", "dense_intermediate_size", "intermediate_size_mlp",
+)  # fmt: skip
+EXPERTS = 12  # at least, where there are as many: sorted as text, 10 would come before 2
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Hugging Face folder with the model of a proof; `cuts`: what it lacks of the model asked about, for people."""
+
+    folder: Path
+    name: str
+    vocabulary: int
+    cuts: tuple[str, ...]
+
+
+def make_folder(
+    config: RunConfig, folder: Path, *, thin: bool, memory: int, vocabulary: int, seed: int, layers: int = 2
+) -> ModelFolder:
+    """The model to prove, with a layer of each kind (`thin`: and narrow).
+
+    It is the folder of the run's own weights where nothing is cut; else `folder`, written here by `transformers`.
+    `memory` bytes are there for a proof; a vocabulary of less than `vocabulary` tokens and less than `layers` layers
+    cannot be cut to.
+    Raises `UserError` for a model that cannot be read, or is too large even with a layer of each kind.
+    """
+    asked = load_model_config(config.model.name_or_path, config.model.overrides)
+    chosen, cuts = _chosen(asked, thin=thin, memory=memory, vocabulary=vocabulary, layers=layers)
+    if not cuts and config.model.init == "pretrained":
+        name = type(build_meta(asked)).__name__
+        return ModelFolder(weights_folder(config.model.name_or_path), name, asked.get_text_config().vocab_size, ())
+    model = hf_internals.unmodified_model(chosen, torch.float32)
+    fill(model, seed)
+    model.save_pretrained(folder)
+    return ModelFolder(folder, type(model).__name__, chosen.get_text_config().vocab_size, cuts)
+
+
+def _chosen(config: Any, *, thin: bool, memory: int, vocabulary: int, layers: int) -> tuple[Any, tuple[str, ...]]:
+    """The config to prove and what it lacks of `config`: nothing, layers, or (`thin`) widths too."""
+    if thin:
+        small = narrow(fewer_layers(config, layers), vocabulary)
+        if small is not None:
+            return small, _differences(config, small)
+        config = fewer_layers(config, layers)
+    if _bytes(config) <= memory:
+        return config, ("layers",) if thin else ()
+    small = fewer_layers(config, layers)
+    if _bytes(small) <= memory:
+        return small, _differences(config, small)
+    raise UserError(
+        f"one layer of each kind of this model needs {_bytes(small) / 2**30:.1f} GiB to be proved, and "
+        f"{memory / 2**30:.1f} GiB are free",
+        fix="cut its widths as well: --thin",
+        more="docs/verify.md",
+    )
+
+
+def _bytes(config: Any) -> int:
+    parameters: int = sum(parameter.numel() for parameter in build_meta(config).parameters())
+    return BYTES_PER_PARAMETER * parameters
+
+
+def fewer_layers(config: Any, least: int = 2) -> Any:
+    """A copy of a config with a layer of each kind, at least `least` if it has them.
+
+    Every list with an entry per layer is cut with the layers, at every depth, and every list of layer numbers counts
+    anew. Raises `UserError` where the class does not take that.
+    """
+    values = config.to_dict()
+    text, named = _text(values), config.get_text_config().attribute_map
+    count = text.get(named.get("num_hidden_layers", "num_hidden_layers"))
+    if not isinstance(count, int):
+        return copy.deepcopy(config)
+    kept = _kept(text, count, least)
+    for holder, key in _per_layer(text, count):
+        holder[key] = [holder[key][layer] for layer in kept]
+    for holder, key in _numbered(text, count):
+        holder[key] = [kept.index(layer) for layer in holder[key] if layer in kept]
+    if text.get(OVERRIDES):
+        text[OVERRIDES] = {kept.index(int(n)): each for n, each in text[OVERRIDES].items() if int(n) in kept}
+    text[named.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    _keep_experts(text)
+    return _made(config, values)
+
+
+OVERRIDES = "per_layer_config"  # layer number -> what it has instead of the config's values
+GLOBAL = "allow_global_per_layer_attribute_access"  # such values may be read from the config as well
+
+
+def _text(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of the language model, where a config has those of others as well."""
+    text = values.get("text_config")
+    return text if isinstance(text, dict) else values
+
+
+def _made(config: Any, values: dict[str, Any]) -> Any:
+    try:
+        return hf_internals.make_config(config.model_type, values)
+    except Exception as error:  # the validators of transformers raise several kinds
+        raise UserError(f"a {config.model_type} model cannot be cut for a proof: {error}") from error
+
+
+def _kept(text: dict[str, Any], count: int, least: int) -> list[int]:
+    """The first layer of each kind, and as many of the first as `least` asks for."""
+    numbered = [set(holder[key]) for holder, key in _numbered(text, count)]
+    overrides = {int(number): each for number, each in (text.get(OVERRIDES) or {}).items()}
+    first: dict[str, int] = {}
+    for layer in range(count):
+        kind = [holder[key][layer] for holder, key in _per_layer(text, count)]
+        first.setdefault(repr((kind, [layer in each for each in numbered], overrides.get(layer))), layer)
+    more = [layer for layer in range(count) if layer not in first.values()]
+    return sorted([*first.values(), *more[: max(0, least - len(first))]])
+
+
+Holder = tuple[dict[str, Any], str]  # a list is the value of this key in this dict
+
+
+def _lists(values: dict[str, Any]) -> Iterator[Holder]:
+    """Every list of a config, at every depth, but rotary factors and token ids."""
+    for key, value in values.items():
+        if isinstance(value, dict) and not str(key).startswith("rope_"):
+            yield from _lists(value)
+        elif isinstance(value, list | tuple) and not key.endswith("token_id"):
+            yield values, key
+
+
+def _per_layer(values: dict[str, Any], count: int) -> list[Holder]:
+    """The lists with an entry for each of `count` layers."""
+    numbered = _numbered(values, count)
+    return [each for each in _lists(values) if len(each[0][each[1]]) == count and each not in numbered]
+
+
+def _numbered(values: dict[str, Any], count: int) -> list[Holder]:
+    """The lists that say which of `count` layers are of a kind, such as `mlp_only_layers`."""
+    return [
+        (holder, key)
+        for holder, key in _lists(values)
+        if re.search("layers|idx|indices", key)
+        and all(type(each) is int and 0 <= each < count for each in holder[key])
+        and list(holder[key]) == sorted(set(holder[key]))
+    ]
+
+
+def _keep_experts(text: dict[str, Any]) -> None:
+    """Models with experts say in their own ways which layers have none: the first of those that are left."""
+    if text.get("first_k_dense_replace"):
+        text["first_k_dense_replace"] = 1
+    if (text.get("decoder_sparse_step") or 1) > 1:
+        text["decoder_sparse_step"] = 2
+    if (text.get("moe_layer_start_index") or 0) > 1:
+        text["moe_layer_start_index"] = 1
+
+
+def narrow(config: Any, vocabulary: int) -> Any | None:
+    """A copy with narrow heads, layers and a small prime vocabulary; None where the class does not take them."""
+    try:
+        small, asked = copy.deepcopy(config), copy.deepcopy(config)
+        for each in (small.get_text_config(), asked.get_text_config()):
+            setattr(each, GLOBAL, True)
+        _narrow(small.get_text_config(), asked.get_text_config(), vocabulary)
+        values = small.to_dict()
+        text = _text(values)
+        text.pop(GLOBAL)
+        for each in (text.get(OVERRIDES) or {}).values():
+            each |= {"head_dim": 2 * HEAD_DIM} if each.get("head_dim", 0) > 2 * HEAD_DIM else {}
+        small = _made(config, values)
+        build_meta(small)
+    except Exception:  # whatever the class says to sizes that it was not made for
+        return None
+    return small
+
+
+def _narrow(small: Any, config: Any, vocabulary: int) -> None:
+    """Change `small`, a copy of the language model's `config`."""
+    heads = config.num_attention_heads
+    _set(small, "hidden_size", heads * HEAD_DIM)
+    _set(small, "head_dim", HEAD_DIM)
+    for name in WIDE:
+        _set(small, name, _prime_above(heads * HEAD_DIM * 3 // 2))
+    _set(small, "ffn_dim", 2 * _prime_above(heads * HEAD_DIM * 3 // 4))  # gate and up in one (Moshi)
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        _set(small, name, _prime_above(2 * HEAD_DIM))
+    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
+        groups = getattr(config, "n_group", None) or 1
+        _set(small, name, -(-max(EXPERTS, 2 * (getattr(config, "num_experts_per_tok", None) or 1)) // groups) * groups)
+    for name, size in (("q_lora_rank", 13), ("kv_lora_rank", 11), ("qk_nope_head_dim", 6), ("v_head_dim", 7)):
+        _set(small, name, size)
+    _set(small, "sliding_window", WINDOW)
+    _set(small, "attention_window", WINDOW)
+    small.vocab_size = min(config.vocab_size, max(VOCABULARY, vocabulary))
+    _set(small, "vocab_size_per_layer_input", small.vocab_size)
+    _set(small, "hidden_size_per_layer_input", HEAD_DIM)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(config, key, None) is not None:
+            setattr(small, key, min(_first(getattr(config, key)), small.vocab_size - 1))
+    _shorten_factors(small, config)
+
+
+def _set(config: Any, name: str, value: int) -> None:
+    """Where the config has it, and no value above the one it has."""
+    old = getattr(config, name, None)
+    if isinstance(old, int) and not isinstance(old, bool) and old > value:
+        setattr(config, name, value)
+
+
+def _shorten_factors(small: Any, config: Any) -> None:
+    """Rotary factors are one per pair of features of a head."""
+    rope = getattr(small, "rope_parameters", None) or {}
+    for key in ("short_factor", "long_factor"):
+        if isinstance(rope.get(key), list):
+            wide = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            rope[key] = rope[key][: max(1, len(rope[key]) * HEAD_DIM // wide)]
+
+
+def _differences(config: Any, small: Any) -> tuple[str, ...]:
+    """What a cut config lacks, for people: `layers 2 of 32`."""
+    words = {"num_hidden_layers": "layers", "hidden_size": "width", "intermediate_size": "MLP width", "head_dim":
+             "head width", "sliding_window": "window", "vocab_size": "vocabulary"}  # fmt: skip
+    found, texts = [], [each.get_text_config() for each in (small, config)]
+    for name, word in words.items():
+        now, was = (getattr(each, name, None) for each in texts)
+        if now != was:
+            found.append(f"{word} {now} of {was}")
+    return tuple(found) or ("nothing",)
+
+
+def _first(value: Any) -> int:
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _prime_above(number: int) -> int:
+    while any(number % divisor == 0 for divisor in range(2, int(number**0.5) + 1)):
+        number += 1
+    return number
+
+
+def fill(model: Any, seed: int) -> None:
+    """Draw every parameter; none is zero, and none is as an initialiser would leave it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in _parameters(model):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if _is_norm(name, parameter) else 0.08 * noise)
+        for name in router_buffers(model):
+            model.get_buffer(name).copy_(0.08 * torch.randn(model.get_buffer(name).shape, generator=generator))
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from sorted(model.named_parameters())
+
+
+def _is_norm(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 1 and name.endswith("weight")

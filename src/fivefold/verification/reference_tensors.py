@@ -1,0 +1,116 @@
+"""What a run of a few steps leaves behind, by key, and how far another run's pieces are from it.
+
+| key | what |
+|---|---|
+| `weight/P` | parameter P before the first step |
+| `output/M` | output of module M over the packed rows [G, T, ...]; `M input` what a module was given |
+| `backward/M` | gradient of the loss with respect to that output |
+| `logits` | [G, T, V] |
+| `gradient/P`, `clipped/P`, `update/P` | of the first step: gradient before and after clipping, change of the weight |
+| `exp_avg/P`, `exp_avg_sq/P`, `momentum_buffer/P` | optimizer state after the first step |
+| `last/P` | parameter P after the last step |
+| `losses`, `norms` | [steps], fp64 |
+| `greedy` | [prompts, tokens] |
+
+Legend: G rows of a global batch, T tokens of a row, V vocabulary.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fivefold.parallel.sharding import Region
+
+KS = (1, 5, 10, 50, 100, 0)  # of the comparisons of logits; 0: the whole vocabulary
+
+
+@dataclass
+class Distance:
+    """How far the found values of a key are from the expected ones, on one rank; of a rank's pieces, their sum."""
+
+    squares: float = 0.0  # of the differences
+    expected: float = 0.0  # squares of the expected values
+    product: float = 0.0  # of found and expected
+    differing: int = 0  # elements that are not equal
+    elements: int = 0
+
+    def add(self, found: Tensor, expected: Tensor) -> "Distance":
+        """Count a piece. A value that is not a number differs infinitely."""
+        found, expected = found.detach().to("cpu", torch.float64), expected.to("cpu", torch.float64)
+        difference = found - expected
+        squares = float(difference.square().sum())
+        self.squares += squares if math.isfinite(squares) else math.inf
+        self.expected += float(expected.square().sum())
+        self.product += float((found * expected).sum())
+        self.differing += int((found != expected).sum())
+        self.elements += expected.numel()
+        return self
+
+    @property
+    def scale(self) -> float | None:
+        """How many times the expected values the found ones are, where that is all that is wrong with them."""
+        if not self.expected or self.squares == math.inf:
+            return None
+        factor = self.product / self.expected
+        rest = self.squares - (factor - 1) ** 2 * self.expected
+        return factor if rest <= 1e-6 * self.squares else None
+
+
+def logit_distances(found: Tensor, expected: Tensor) -> dict[str, float]:
+    """Of logits [N, V]: mean absolute error over the likeliest k tokens of `expected`, the largest error, the part of
+    positions whose likeliest token differs, and whose set of the likeliest k does."""
+    found, expected = found.double(), expected.double()
+    error = (found - expected).abs().nan_to_num(nan=float("inf"))
+    distances = {"logits, largest error": float(error.max())}
+    ordered = expected.argsort(dim=-1, descending=True)
+    found_order = found.argsort(dim=-1, descending=True)
+    for k in KS:
+        width = min(k or expected.shape[-1], expected.shape[-1])
+        top, found_top = ordered[:, :width], found_order[:, :width]
+        distances[f"logits, mean error of top {k or 'all'}"] = float(error.gather(-1, top).mean())
+        if k and width < expected.shape[-1]:
+            same = (top.sort(-1).values == found_top.sort(-1).values).all(-1)
+            distances[f"tokens, other top {k}"] = float((~same).double().mean())
+    return distances
+
+
+class ReferenceTensors:
+    """ReferenceTensors on disk: tensors read region by region, and what `about` says of them (JSON)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(path, framework="pt", device="cpu")
+        self.about: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+        self.keys: set[str] = set(self.about["norms"])
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys
+
+    def whole(self, key: str) -> Tensor:
+        """All of a tensor."""
+        return torch.as_tensor(self._file.get_tensor(key))
+
+    def read(self, key: str, region: Region) -> Tensor:
+        """A region of a tensor."""
+        return torch.as_tensor(self._file.get_slice(key)[region]) if region else self.whole(key)
+
+    def norm(self, key: str) -> float:
+        """The norm of a tensor."""
+        return float(self.about["norms"][key])
+
+    def names(self, kind: str) -> list[str]:
+        """The names under `kind/`, in the order in which they were found."""
+        return [key.partition("/")[2] for key in self.about["norms"] if key.startswith(f"{kind}/")]
+
+
+def save_reference_tensors(tensors: dict[str, Tensor], path: Path, **about: Any) -> None:
+    """Write tensors and what is to be known of them."""
+    norms = {key: float(tensor.double().nan_to_num().norm()) for key, tensor in tensors.items()}
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+    path.with_suffix(".json").write_text(json.dumps({"norms": norms, **about}))

@@ -1,0 +1,145 @@
+"""The rows of a proof: what was compared, how far it is off, how far it may be, and where the worst of it is."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from fivefold.core.layout import Layout
+from fivefold.verification.reference_tensors import Distance
+
+FACTOR = 10.0  # tolerances over the floor that was measured
+LEAST = {"fp64": 1e-10, "fp32": 1e-6, "bf16": 1e-2}  # tolerances are never smaller
+SMALL = 1e-6  # a gradient this much smaller than the whole has no relative error (a key's bias: truly zero)
+
+# What each kind of key is called.
+WORDS = {
+    "weight": "weight", "output": "output", "backward": "gradient of output", "raw": "gradient, raw",
+    "gradient": "gradient, reduced", "clipped": "gradient, clipped", "update": "update",
+    "exp_avg": "first moment", "exp_avg_sq": "second moment", "momentum_buffer": "momentum",
+    "last": "weight, last step",
+}  # fmt: skip
+# Kinds without an allowance.
+BITWISE = ("weight",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """`error` and `tolerance` are relative to the norm of what is compared, unless `what` says otherwise. `where`: a
+    module, a parameter, a step; and the ranks it is wrong on, where that tells something."""
+
+    what: str
+    error: float
+    tolerance: float
+    ok: bool
+    where: str = ""
+
+
+@dataclass
+class LayoutResult:
+    """What one layout was found to do. `refused`: why it did not run."""
+
+    layout: str
+    rows: list[Row] = field(default_factory=list)
+    refused: str = ""
+    not_told: list[str] = field(default_factory=list)  # what a precision is too coarse for
+    losses: list[float] = field(default_factory=list)
+    holds: dict[str, Any] = field(default_factory=dict)  # parameter -> shape and the regions of each rank
+    seconds: float = 0.0
+    precision: str = "fp64"
+
+    def add(self, row: Row) -> None:
+        """A row; or, where its tolerance would let everything pass, a word that this was not told."""
+        if row.tolerance >= 1.0 and not row.what.startswith("logits"):
+            self.not_told += [row.what] if row.what not in self.not_told else []
+        else:
+            self.rows.append(row)
+
+    @property
+    def ok(self) -> bool:
+        """All rows are within their tolerance."""
+        return not self.refused and bool(self.rows) and all(row.ok for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"ok": self.ok}
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "LayoutResult":
+        """What `to_json` gave."""
+        kept = {key: value for key, value in values.items() if key != "ok"}
+        return LayoutResult(**kept | {"rows": [Row(**row) for row in values["rows"]]})
+
+
+class Tolerances:
+    """How far each key may be off: ten times how far the reference is from itself when the same numbers are added up
+    in another order, or its inputs are a unit in the last place off; and never less than what a type can tell."""
+
+    def __init__(self, precision: str, floors: Mapping[str, float]) -> None:
+        self._least, self._floors = LEAST[precision], floors
+        kinds: dict[str, list[float]] = {}
+        for key, floor in floors.items():
+            kinds.setdefault(kind_of(key), []).append(floor)
+        self._usual = {kind: median(values) for kind, values in kinds.items()}
+
+    def of(self, key: str) -> float:
+        """The tolerance of a key."""
+        if key.startswith(BITWISE):
+            return 0.0
+        key = key.replace("raw/", "gradient/", 1) if key.startswith("raw/") else key
+        floor = max(self._floors.get(key, 0.0), self._usual.get(kind_of(key), 0.0))
+        return max(self._least, FACTOR * floor)
+
+
+def kind_of(key: str) -> str:
+    """`output/model.norm` is an `output`; a key without a name is its own kind."""
+    return key.partition("/")[0]
+
+
+def relative(distance: Distance, norm: float, floor: float) -> float:
+    """The error of a rank's pieces relative to the whole tensor's norm."""
+    scale = max(norm, floor)
+    return distance.squares**0.5 / scale if scale else float(distance.squares > 0)
+
+
+def judge(
+    key: str, per_rank: Sequence[Distance | None], norm: float, floor: float, tolerance: float, layout: Layout
+) -> Row:
+    """The row of a key, from what each rank found."""
+    kind, _, name = key.partition("/")
+    errors = [0.0 if each is None else relative(each, norm, floor) for each in per_rank]
+    if kind in BITWISE:
+        errors = [0.0 if each is None else each.differing / max(each.elements, 1) for each in per_rank]
+    error = max(errors)
+    bad = [rank for rank, each in enumerate(errors) if not each <= tolerance]
+    where = name
+    if bad:
+        scales = [per_rank[rank].scale for rank in bad if per_rank[rank] is not None]  # type: ignore[union-attr]
+        where += _times(scales) + _ranks(bad, [i for i, each in enumerate(per_rank) if each is not None], layout)
+    return Row(WORDS.get(kind, kind), error, tolerance, not bad, where)
+
+
+def _times(scales: Sequence[float | None]) -> str:
+    """`: 0.5 times the reference's`, if all ranks are wrong by one factor."""
+    known = [scale for scale in scales if scale is not None]
+    if len(known) != len(scales) or not known or max(known) - min(known) > 1e-3:
+        return ""
+    return f": {known[0]:.3g} times the reference's"
+
+
+def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
+    """` (tp rank 1)`, where the ranks that are wrong have one coordinate in common that the others do not have."""
+    if len(bad) == len(seen) or layout.world == 1:
+        return ""
+    places = {rank: layout.coordinates(rank) for rank in seen}
+    for axis in places[seen[0]]:
+        values = {places[rank][axis] for rank in bad}
+        if set(bad) == {rank for rank in seen if places[rank][axis] in values}:
+            return f" ({axis} rank{'s' * (len(values) > 1)} {', '.join(map(str, sorted(values)))})"
+    return f" (rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})"
+
+
+def worst(rows: Iterable[Row]) -> Row:
+    """The first row that is not ok; else that which comes nearest to its tolerance."""
+    listed = list(rows)
+    return next((row for row in listed if not row.ok), max(listed, key=lambda row: row.error / (row.tolerance or 1.0)))

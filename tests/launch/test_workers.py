@@ -1,0 +1,240 @@
+"""Local workers: how many, what they see, and how a failure is told."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config import load_config
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.layout import Layout
+from fivefold.launch.failure import failure_file, hang_flag
+from fivefold.launch.folder import claim_fresh, open_folder
+from fivefold.launch.workers import WorkerCrashed, start_workers, worker_count
+from fivefold.launch.world import World
+from fivefold.training import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "devices", "nproc", "workers"),
+    [
+        ("shard-1", "cpu", 0, None, 2),
+        ("shard-1", "cpu", 0, 3, 3),
+        ("shard-1", "cuda", 8, None, 8),
+        ("shard-1", "cuda", 8, 4, 4),
+        ("shard-1.tp2", "cpu", 0, None, 2),
+        ("shard-1.tp4", "cpu", 0, None, 4),
+        ("shard-1.tp4", "cuda", 8, None, 8),
+        ("tp2", "cpu", 0, None, 2),
+        ("shard2.tp2", "cpu", 0, 4, 4),
+        ("single", "cuda", 8, None, 1),
+    ],
+)
+def test_worker_count(text: str, kind: str, devices: int, nproc: int | None, workers: int) -> None:
+    assert worker_count(Layout.parse(text), kind=kind, devices=devices, nproc=nproc) == workers
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "devices", "nproc", "what"),
+    [
+        ("shard2.tp2", "cpu", 0, 3, "dp_shard 2 x tp 2 = 4, but 3 workers started"),
+        ("shard-1.tp2", "cpu", 0, 3, "2 does not divide 3"),
+        ("shard-1.tp4", "cuda", 6, None, "4 does not divide 6"),
+        ("shard2.tp2", "cuda", 2, None, "dp_shard 2 x tp 2 needs 4 GPUs, but this machine has 2"),
+    ],
+)
+def test_a_disagreement_shows_the_arithmetic(text: str, kind: str, devices: int, nproc: int | None, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        worker_count(Layout.parse(text), kind=kind, devices=devices, nproc=nproc)
+    assert what in caught.value.what
+
+
+def test_the_demo_takes_a_fresh_name_each_time(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}"])
+    names = [claim_fresh(config).run.name for _ in range(3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+    assert all((tmp_path / name).is_dir() for name in names)
+
+
+def test_the_resolved_file_is_saved_once(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}"])
+    assert open_folder(config) == tmp_path / "demo" / "logs"
+    assert load_config(tmp_path / "demo" / "run.yaml") == config
+    # A second run under the same name is compared with the first before anything of it is replaced.
+    open_folder(load_config(None, [f"run.dir={tmp_path}", "train.seed=9"]))
+    assert load_config(tmp_path / "demo" / "run.yaml") == config
+
+
+def body(name: str) -> str:
+    return f"tests.launch.bodies:{name}"
+
+
+def start(name: str, folder: Path, workers: int = 2) -> None:
+    request = {"device": "cpu", "out": str(folder)}
+    start_workers(body(name), request, workers=workers, logs=folder / "logs")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_workers_run_and_write_their_own_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start("sum_ranks", tmp_path)
+    seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [(each["rank"], each["size"], each["local_size"], each["sum"]) for each in seen] == [
+        (0, 2, 2, 1),
+        (1, 2, 2, 1),
+    ]
+    assert all(each["threads"] == int(each["omp"]) for each in seen)
+    assert capfd.readouterr().out == "hello from rank 0\n"
+    assert "hello from rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
+    assert (tmp_path / "logs" / "rank-0.log").exists()
+
+
+def test_one_worker_is_a_world_too(tmp_path: Path) -> None:
+    start("sum_ranks", tmp_path, workers=1)
+    assert json.loads((tmp_path / "rank-0.json").read_text())["size"] == 1
+
+
+def test_a_user_s_error_arrives_as_it_was_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        start("wrong_request", tmp_path)
+    assert type(caught.value) is UserError
+    told = (caught.value.what, caught.value.fix, caught.value.more)
+    assert told == ("train.jsonl:3 has no key 'text'", "set text_key", "see the docs")
+    assert capfd.readouterr() == ("", "")  # the one who asked prints it, once
+
+
+def test_a_failed_run_keeps_its_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="not finite") as caught:
+        start("run_fails", tmp_path)
+    assert (type(caught.value), caught.value.exit_code) == (RunFailed, 1)
+
+
+def test_want_of_gpu_memory_is_said_with_what_helps_and_ends_the_run(tmp_path: Path) -> None:
+    """As what it is: only a worker that died of something else is started again."""
+    with pytest.raises(RunFailed, match=r"rank 1: the memory of its GPU does not suffice: 2\.50 GiB more") as caught:
+        start("fills_its_gpu", tmp_path)
+    assert type(caught.value) is RunFailed and "memory.recompute: full" in str(caught.value.fix)
+
+
+def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerCrashed) as caught:
+        start("hang", tmp_path)
+    assert time.monotonic() - started < 60
+    # Who waits for rank 1 finds it, or rank 1 itself, whichever looks first.
+    seen = r"(Hung: no answer in a collective for 2 s, which it does not come to:|StoodStill: stood still for 2 s).* "
+    assert re.match(rf"rank 1 stopped: {seen}in slumber \(launch/bodies.py:\d+\)$", caught.value.what)
+    more = caught.value.more or ""
+    assert re.search(r"rank 0, waits in: all_reduce \[\[3\]\] of group default_pg, number \d+, under way", more)
+    assert re.search(r"rank 1, last: all_reduce \[\[7\]\] of group default_pg, number \d+, done", more)
+    stacks = json.loads((tmp_path / "logs" / "failure-1.json").read_text())["traceback"]
+    assert "in slumber" in stacks
+    with pytest.raises(RunFailed):
+        start("run_fails", tmp_path)  # what an earlier attempt left is put aside
+    assert not (tmp_path / "logs" / "hung").exists()
+
+
+def test_a_crash_is_told_in_one_line_with_rank_and_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerCrashed) as caught:
+        start("crash", tmp_path)
+    assert caught.value.what == "rank 1 stopped: RuntimeError: boom"
+    assert str(tmp_path / "logs" / "rank-1.log") in (caught.value.more or "")
+    assert "in crash" in caught.value.traceback
+    log = (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "last words of rank 1" in log and "RuntimeError: boom" in log
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_killed_worker_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL") as caught:
+        start("killed", tmp_path)
+    assert "memory" in (caught.value.fix or "")
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from fivefold import cli
+from fivefold.launch import workers
+from fivefold.training import launch
+
+def run(*_, **__):
+    workers.start_workers(
+        "tests.launch.bodies:wait", {"device": "cpu", "out": sys.argv[1]}, workers=2, logs=Path(sys.argv[1], "logs")
+    )
+
+launch.run = run
+cli.main(["train"])
+"""
+
+
+def waiting(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A command whose workers wait forever, and the ids of the workers."""
+    command = [sys.executable, "-c", STARTER, str(folder)]
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    files = [folder / "pid-0", folder / "pid-1"]
+    until = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < until and starter.poll() is None, starter.communicate()
+        time.sleep(0.05)
+    return starter, [int(file.read_text()) for file in files]
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and ") Z " not in stat.read_text()
+
+
+@pytest.mark.parametrize(("sent", "code", "said"), [(signal.SIGINT, 130, "stopped\n"), (signal.SIGTERM, 143, "")])
+def test_a_signal_ends_the_workers_without_noise(sent: signal.Signals, code: int, said: str, tmp_path: Path) -> None:
+    starter, workers = waiting(tmp_path)
+    starter.send_signal(sent)
+    out, err = starter.communicate(timeout=40)
+    assert (starter.returncode, out, err.lstrip()) == (code, "", said)
+    assert not any(is_alive(pid) for pid in workers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_workers_do_not_outlive_the_one_who_started_them(tmp_path: Path) -> None:
+    starter, workers = waiting(tmp_path)
+    starter.kill()
+    starter.communicate(timeout=40)
+    until = time.monotonic() + 20
+    while any(is_alive(pid) for pid in workers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in workers)
+
+
+def test_the_environment_is_as_it_was(tmp_path: Path) -> None:
+    before: dict[str, Any] = dict(os.environ)
+    handler = signal.getsignal(signal.SIGINT)
+    start("sum_ranks", tmp_path, workers=1)
+    assert dict(os.environ) == before
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_flag_of_an_earlier_hang_does_not_end_a_run_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}", "run.name=one"])
+    logs = open_folder(config)
+    hang_flag(logs).touch()
+    failure_file(logs, 0).write_text("{}")
+    seen: list[list[Path]] = []
+    monkeypatch.setattr(launch, "_prepare", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "execute", lambda *_: seen.append([*logs.glob("hung"), *logs.glob("failure-*")]))
+    monkeypatch.setattr(launch, "find_world", lambda _: World())
+    launch._run_inside(config, World(), is_fresh=False, nproc=None, prove=None, listener=None)
+    assert seen == [[]]

@@ -1,0 +1,58 @@
+"""The inputs of a proof hide nothing, and every layout deals out all of them."""
+
+import pytest
+
+from fivefold.config import OptimizerSection
+from fivefold.core.layout import Layout
+from fivefold.verification.proof_case import ProofCase, lengths, micro_batches, row_numbers, rows_for
+
+
+def subject(tmp_path, rows: int = 8) -> ProofCase:  # type: ignore[no-untyped-def]
+    return ProofCase(
+        folder=tmp_path, model_class="X", vocabulary=101, rows=rows, row_length=61, steps=2, seed=5,
+        optimizer=OptimizerSection(),
+    )  # fmt: skip
+
+
+def test_documents_are_unequal_packed_and_fit(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    rows = subject(tmp_path).documents(0)
+    sizes = [[len(document.tokens) for document in row] for row in rows]
+    assert all(sum(row) <= 61 for row in sizes)
+    assert len({sum(row) for row in sizes}) > 4  # unequal numbers of targets
+    assert max(map(len, sizes)) >= 3 and min(map(sum, sizes)) == 2 and any(1 in row for row in sizes)
+    other = subject(tmp_path).documents(1)
+    assert any((a.tokens != b.tokens).any() for a, b in zip(rows[0], other[0], strict=True))
+    goes_on = {
+        len(document.tokens) for row in rows for document in row if len(document.targets) == len(document.tokens)
+    }
+    assert goes_on == {61}  # a document that fills a row has a target for its last token
+
+
+@pytest.mark.parametrize("row", [8, 23, 61, 128, 1000])
+def test_lengths_fit_in_any_row(row: int) -> None:
+    from fivefold.verification.proof_case import _ROWS
+
+    for parts in _ROWS:
+        assert sum(lengths(parts, row)) <= row
+
+
+@pytest.mark.parametrize("layouts", [["single"], ["dp2.shard2+mb2", "tp2"], ["shard3", "shard2+mb4"]])
+def test_every_layout_gets_every_row_once_in_two_micro_batches(tmp_path, layouts: list[str]) -> None:  # type: ignore[no-untyped-def]
+    parsed = [Layout.parse(text) for text in layouts]
+    one = subject(tmp_path, rows_for(parsed))
+    for layout in parsed:
+        dealt = [row_numbers(layout, one.rows, rank) for rank in range(layout.data_ranks)]
+        assert sorted(row for rank in dealt for batch in rank for row in batch) == list(range(one.rows))
+        assert all(len(rank) >= 2 for rank in dealt)
+        batches = micro_batches(one.documents(0), layout, 0, one.row_length)
+        assert batches[0].input_ids.shape[1] % layout.row_multiple == 0
+        total = sum(
+            b.targets for rank in range(layout.data_ranks) for b in micro_batches(one.documents(0), layout, rank, 61)
+        )
+        assert total == one.targets(0)
+
+
+def test_a_subject_goes_through_its_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    one = subject(tmp_path)
+    one.save(tmp_path / "subject.json")
+    assert ProofCase.load(tmp_path / "subject.json") == one
