@@ -5,7 +5,7 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,10 +17,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
+from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import SPLITTING
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
@@ -33,8 +33,9 @@ from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
 from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial
+from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
@@ -51,6 +52,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
 
@@ -58,6 +60,8 @@ def parallelize(
     initialisation by the model's own recipe with `seed`. The process group is there already. Adds
     `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
     (`Spread`). For users: `fivefold.own_loop.parallelize`.
+
+    `prove` (see `probe.check`) is asked where tensor parallelism of this class is held against the model by no test.
 
     Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
@@ -74,7 +78,8 @@ def parallelize(
         check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
         model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    _check_sequence_parallel(partition, layout)
+    limits = limits_of(model, anatomy, traced, partition, expert_tp=layout.etp > 1)
+    legality.refuse(legality.violations(layout, limits))
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = tensor.kv_copies(model, partition, layout.tp)
     stages = assign(model, anatomy, traced, layout)
@@ -88,10 +93,10 @@ def parallelize(
         embedding_ranks=holders[tied] if tied else (),
     )
     if partition and not partition.is_proved:
-        trial.check(model, mesh, device)
+        prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, anatomy)
-    splits_backward = layout.pp > 1 and layout.pp_schedule in SPLITTING
+    splits_backward = layout.pp > 1 and layout.schedule.splits_backward
     linears = Linears(store=WeightGradStore() if splits_backward else None)
     _place_linears(model, anatomy, traced, partition, linears)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh, linears)
@@ -148,6 +153,10 @@ def parallelize(
     return model
 
 
+def _trust(*_: Any) -> None:
+    """Of a model that is the proof itself."""
+
+
 def _traced(model: Any, anatomy: Anatomy) -> Trace:
     """What feeds what in the model.
 
@@ -161,17 +170,6 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
             fix=error.fix
             or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
-
-
-def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
-    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
-    if partition is None or partition.refusal or not layout.sequence_parallel:
-        return
-    if partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
 
 
 def _tensor_parallel(

@@ -48,26 +48,18 @@ from fivefold.parallel.temporarily import temporarily
 
 
 def shard_specs(model: nn.Module, partition: Partition | None, tp: int) -> dict[str, ShardSpec]:
-    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have).
-
-    Raises `UserError` when tensor parallelism is refused for this model or heads do not divide.
-    """
+    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have)."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if tp == 1 or partition is None:
         return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    if partition.refusal:
-        raise UserError(f"tp {tp} is refused: {partition.refusal}", fix="use dp_shard instead (FSDP needs no roles)")
-    kv_copies(model, partition, tp)
-    return {name: _shard(name, shape, partition, tp, type(model).__name__) for name, shape in shapes.items()}
+    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
 
 
 def kv_copies(model: nn.Module, partition: Partition | None, tp: int) -> int:
-    """How many tp ranks share each key/value head. Raises `UserError` where heads do not divide, or layers differ."""
-    for query, kv in partition.heads if partition else ():
-        heads.check_heads(query, kv, tp)
+    """How many tp ranks share each key/value head. Raises `UserError` where layers differ in that."""
     copies = {heads.kv_copies(kv, tp) for _, kv in partition.heads} if partition else set()
-    if len(copies) > 1:
-        fewest = min(kv for _, kv in partition.heads) if partition else 1
+    if partition and len(copies) > 1:
+        fewest = min(kv for _, kv in partition.heads)
         raise UserError(
             f"tp={tp} is more than the {fewest} key/value heads that some layers of {type(model).__name__} have, and "
             "others have more",
@@ -76,18 +68,12 @@ def kv_copies(model: nn.Module, partition: Partition | None, tp: int) -> int:
     return next(iter(copies), 1)
 
 
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, model_class: str) -> ShardSpec:
+def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
     role = partition.roles[name]
     if role.dim is None:
         return whole(name, shape, tp)
     if role.deal is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    query, kv = _counted(role.deal)
-    if tp > kv and query and kv:
-        raise UserError(
-            f"tp={tp} is more than num_key_value_heads={kv} of {model_class}, and {name} makes all heads at once",
-            fix=f"use tp {kv} or less",
-        )
     return ShardSpec.along(name, shape, role.dim, dealt(role.deal, tp))
 
 
