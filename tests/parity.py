@@ -23,22 +23,22 @@ from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.experts import router_buffers
-from fivefold.models.families import families
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, record, total
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.exact import exact, exactly
 from fivefold.verification.reference import torch_optimizers
+from tests.families import TINY
 
 VOCABULARY, ROW, PAD = 101, 23, 3
 OPTIONS = OptimizerSection(learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 
-FAMILIES: dict[str, dict[str, Any]] = {family.name: dict(family.tiny) for family in families()}
+FAMILIES = dict(TINY)
 UNLISTED = {"bos_token_id": None, "eos_token_id": None}  # family "none": a case says in its overrides what model it is
 
 

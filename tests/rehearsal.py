@@ -33,13 +33,14 @@ class Rehearsal:
 @dataclass(frozen=True)
 class Seen:
     """Of a rehearsal: `graphs` compiled, and `late_graphs` of them after the second step; `breaks` by their reasons,
-    the blocks that were `given_up`, and what was warned of."""
+    the blocks that were `given_up`, what was warned of, and how many weight gradients each W slot computed."""
 
     graphs: int
     late_graphs: int
     breaks: dict[str, int]
     given_up: list[str]
     warned: list[str]
+    put_off: set[int]
 
 
 def rehearse(case: Rehearsal) -> Seen:
@@ -91,6 +92,7 @@ def _steps(case: Rehearsal) -> Seen:
 
     from fivefold.core import schedule
     from fivefold.models.build import build_meta
+    from fivefold.ops.linear import WeightGradStore
     from fivefold.parallel import apply
     from fivefold.parallel.spread import spread_of
     from fivefold.training import step
@@ -103,10 +105,12 @@ def _steps(case: Rehearsal) -> Seen:
     least, unit = schedule.micro_batches_for(layout)
     micro = max(least, unit, 2 * layout.pp) if layout.pp > 1 else 2
     parity_case = _parity_case(case, micro * layout.data_ranks * layout.micro_batch_size)
-    compiles, graphs = torch.compile, []
+    compiles, graphs, put_off = torch.compile, [], set()
+    compute = WeightGradStore.compute
     with (
         warnings.catch_warnings(record=True) as warned,
         patch.object(torch, "compile", lambda forward, **_: compiles(forward, backend="eager")),
+        patch.object(WeightGradStore, "compute", lambda self, slot: put_off.add(compute(self, slot))),
         _without_values(),
     ):
         model = apply.parallelize(build_meta(parity.hf_config(parity_case)), layout, compile_blocks=case.compiled)
@@ -120,7 +124,7 @@ def _steps(case: Rehearsal) -> Seen:
     compiled = spread_of(model).compiled
     return Seen(
         graphs[-1], graphs[-1] - graphs[:2][-1], dict(counters["graph_break"]),
-        list(compiled.given_up) if compiled else [], [str(each.message) for each in warned],
+        list(compiled.given_up) if compiled else [], [str(each.message) for each in warned], put_off,
     )  # fmt: skip
 
 

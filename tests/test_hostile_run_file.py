@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.config import keys, load_config
 from fivefold.core.errors import UserError
-from fivefold.launch import local
+from fivefold.training import launch
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
@@ -28,6 +28,7 @@ FILES = {
     "a list for a key": ("{[a, b]: 1}", "a key is a word"),
     "a NUL byte": ('run: {name: "a\\0b"}', "NUL byte"),
     "half of a character": ('run: {name: "\\ud800"}', "lone surrogate"),
+    "the other half": ('run: {name: "\\udc00"}', "lone surrogate"),
     "infinity": ("optimizer: {learning_rate: .inf}", ".inf is not a finite number"),
     "a number of 64 bits and one": ("train: {max_steps: 9223372036854775808}", "larger than 64 bits"),
     "a large number": (f"train: {{max_steps: {'9' * 5000}}}", "larger than 64 bits"),
@@ -115,7 +116,7 @@ def test_an_override_is_taken_or_refused_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = [key.name.replace("[]", ".0") for key in keys()]
-    with patch.object(local, "_prepare"), patch.object(local, "start_workers", start):
+    with patch.object(launch, "_prepare"), patch.object(launch, "start_workers", start):
         for number, name in enumerate((*names, *EXTRA)):
             with pytest.raises((UserError, Started)):
-                local.run(None, [f"run.name=r{number}", f"{name}={value}"])
+                launch.run(None, [f"run.name=r{number}", f"{name}={value}"])

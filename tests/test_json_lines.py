@@ -66,7 +66,19 @@ def test_damaged_lines_are_set_aside_by_name_and_the_rest_is_kept(tmp_path: Path
     assert steps_of(path) == [1, 3, 4] and not read(path).damaged
     (what,) = said
     assert f"{path}:2 is not a row" in what and "5 more" in what and "metrics.jsonl.damaged" in what
-    assert path.with_name("metrics.jsonl.damaged").read_bytes().count(b"\n") == 6
+    aside = path.with_name("metrics.jsonl.damaged")
+    assert aside.read_bytes().count(b"\n") == 6
+    path.write_bytes(path.read_bytes() + b'{"step": 5, "t')
+    JsonLines(path, last_step=4, say=said.append).close()
+    assert aside.read_bytes().count(b"\n") == 7 and steps_of(path) == [1, 3, 4]
+
+
+def test_no_row_holds_what_json_does_not_have(tmp_path: Path, said: list[str]) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl", last_step=0, say=said.append)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        sink.write({"step": 1, "train/loss": float("nan")})
+    sink.write({"step": 2})
+    assert steps_of(tmp_path / "metrics.jsonl") == [2]
 
 
 def test_a_row_that_only_lacks_its_line_feed_is_whole(tmp_path: Path, said: list[str]) -> None:
@@ -123,13 +135,17 @@ def test_a_full_disk_at_a_resume_cuts_nothing_away(
 
 
 def test_killed_while_it_is_cut_back_all_rows_or_the_kept_ones_are_there(tmp_path: Path) -> None:
-    """At every system call of the cut: 252 of 5,000 rows were left where the file was written in place."""
+    """At every system call of the cut: 252 of 5,000 rows were left where the file was written in place. A line that is
+    cut short is in the file, or set aside."""
     path, at, seen = tmp_path / "metrics.jsonl", 0, set()
+    aside = path.with_name("metrics.jsonl.damaged")
     rows = [f'{{"step": {step}}}\n' for step in range(1, 5001)]
     while True:
-        path.write_text("".join(rows))
+        aside.unlink(missing_ok=True)
+        path.write_text("".join(rows) + '{"torn')
         if _ends_before_its_end(path, at):
             seen.add(len(steps_of(path)))
+            assert b"torn" in path.read_bytes() or b"torn" in aside.read_bytes()
             at += 1
         else:
             break

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fivefold.core.streams import unseen_if_need_be
+from fivefold.core.streams import is_closed_pipe, unseen_if_need_be
 from fivefold.training.display import PlainDisplay
 from tests.training.bodies import column, run_dir, run_file
 
@@ -69,6 +69,14 @@ def test_a_verb_ends_quietly_when_nobody_reads_on() -> None:
 def test_a_verb_says_that_it_cannot_write() -> None:
     code, said = ended(KEYS, stdout=full())
     assert code == 1 and said.startswith("standard output cannot be written") and len(said.splitlines()) == 1
+
+
+def test_a_pipe_that_breaks_elsewhere_is_not_standard_output_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, expected in ((os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY), False), (closed_pipe(), True)):
+        with os.fdopen(target, "w") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert is_closed_pipe(BrokenPipeError()) is expected
+            assert not is_closed_pipe(ConnectionResetError())
 
 
 def test_what_is_opened_does_not_become_standard_output(tmp_path: Path) -> None:

@@ -60,14 +60,16 @@ def train(
     come again.
     """
     from fivefold.launch.events import Listener
-    from fivefold.launch.local import run
+    from fivefold.training.launch import run
+    from fivefold.verification import before_training
 
     _check_path(path)
     listener = Listener(on_step, on_eval, on_save) if on_step or on_eval or on_save else None
     with listener.raising() if listener else nullcontext():
         file = None if path is None else Path(path)
-        found = Run(run(file, _written(overrides), nproc=nproc, verify=verify, listener=listener))
-    return found
+        prove = before_training if verify else None
+        folder = run(file, _written(overrides), nproc=nproc, prove=prove, listener=listener)
+    return Run(folder)
 
 
 def verify(

@@ -23,7 +23,7 @@ from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
-from fivefold.checkpoint.save import on_first_rank, save_as
+from fivefold.checkpoint.save import on_first_rank, save_as, standing
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
@@ -33,8 +33,9 @@ from fivefold.launch.world import open_world
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import apply, guard, passes, plain
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import put_in_order, reshard, settle_root
+from fivefold.parallel.data import put_in_order, reshard
 from fivefold.parallel.spread import Spread, spread_of
+from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.batches import Batch, differing, micro_batches, on_every_rank
 from fivefold.training.evaluate import evaluating, mean_loss
 from fivefold.training.model import own_coefficient
@@ -218,7 +219,7 @@ def parallelize(
         splits_tokens=spread.tensor is not None and spread.tensor.sequence_parallel,
         reshard=lambda: reshard(model),
     )  # fmt: skip
-    settle_root(model)
+    fsdp_settle_root(model)
     watch_optimizers(model, spread.layout, before)
     model.__class__ = type(f"Parallel{anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)
@@ -543,7 +544,8 @@ def save(
     any layout. It appears when all of it is written and read back.
 
     `state`: anything that JSON holds (a step, a scheduler's `state_dict()`), which `load` returns. `overwrite`: replace
-    a checkpoint of that name. Raises `UserError`, and `RunFailed` when it cannot be written.
+    a checkpoint of that name, which `load` finds until the new one is there. Raises `UserError`, and `RunFailed` when
+    it cannot be written.
     """
     _check_parallel(model)
 
@@ -573,7 +575,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
     betas) become those that were saved. Raises `UserError`, before anything changes, where that does not fit.
     """
     _check_parallel(model)
-    folder = Path(path)
+    folder = standing(Path(path))
 
     def check() -> Checkpoint:
         opened = Checkpoint.open(folder) if (folder / MANIFEST).exists() else find_checkpoint(folder)

@@ -39,8 +39,10 @@ def gradients_of(model: Any) -> Arrays:
 
 
 def freeze(model: Any, what: str) -> None:
-    """`what`: the first half of the model, or all but the head."""
-    kept = ("lm_head",) if what == "but the head" else ("layers.1", "layers.2", "norm", "lm_head")
+    """`what`: the first half of the model, or all but its head, or all but its embedding."""
+    kept = {"but the head": ("lm_head",), "but the embedding": ("embed_tokens",)}.get(
+        what, ("layers.1", "layers.2", "norm", "lm_head")
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(each in name for each in kept))
 
@@ -193,5 +195,6 @@ def packed_forward(layout: str) -> np.ndarray:
 
 
 def packed_rows() -> dict[str, torch.Tensor]:
+    """A document of one token is among them: positions do not fall there."""
     rows = plain(np.random.default_rng(1), 2, 8)
-    return {"input_ids": rows["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [*range(8)]])}
+    return {"input_ids": rows["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3], [*range(8)]])}

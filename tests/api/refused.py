@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
 import fivefold as ff
-from fivefold.parallel.tensor import local
+from fivefold.parallel.dtensor import local
 from fivefold.verification.exact import exact
 from tests.api.loop import CLIP, build, mean_loss, plain
 from tests.parity import VOCABULARY

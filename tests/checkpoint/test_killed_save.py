@@ -47,9 +47,14 @@ class Dying:
 
 def save_step(directory: Path, step: int, keep: int) -> None:
     """What `Saver` does for two ranks that each own half of every tensor; all values are `step`."""
-    published = directory / step_folder(step)
-    beside = directory / f".tmp-{published.name}"
-    saving._start(beside, published)
+    save_at(directory / step_folder(step), step, keep)
+
+
+def save_at(published: Path, step: int, keep: int | None) -> None:
+    """The same as the folder `published`; `keep` None: in place of what is there, as `ff.save` with `overwrite`."""
+    beside = published.parent / f".tmp-{published.name}"
+    alone = None if keep else [beside, saving._damaged(published)]
+    saving._start(beside, published, abandoned=alone, overwrite=keep is None)
     parts = []
     for rank in range(2):
         slices = [
@@ -139,6 +144,29 @@ def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
         in_child(lambda: save_step(directory, 2, 3), at)  # noqa: B023
         assert is_valid(directory / step_folder(1))
         assert content(directory / step_folder(1)) == {1.0}
+
+
+def test_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    """`ff.save` with `overwrite`: `ff.load` finds one of them at every moment, and so does the next save."""
+    save_at(tmp_path / "whole", 1, None)
+    _, calls = in_child(lambda: save_at(tmp_path / "whole", 2, None), None)
+    outcomes, gaps = [], 0
+    for at in (*range(0, calls - 40, 25), *range(calls - 40, calls)):  # the two renames are among the last
+        folder = tmp_path / f"{at}" / "last"
+        folder.parent.mkdir()
+        save_at(folder, 1, None)
+        in_child(lambda: save_at(folder, 2, None), at)  # noqa: B023
+        found = saving.standing(folder)
+        assert is_valid(found)
+        outcomes.append(Checkpoint.open(found).step)
+        assert content(found) == {float(outcomes[-1])}
+        if found != folder:
+            gaps += 1
+            in_child(lambda: save_at(folder, 3, None), 3)  # noqa: B023 - the next save is cut off, too
+            assert Checkpoint.open(saving.standing(folder)).step == 1
+        save_at(folder, 3, None)
+        assert content(folder) == {3.0} and [path.name for path in folder.parent.iterdir()] == ["last"]
+    assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2} and gaps
 
 
 def test_newer_steps_that_were_passed_over_do_not_cost_the_one_that_is_saved(tmp_path: Path) -> None:

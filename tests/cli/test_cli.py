@@ -17,7 +17,9 @@ from fivefold import cli
 from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.launch import local
+from fivefold.launch.workers import WorkerCrashed
+from fivefold.training import launch
+from fivefold.verification import before_training
 
 VERBS = ("train", "verify", "generate", "export", "report", "doctor")
 
@@ -61,6 +63,26 @@ def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     python(code)
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "said"), [("fivefold", "typer", "stopped\n"), ("fivefold.worker", "fivefold.config", "")]
+)
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str, imported: str, said: str) -> None:
+    code = f"""
+import os, runpy, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "{imported}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("{module}", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
 
 
 def test_import_is_fast_and_imports_no_torch() -> None:
@@ -137,13 +159,13 @@ def test_a_wrong_request_is_three_lines_and_exit_2(
     ],
 )
 def test_exit_codes(error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(local, "run", fails_with(error))
+    monkeypatch.setattr(launch, "run", fails_with(error))
     assert run("train") == code
     assert capsys.readouterr().err.lstrip() == said
 
 
 def test_a_bug_is_one_line_and_a_traceback_only_under_debug(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(local, "run", fails_with(ZeroDivisionError("division\nby zero")))
+    monkeypatch.setattr(launch, "run", fails_with(ZeroDivisionError("division\nby zero")))
     assert run("train") == 1
     assert capsys.readouterr().err.splitlines()[0] == "ZeroDivisionError: division"
     assert run("train", "--debug") == 1
@@ -151,9 +173,9 @@ def test_a_bug_is_one_line_and_a_traceback_only_under_debug(monkeypatch: pytest.
 
 
 def test_a_worker_s_traceback_is_shown_under_debug(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    crashed = local.WorkerCrashed("rank 1 stopped: RuntimeError: boom")
+    crashed = WorkerCrashed("rank 1 stopped: RuntimeError: boom")
     crashed.traceback = "Traceback of the worker"
-    monkeypatch.setattr(local, "run", fails_with(crashed))
+    monkeypatch.setattr(launch, "run", fails_with(crashed))
     assert run("train") == 1
     assert "Traceback of the worker" not in capsys.readouterr().err
     assert run("train", "--debug") == 1
@@ -162,18 +184,18 @@ def test_a_worker_s_traceback_is_shown_under_debug(monkeypatch: pytest.MonkeyPat
 
 def test_train_calls_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(local, "run", lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setattr(launch, "run", lambda *given, **named: calls.append((given, named)))
     assert run("train", "my.yaml", "train.seed=3", "layout=tp2", "--nproc", "2") == 0
     assert run("train", "data.train=./notes.jsonl", "--verify") == 0
-    assert calls[0] == ((Path("my.yaml"), ["train.seed=3", "layout=tp2"]), {"nproc": 2, "verify": False})
-    assert calls[1] == ((None, ["data.train=./notes.jsonl"]), {"nproc": None, "verify": True})
+    assert calls[0] == ((Path("my.yaml"), ["train.seed=3", "layout=tp2"]), {"nproc": 2, "prove": None})
+    assert calls[1] == ((None, ["data.train=./notes.jsonl"]), {"nproc": None, "prove": before_training})
 
 
 def test_overrides_from_python_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     import fivefold
 
     calls: list[Any] = []
-    monkeypatch.setattr(local, "run", lambda path, overrides, **_: calls.append(overrides) or path)
+    monkeypatch.setattr(launch, "run", lambda path, overrides, **_: calls.append(overrides) or path)
     fivefold.train("my.yaml", {"sample.prompts": ["\U0001f600 \u00e9"]})
     assert load_config(None, calls[0]).sample.prompts == ("\U0001f600 \u00e9",)
 
@@ -288,6 +310,6 @@ def test_a_removed_current_folder_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     here.mkdir()
     monkeypatch.chdir(here)
     here.rmdir()
-    monkeypatch.setattr(local, "run", fails_with(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+    monkeypatch.setattr(launch, "run", fails_with(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
     assert run("train") == 2
     assert "the folder that this command was started in has been removed" in capsys.readouterr().err

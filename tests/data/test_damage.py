@@ -1,5 +1,6 @@
 """Damage in the cache and in token stores: found when they are opened, made again aloud or refused by name."""
 
+import io
 import json
 import os
 import shutil
@@ -226,6 +227,26 @@ def test_a_large_file_is_read_once_an_hour_unless_it_is_written_to(
     monkeypatch.setattr(integrity.time, "time", lambda: later)
     again(tmp_path, [])
     assert {"tokens.bin", "start.npy"} <= {path.name for path in read}
+
+
+def test_every_byte_counts_however_few_a_read_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large"
+    content = np.random.default_rng(0).bytes(2 * CHUNK + 17)
+    path.write_bytes(content)
+    whole_file, chunks = file_checksum(path), integrity.chunk_checksums(path).tolist()
+    assert len(chunks) == 3
+
+    class Short(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(min(size or 0, 700_001))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *_, **__: Short(self))
+        assert (file_checksum(path), integrity.chunk_checksums(path).tolist()) == (whole_file, chunks)
+    for at in (0, CHUNK, len(content) - 1):
+        flip(path, at)
+        assert file_checksum(path) != whole_file
+        flip(path, at)
 
 
 def test_old_cached_rows_and_stores_are_not_taken(tmp_path: Path) -> None:

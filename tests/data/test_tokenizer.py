@@ -115,6 +115,18 @@ def test_eos_is_what_the_tokenizer_says_else_the_model(
     assert prepare_texts(tmp_path, ["some text"], tokenizer=folder).eos_token_id == expected
 
 
+def test_one_tokenizer_with_two_ends_gives_two_sets_of_tokens(tmp_path: Path, folder: Path) -> None:
+    """What lies in the cache was made with an EOS, which is no part of tokenizer.json."""
+    last, fingerprints = [], []
+    (folder / "tokenizer_config.json").write_text("{}")
+    for eos in (5, 7, 400):
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+        data = prepare_texts(tmp_path, ["some text"], tokenizer=folder)
+        last.append((pieces(whole(data.train)[0])[0][1][-1], data.vocab_size))
+        fingerprints.append(data.fingerprint)
+    assert last == [(5, 331), (7, 331), (400, 401)] and len(set(fingerprints)) == 3
+
+
 def test_a_tokenizer_without_eos_or_without_a_file_is_refused(tmp_path: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="has no EOS token, and every document must end with one"):

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from fivefold.generation import decode as decoding
 from fivefold.generation.decode import decode, next_logits, ready
 from fivefold.generation.run import GenerateRequest, generate
-from fivefold.generation.text import sample_text
+from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors
@@ -91,7 +91,8 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
     losses, text = [], ""
     for step in range(3):
         if samples:
-            text = sample_text(model, Numbers(), "5 71 3", max_new_tokens=7, eos_token_ids=(), bos_token_ids=())
+            ids = encode_prompt(Numbers(), "5 71 3", (), ())
+            text = "".join(pieces(model, Numbers(), ids, (), max_new_tokens=7))
             assert model.training and torch.is_grad_enabled()
         batch = batch_of(documents(case, step), case.parsed, mesh.data_rank)
         with record(mesh) as found:

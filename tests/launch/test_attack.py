@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_local import ROOT, is_alive, waiting
+from tests.launch.test_workers import ROOT, is_alive, waiting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

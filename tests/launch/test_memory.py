@@ -10,7 +10,7 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.launch import local
+from fivefold.launch import workers
 from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import GIB, Needs, Pressure, Room, room
 from fivefold.launch.world import World
@@ -88,13 +88,13 @@ class Out(Pressure):
 
 
 def test_a_death_for_want_of_memory_names_the_sizes_and_is_final(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(local, "room", lambda: Room(14 * GIB, 0))
-    error: Any = local._first_failure(tmp_path, {1: -signal.SIGKILL, 0: 1}, Out(killed=True), NEEDS)
+    monkeypatch.setattr(workers, "room", lambda: Room(14 * GIB, 0))
+    error: Any = workers._first_failure(tmp_path, {1: -signal.SIGKILL, 0: 1}, Out(killed=True), NEEDS)
     assert error.what == "rank 1 was killed by SIGKILL: the system ran out of memory" and error.comes_again
     assert error.fix.startswith(
         "the workers held 15.00 GiB at most, this machine has 14.00; 1.00 billion parameters need 16.00 GiB"
     )
-    error = local._first_failure(tmp_path, {1: -signal.SIGKILL}, Out(killed=False), NEEDS)
+    error = workers._first_failure(tmp_path, {1: -signal.SIGKILL}, Out(killed=False), NEEDS)
     assert not error.comes_again and "the system still had memory" in error.fix
 
 
@@ -104,9 +104,9 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: c
 
 @pytest.mark.parametrize("error", [MemoryError(), CPU, CUDA("CUDA out of memory"), RuntimeError("std::bad_alloc")])
 def test_an_allocation_that_failed_is_not_tried_again(error: Exception, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(local, "room", lambda: Room(20 * GIB, 0))
+    monkeypatch.setattr(workers, "room", lambda: Room(20 * GIB, 0))
     leave_failure(tmp_path, 0, error)
-    found: Any = local._first_failure(tmp_path, {0: 1}, Out(killed=False), NEEDS)
+    found: Any = workers._first_failure(tmp_path, {0: 1}, Out(killed=False), NEEDS)
     assert failures(tmp_path) and found.comes_again
     assert "weights 4.00, gradients 4.00, optimizer 8.00, activations about 1.00 GiB for 2 ranks here" in found.fix
     assert "memory.recompute: full" in found.fix
@@ -163,4 +163,4 @@ def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: 
 def test_a_limit_of_addresses_is_named_where_memory_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, said in ((6 * GIB, True), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert ("ulimit -v gives each process 6.00 GiB" in local._memory_advice(Pressure(), None)) is said
+        assert ("ulimit -v gives each process 6.00 GiB" in workers._memory_advice(Pressure(), None)) is said

@@ -1,4 +1,4 @@
-"""Every family of `src/fivefold/models/families`: a new file there is tested here without a change to this one.
+"""Every family of `tests/families.py`: a new entry there is tested here without a change to this file.
 
 The reference is always the unmodified model of `transformers`, built on the CPU.
 """

@@ -119,7 +119,9 @@ def test_the_load_of_experts_is_drawn_over_the_last_part_of_a_run(tmp_path: Path
         assert said in text
     found = heat(rows)
     assert found is not None
-    cells = [[(cell.fill, round(cell.strength, 3)) for cell in layer.cells] for layer in found.layers]
+    boxes = [(box.fill, round(box.opacity, 3)) for box in found.boxes]
+    grounds = [at for at, (fill, _) in enumerate(boxes) if fill == "band"]
+    cells = [boxes[first + 1 : end] for first, end in zip(grounds, [*grounds[1:], None], strict=True)]
     assert cells[0] == [("series-0", 0.5), ("series-1", 0.0), ("series-1", 0.292)]
     assert cells[1][0] == ("series-0", 1.0) and cells[1][2] == ("series-0", 0.5)
     assert [panel.title for panel in panels(rows)].count("moe/load_max") == 1

@@ -1,5 +1,6 @@
 """The losses and the bias that keep experts busy, against a plain computation from the unmodified model's routers."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from fivefold.checkpoint.live import gathered
 from fivefold.config import BalanceSection, RunConfig
+from fivefold.data.batch import IGNORE
 from fivefold.parallel.balance import BIAS, BalanceOptions, configure
 from fivefold.parallel.spread import spread_of
 from fivefold.training.model import balance_options
@@ -138,6 +141,39 @@ def test_losses_and_biases_are_those_of_one_process(text: str, family: str, opti
         np.testing.assert_allclose(values, plain.model.get_buffer(name).double(), atol=1e-12)
     assert len({name for name, _ in held}) == (2 if family == "deepseek_v3" else 0)
     assert not parity.differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
+
+
+def biases_of(
+    case: Case, options: BalanceOptions, targets: bool
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What the routers keep, whole, before and after a step."""
+    model = build(case)
+    spread = spread_of(model)
+    configure(model, spread.balance, options, spread.buffers)
+    for name, buffer in model.named_buffers():
+        if name in spread.buffers:
+            buffer.copy_(torch.arange(buffer.numel()) + 0.25)
+    batch = parity.batch_of(documents(case, 0), case.parsed, spread.mesh.data_rank)
+    if not targets:
+        batch = [replace(each, labels=np.full_like(each.labels, IGNORE), targets=0) for each in batch]
+    found = []
+    for _ in range(2):
+        found.append({name: values.numpy() for name, values in gathered(model).items() if name in spread.buffers})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        parity.training_step.train_step(model, optimizer, batch, learning_rate=None, max_grad_norm=1.0)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("targets", [True, False])
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_biases_are_gathered_as_they_are_and_a_step_that_is_skipped_leaves_them(layout: str, targets: bool) -> None:
+    """Copies of them are on both ranks: none is counted twice."""
+    for before, after in run_ranks(2, biases_of, Case(f"{layout}+mb2+fp64", "deepseek_v3", rows=4), BIASES, targets):
+        assert len(before) == 2
+        for name, values in before.items():
+            assert np.array_equal(values, np.arange(values.size) + 0.25)
+            moved = np.abs(after[name] - values)
+            assert moved.max() == pytest.approx(BIASES.bias_rate if targets else 0)
 
 
 @pytest.mark.parametrize(

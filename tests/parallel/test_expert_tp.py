@@ -72,7 +72,7 @@ def test_the_map_shows_both_cuts() -> None:
     assert [shapes[f"{prefix}down_proj"] for _, shapes in ranks] == [(6, 12, 32), (6, 11, 32)] * 2
     assert [shapes[f"{prefix}down_proj_bias"] for _, shapes in ranks] == [(6, 16)] * 4
     drawn = slice_map({f"{prefix}gate_up_proj": by_rank[f"{prefix}gate_up_proj"]})
-    assert drawn is not None and [(cell.x > 0, cell.y > 0) for cell in drawn.parts[0].drawings[0].cells] == [
+    assert drawn is not None and [(cell.x > 0, cell.y > 0) for cell in drawn.parts[0].drawings[0].boxes] == [
         (False, False), (True, False), (False, True), (True, True),
     ]  # fmt: skip
 

@@ -11,7 +11,8 @@ import torch
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.models.experts import expert_mlp, grouped_matmul, routed, sort_by_expert
+from fivefold.models.experts import expert_mlp, routed, sort_by_expert
+from fivefold.ops.linear import PLAIN
 from fivefold.parallel.spread import spread_of
 from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal
 from tests.pool import run_ranks
@@ -138,8 +139,8 @@ def test_experts_are_those_of_transformers(family: str, dtype: torch.dtype) -> N
 
 
 def test_an_expert_without_rows_has_a_gradient_of_zeros() -> None:
-    weight = torch.randn(3, 4, 5, requires_grad=True)
-    grouped_matmul(torch.zeros(0, 4), weight, torch.zeros(3, dtype=torch.int64)).sum().backward()
+    weight, counts = torch.randn(3, 4, 5, requires_grad=True), torch.zeros(3, dtype=torch.int64)
+    PLAIN.grouped(torch.zeros(0, 4), weight, counts, is_transposed=True).sum().backward()
     assert weight.grad is not None and not weight.grad.any()
 
 

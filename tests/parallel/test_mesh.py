@@ -1,6 +1,7 @@
 """The groups of a layout: who is in them, how many calls they take, and how long they wait."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from tests.pool import TIMEOUT_SECONDS, run_ranks
 from tests.rehearsal import fake_world, on_stage
 
 WORLD = 1024
+WORLDS = timedelta(seconds=77)  # the timeout of the world's group
 LAYOUTS = {
     "pp4.dp2.shard2.cp8.tp8": {"kv_copies": 2, "embedding_ranks": (0, 3)},
     "dp2.shard64.tp8.ep16": {"experts": True},
@@ -28,12 +30,14 @@ def described(
     split, made, members, real = [], [], dict[str, list[int]](), dist.new_group
 
     def one(ranks: Sequence[int], **named: Any) -> Any:
+        assert named["timeout"] is WORLDS
         made.append(ranks)
         if rank in ranks:
             members[named["group_desc"]] = list(ranks)
         return real([rank]) if rank in ranks else None
 
-    def all_at_once(split_ranks: list[list[int]], group_desc: str, **_: Any) -> Any:
+    def all_at_once(split_ranks: list[list[int]], group_desc: str, timeout: Any) -> Any:
+        assert timeout is WORLDS
         split.append(group_desc)
         assert len({each for ranks in split_ranks for each in ranks}) == sum(map(len, split_ranks)), "ranks are in one"
         mine = [ranks for ranks in split_ranks if rank in ranks]
@@ -45,6 +49,7 @@ def described(
     with (
         fake_world(layout.world, rank),
         patch.object(meshes, "_splits", lambda: splits),
+        patch.object(meshes, "_timeout", lambda device_type: WORLDS),
         patch.object(meshes.dist, "split_group", all_at_once),
         patch.object(meshes.dist, "new_group", one),
         patch.object(meshes, "_device_mesh", lambda layout, groups, axis, ranks, device: _Listed(ranks.tolist())),
@@ -80,7 +85,16 @@ def test_a_thousand_ranks_make_the_groups_of_an_axis_in_one_call(text: str, rank
             assert members[axis] == alike
     assert len(members["dp_shard"]) == layout.dp_shard * layout.cp
     if "experts" in LAYOUTS[text]:
-        assert len(members["ep"]) == layout.ep and len(members["ep_shard"]) == layout.expert_shards
+        blocks, parts = layout.ep * layout.etp, layout.etp  # the ranks of a copy of all experts; of one expert
+        assert members["ep"] == [r for r in range(WORLD) if r // blocks == rank // blocks and r % parts == rank % parts]
+        model = WORLD // (layout.pp * layout.dp_replicate)
+        same = [r for r in range(WORLD) if r // model == rank // model and r % blocks == rank % blocks]
+        assert members["ep_shard"] == same
+    if copies := LAYOUTS[text].get("kv_copies"):
+        assert members["tp_kv"] == [r for r in range(WORLD) if r // copies == rank // copies]
+    if ends := LAYOUTS[text].get("embedding_ranks"):
+        alike = [r for r in range(WORLD) if {**layout.coordinates(r), "pp": 0} == {**own, "pp": 0}]
+        assert members.get("pp_ends") == ([alike[0], alike[-1]] if own["pp"] in ends else None)
 
 
 def test_where_groups_are_made_one_by_one_none_is_made_twice() -> None:

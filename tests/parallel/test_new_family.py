@@ -1,7 +1,6 @@
-"""A model that fivefold has never seen: its partition is derived; without a file it is tried first."""
+"""A model that fivefold has never seen: its partition is derived; unlisted it is tried first."""
 
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 
@@ -13,21 +12,15 @@ from tests.tiers import every
 LEARNT = (("learnt_scale", True),)
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Path:
-    (tmp_path / "toy_family.py").write_text(toy.FAMILY_FILE)
-    return tmp_path
-
-
 @lru_cache
 def truth(case: Case) -> Outcome:
     return reference(case)
 
 
-def check(case: Case, folder: Path | None) -> None:
+def check(case: Case, *, listed: bool) -> None:
     toy.register()
     expected = truth(case.with_layout("single"))
-    per_rank = run_ranks(case.parsed.world, toy.on_rank, case, folder)
+    per_rank = run_ranks(case.parsed.world, toy.on_rank, case, listed)
     found = outcome(case, per_rank, {name: g.shape for name, g in expected.gradients.items()})
     assert_proved(found, expected, per_rank)
 
@@ -35,24 +28,24 @@ def check(case: Case, folder: Path | None) -> None:
 @pytest.mark.parametrize(
     ("layout", "tied"), [("tp2", False), ("tp2+nosp", True), ("tp4", True), ("shard2.tp2+full", False)]
 )
-@pytest.mark.parametrize("has_file", every([False, True], 2), ids=["tried", "listed"])
-def test_a_model_that_nobody_knows(layout: str, tied: bool, has_file: bool, family: Path) -> None:
-    check(Case(f"{layout}+mb4+fp64", family="toy", tied=tied, loss_chunks=3), family if has_file else None)
+@pytest.mark.parametrize("listed", every([False, True], 2), ids=["tried", "listed"])
+def test_a_model_that_nobody_knows(layout: str, tied: bool, listed: bool) -> None:
+    check(Case(f"{layout}+mb4+fp64", family="toy", tied=tied, loss_chunks=3), listed=listed)
 
 
 @pytest.mark.parametrize("layout", every(["shard2", "dp2", "single"], 3))
 @pytest.mark.parametrize("overrides", [(), LEARNT], ids=["fixed", "learnt scale"])
 def test_without_a_family_a_model_trains_under_data_parallelism(layout: str, overrides: tuple) -> None:
     """The learnt scale is a parameter of the causal model itself, neither of its base nor of its head."""
-    check(Case(f"{layout}+mb4+fp64", family="toy", loss_chunks=3, overrides=overrides), None)
+    check(Case(f"{layout}+mb4+fp64", family="toy", loss_chunks=3, overrides=overrides), listed=False)
 
 
-def test_a_parameter_without_a_role_is_refused_by_name(family: Path) -> None:
-    for error in run_ranks(2, toy.refusal, Case("tp2", family="toy", overrides=LEARNT), family):
+def test_a_parameter_without_a_role_is_refused_by_name() -> None:
+    for error in run_ranks(2, toy.refusal, Case("tp2", family="toy", overrides=LEARNT), True):
         assert error.startswith("UserError: tp 2 is refused") and "temperature_norm" in error
 
 
-def test_heads_that_tp_cannot_deal_are_refused_with_the_arithmetic(family: Path) -> None:
+def test_heads_that_tp_cannot_deal_are_refused_with_the_arithmetic() -> None:
     case = Case("tp2", family="toy", kv_heads=1, overrides=(("num_attention_heads", 3),))
-    for error in run_ranks(2, toy.refusal, case, family):
+    for error in run_ranks(2, toy.refusal, case, True):
         assert "tp=2 does not fit num_attention_heads=3, num_key_value_heads=1" in error and "try tp 1, 3" in error

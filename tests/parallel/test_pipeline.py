@@ -19,9 +19,9 @@ from fivefold.models.build import build_meta
 from fivefold.models.trace import Trace
 from fivefold.parallel import passes, stopwatch
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StageModules
-from fivefold.parallel.tensor import local
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.parallel.test_parity import run
@@ -164,10 +164,12 @@ class _Event:
 
 def test_a_gpu_s_slots_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by when the CPU put them into the queue."""
-    for name, value in (("Event", _Event), ("synchronize", lambda: None)):
+    order: list[str] = []
+    for name, value in (("Event", _Event), ("synchronize", lambda: order.append("synchronize"))):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(stopwatch.dist, "barrier", lambda _: None)
-    watch = stopwatch.Stopwatch(torch.device("cuda"), cast(Any, None))
+    monkeypatch.setattr(stopwatch.dist, "barrier", lambda group: order.append(f"barrier of {group}"))
+    watch = stopwatch.Stopwatch(torch.device("cuda"), cast(Any, "pp"))
+    assert order == ["barrier of pp", "synchronize"], "zero is one moment on all ranks, and on the device"
     slots = [Slot(0, "F", 0), Slot(0, "B", 0)]
     for slot in slots:
         watch.asked(slot)

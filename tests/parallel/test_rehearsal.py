@@ -6,7 +6,7 @@ errors of one dtype, of one rank, or of compiled blocks show here.
 
 import pytest
 
-from fivefold.core.schedule import SPLITTING, nothing_put_off
+from fivefold.core.schedule import SPLITTING
 from tests.rehearsal import Rehearsal, rehearse
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved+v2", "zb", "zb+v2", "zbv", "dualpipev")
@@ -66,6 +66,25 @@ def test_layers_with_experts_are_compiled_in_the_same_pieces() -> None:
 
 
 @pytest.mark.parametrize("schedule", SPLITTING)
-def test_a_schedule_that_gains_nothing_in_compiled_blocks_says_so(schedule: str) -> None:
-    seen = rehearse(Rehearsal(f"pp2+{schedule}", overrides=SIZES, compiled=True, steps=1))
-    assert any(nothing_put_off(schedule) == each for each in seen.warned)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weight_gradients_are_put_off_in_compiled_blocks_as_in_others(schedule: str, compiled: bool) -> None:
+    """Seven linears a layer; four layers in two stages, or in four on a V."""
+    seen = rehearse(Rehearsal(f"pp2+{schedule}", overrides=SIZES, compiled=compiled))
+    assert seen.put_off == {14 if schedule == "zb" else 7}
+    assert not seen.given_up
+
+
+def test_twelve_layers_that_put_weight_gradients_off_are_compiled_once() -> None:
+    """Between their linears, in the same pieces as two layers."""
+    two, twelve = (
+        rehearse(Rehearsal("pp2+zb", overrides=(("num_hidden_layers", layers),), compiled=True, steps=4))
+        for layers in (4, 12)
+    )
+    assert twelve.graphs == two.graphs <= 16 and not twelve.late_graphs and not twelve.given_up
+    assert sum(twelve.breaks.values()) == sum(two.breaks.values())
+
+
+def test_experts_put_their_weight_gradients_off() -> None:
+    """Four linears of attention and two of all experts; the router's is computed at once."""
+    seen = rehearse(Rehearsal("pp2.ep2.shard2+zb", 0, "mixtral", SIZES))
+    assert seen.put_off == {12}

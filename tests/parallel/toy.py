@@ -1,14 +1,14 @@
 """A small decoder that is in no library, with names of its own: what somebody's new model looks like to fivefold.
 
 Unlike Llama in everything that must not matter: module names, norms that subtract the mean, a scale and a soft cap on
-the logits after the head, a learnt scale outside the base model. `register()` offers it to `transformers`;
-`family_file(folder)` writes the one file that makes it known to fivefold.
+the logits after the head, a learnt scale outside the base model. `register()` offers it to `transformers`; `known`
+makes it a proved class of fivefold.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fivefold.models import families
+from fivefold.models import partition
 from tests import parity
-
-FAMILY_FILE = '''"""The toy of the tests."""
-
-from fivefold.models.families import Family
-
-FAMILY = Family(
-    name="toy",
-    model_classes=("ToyForCausalLM",),
-    tiny={"model_type": "toy"},
-)
-'''
 
 
 class ToyConfig(PreTrainedConfig):
@@ -180,23 +169,19 @@ def register() -> None:
 
 
 @contextmanager
-def known(folder: Path | None) -> Iterator[None]:
-    """The toy registered; inside, the family files of `folder` are found as well."""
+def known(listed: bool) -> Iterator[None]:
+    """The toy registered; inside, it is among the proved classes where it is `listed`."""
     register()
-    before = list(families.__path__)
-    families.__path__ += [str(folder)] if folder else []
-    try:
+    with patch.object(partition, "PROVED", partition.PROVED | ({"ToyForCausalLM"} if listed else set())):
         yield
-    finally:
-        families.__path__[:] = before
 
 
-def on_rank(case: parity.Case, folder: Path | None) -> dict[str, Any]:
-    with known(folder):
+def on_rank(case: parity.Case, listed: bool) -> dict[str, Any]:
+    with known(listed):
         return parity.on_rank(case)
 
 
-def refusal(case: parity.Case, folder: Path | None) -> str:
+def refusal(case: parity.Case, listed: bool) -> str:
     """The error that building the case ends with."""
-    with known(folder):
+    with known(listed):
         return parity.refusal(case)

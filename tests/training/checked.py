@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data import MicroBatch, PackedRows
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import run as run_module
 from fivefold.training.checks.bits import hashes

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training.optimizer import all_reduce_sum, build_optimizer, clip_, squared_norm
 from fivefold.training.step import train_step
 from tests.parity import (

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.torch_internals import flight_recorder
 from fivefold.training import flight
 
 NOW = 1_000.0
@@ -40,7 +41,7 @@ def look(*looks: tuple[float, list[dict[str, Any]]], timeout: float = 30.0) -> f
 
     waits = flight.Waits(source, timeout)
     for seconds, found in looks:
-        there[:] = [one | {"record_id": number} for number, one in enumerate(found)]
+        there[:] = [{"record_id": number} | one for number, one in enumerate(found)]
         waits.look(seconds)
     return waits
 
@@ -53,7 +54,8 @@ def test_a_healthy_ring_waits_for_nothing() -> None:
     later = entry("nccl:all_reduce", group="default_pg", done=True)
     for found in (RING, [*RING, later]):
         assert flight.under_way(found) == []
-        assert not look(*[(10.0, found)] * 9).are_stuck
+        waits = look(*[(10.0, found)] * 9)
+        assert not waits.are_stuck and not waits.are_under_way
 
 
 def test_a_hung_ring_is_seen_at_the_batch_that_hangs() -> None:
@@ -62,6 +64,8 @@ def test_a_hung_ring_is_seen_at_the_batch_that_hangs() -> None:
         ("nccl:coalesced", 77),
         ("nccl:coalesced", 78),
     ]
+    fresh = [[*found, entry("nccl:all_reduce", done=False) | {"record_id": 1000 + at}] for at in range(5)]
+    assert look(*[(10.0, each) for each in fresh]).are_stuck, "others come and go behind it"
     assert not look(*[(10.0, found)] * 4).are_stuck  # it is seen for 30 seconds, not for more
     assert look(*[(10.0, found)] * 5).are_stuck
 
@@ -122,7 +126,7 @@ def test_each_backend_has_its_own_recorder(monkeypatch: pytest.MonkeyPatch) -> N
     from torch._C import _distributed_c10d
 
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda *_: '{"entries": [1]}', raising=False)
-    of_nccl, of_gloo = flight.recorder("nccl"), flight.recorder("gloo")
+    of_nccl, of_gloo = flight_recorder("nccl"), flight_recorder("gloo")
     assert of_nccl is not None and of_gloo is not None
     assert flight.entries(of_nccl) == [1]
     assert 1 not in flight.entries(of_gloo)

@@ -1,12 +1,13 @@
 """The history of a run: each start with its layout, machine and data, and what happened on the way."""
 
+import json
 from pathlib import Path
 
 from fivefold.config import RunConfig
-from fivefold.core.history import History, Start, load
-from fivefold.launch.local import _tell_restart
+from fivefold.core.history import Event, History, Start, load
 from fivefold.report.run import main as report
 from fivefold.training import header
+from fivefold.training.launch import _tell_restart
 from tests.training.bodies import column, run_dir, run_file, train
 
 SCHEDULE = {"name": "cosine", "peak": 1e-3, "warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1}
@@ -35,6 +36,26 @@ def test_a_run_of_two_layouts_tells_both(tmp_path: Path) -> None:
 def test_a_run_that_went_back_twice_is_told_without_what_was_done_again() -> None:
     first, again, last = (Start(step, "", {}) for step in (0, 10, 5))
     assert list(History((first, again, last)).spans()) == [(first, 0, 5), (last, 5, None)]
+
+
+def test_a_start_that_was_cut_off_before_its_first_step_has_no_steps() -> None:
+    first, idle, last = (Start(step, "", {}) for step in (0, 10, 10))
+    assert list(History((first, idle, last)).spans()) == [(first, 0, 10), (last, 10, None)]
+
+
+def test_an_event_is_left_where_no_later_start_did_its_step_again() -> None:
+    past = History([Start(step, "", {}) for step in (0, 20, 5)])
+    assert [past.is_left(Event(step, "skipped", "", 0)) for step in (4, 5, 6)] == [True, True, False]
+    assert past.is_left(Event(6, "skipped", "", 2))
+
+
+def test_what_happens_belongs_to_the_start_before_it(tmp_path: Path) -> None:
+    kinds = [("start", 0), ("skipped", 2), ("end", 3), ("died", 3), ("start", 3), ("skipped", 4), ("died", 5)]
+    rows = [json.dumps({"event": kind, "step": step, "time": "2020-03-04", "what": "finished"}) for kind, step in kinds]
+    (tmp_path / "history.jsonl").write_text("\n".join(rows))
+    past = load(tmp_path)
+    assert [(event.step, event.number) for event in past.events] == [(2, 0), (3, 0), (4, 1), (5, 1)]
+    assert [(start.last, start.how) for start in past.starts] == [(3, "finished"), (5, "a worker died")]
 
 
 def test_a_worker_that_died_is_kept_by_the_launcher(tmp_path: Path) -> None:

@@ -34,6 +34,14 @@ def test_the_warm_up_follows_the_run_unless_it_is_a_number(asked: Any, total: in
     assert length.settled(settled, 10 * total, before=None) == settled
 
 
+@pytest.mark.parametrize("asked", ["auto", "5%"])
+def test_a_warm_up_that_is_left_open_is_that_of_the_checkpoint(asked: str) -> None:
+    """Whatever it was: it may have been a number then."""
+    open_ = config(scheduler={"warmup_steps": asked})
+    for before in (0, 7, 500):
+        assert length.settled(open_, 200, before=before).scheduler.warmup_steps == before
+
+
 def test_the_run_file_of_the_readme_reaches_its_learning_rate(tmp_path: Path) -> None:
     (tmp_path / "notes.yaml").write_text(blocks("yaml")[0])
     read = load_config(tmp_path / "notes.yaml")
@@ -62,7 +70,8 @@ def test_epochs_are_as_many_passes_over_the_rows(tmp_path: Path, epochs: float) 
     seen = [order[place] for place in range(4 * steps)]
     assert all(seen.count(row) >= int(epochs) for row in range(50))
     assert length.total_steps(config(train={"max_steps": 7}), data) == 7
-    assert length.total_steps(config(train={"max_tokens": 41 * 8, "global_batch_size": 4}), data) == 2
+    for tokens, expected in ((41 * 8, 2), (41 * 8 + 1, 3), (1, 1)):
+        assert length.total_steps(config(train={"max_tokens": tokens, "global_batch_size": 4}), data) == expected
 
 
 def test_a_tenth_is_a_tenth(tmp_path: Path) -> None:

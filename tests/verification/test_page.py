@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fivefold.report.log_scale import LogScale
 from fivefold.report.names import LONGEST, ranks_text, short_names
+from fivefold.report.plot import LogScale
 from fivefold.report.slices import slice_map
 from fivefold.verification import ranks
 from fivefold.verification.page import headline, page, write_page
@@ -227,10 +227,10 @@ def test_slices_of_replicas_blocks_and_experts() -> None:
     drawn = slice_map(held)
     assert drawn is not None
     qkv, experts, norm = drawn.parts[0].drawings
-    assert [cell.fill for cell in qkv.cells] == ["rank-0", "rank-0", "rank-1", "rank-1"]
-    assert qkv.cells[1].title == "rank 0: [4:6, 0:4]"
-    assert experts.cells[1].height == experts.height / 2 and experts.shape == "4 × 6 × 8"
-    assert [cell.fill for cell in norm.cells] == ["ranks-0-1"] and norm.cells[0].label == "all 2"
+    assert [box.fill for box in qkv.boxes] == ["rank-0", "rank-0", "rank-1", "rank-1"]
+    assert qkv.boxes[1].title == "rank 0: [4:6, 0:4]"
+    assert experts.boxes[1].height == experts.height / 2 and experts.shape == "4 × 6 × 8"
+    assert [box.fill for box in norm.boxes] == ["ranks-0-1"] and norm.boxes[0].label == "all 2"
     assert [part.title for part in drawn.parts] == ["layer 0", "layer 1"]
     assert drawn.shares == (100 * (16 + 96 + 4 + 4) / 232, 100 * (16 + 96 + 4) / 232)
 

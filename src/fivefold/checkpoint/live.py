@@ -17,8 +17,8 @@ from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.export import export_dtype, export_whole
 from fivefold.checkpoint.save import on_first_rank
 from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 
 _BITS = {4: torch.int32, 8: torch.int64}
 

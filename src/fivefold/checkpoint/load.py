@@ -23,8 +23,8 @@ from fivefold.core.step_folders import step_folder, steps
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import fill, spread_of
-from fivefold.parallel.tensor import local
 
 Region = tuple[slice, ...]
 

@@ -31,8 +31,8 @@ from fivefold.core.files import cannot_write, is_users
 from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
@@ -318,7 +318,9 @@ def _write_together(
 
 def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = None, overwrite: bool = False) -> None:
     """Make the folder `beside`, once what saves that were cut off have left is removed: `abandoned`, None: whatever is
-    named like it."""
+    named like it. One that had put the published folder aside, and nothing yet in its place, is undone first."""
+    if (stands := standing(published)) != published:
+        disk.rename(stands, published)
     if not overwrite and is_valid(published):
         raise UserError(f"{published} is published already; a checkpoint is never rewritten", fix="name a new folder")
     is_ours = (published / NAME).exists() or abandoned is None
@@ -335,6 +337,15 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
 def _damaged(published: Path) -> Path:
     """Where a folder that stood in the place of a published one is put, to be removed."""
     return published.with_name(f"{_BESIDE}damaged-{published.name}")
+
+
+def standing(published: Path) -> Path:
+    """Where the checkpoint `published` is: a save that replaces it puts it aside before the new one takes its name, and
+    one that was cut off in between has left it there."""
+    if published.exists():
+        return published
+    aside = _damaged(published)
+    return aside if (aside / NAME).exists() else published
 
 
 def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:

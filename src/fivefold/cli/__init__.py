@@ -16,10 +16,9 @@ import typer
 from fivefold.cli import doctor, export, generate, report, train, verify
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
+from fivefold.core.interrupts import INTERRUPTED
 from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
 from fivefold.core.terminal import say
-
-INTERRUPTED = 130
 
 # Listed in this order; the first line of the docstring is the verb's line.
 VERBS: dict[str, Callable[..., None]] = {
@@ -38,9 +37,9 @@ for _name, _verb in VERBS.items():
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        from fivefold.core.version import versions
+        from fivefold.core.version import version_line
 
-        print(versions())
+        print(version_line())
         raise typer.Exit
 
 

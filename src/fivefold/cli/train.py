@@ -44,10 +44,11 @@ def train(
         print_keys() if keys else print_schema()
         return
     path, overrides = split_arguments(arguments or [])
-    from fivefold.launch.local import run
+    from fivefold.training.launch import run
+    from fivefold.verification import before_training
 
     with unseen_if_need_be():
-        run(path, overrides, nproc=nproc, verify=verify)
+        run(path, overrides, nproc=nproc, prove=before_training if verify else None)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.json_lines import JsonLines, read
+from fivefold.core.version import versions
 
 NAME = "history.jsonl"
-PACKAGES = ("fivefold", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def opened(run: Path, say: Callable[[str], None]) -> Iterator[Log]:
 def surroundings() -> dict[str, Any]:
     """Where this process runs, for the record of a start: versions and machine."""
     return {
-        "versions": {**{name: _version(name) for name in PACKAGES}, "Python": platform.python_version()},
+        "versions": versions(),
         "machine": {"host": socket.gethostname(), "system": platform.platform(terse=True)},
     }
 
@@ -138,8 +137,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     words = {"name": "schedule", "peak": "learning rate", "warmup_steps": "warm-up steps", "total_steps": "steps"}
     found += [f"{words.get(key, key)} {was[key]} → {value}" for key, value in schedule.items()
               if key in was and was[key] != value]  # fmt: skip
-    was, versions = before.get("versions") or {}, now.get("versions") or {}
-    return found + [f"{key} {was[key]} → {value}" for key, value in versions.items() if was.get(key, value) != value]
+    was, installed = before.get("versions") or {}, now.get("versions") or {}
+    return found + [f"{key} {was[key]} → {value}" for key, value in installed.items() if was.get(key, value) != value]
 
 
 def now() -> str:
@@ -152,10 +151,3 @@ def _moment(text: str) -> datetime | None:
         return datetime.fromisoformat(text) if text else None
     except ValueError:
         return None
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

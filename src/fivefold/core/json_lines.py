@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.files import replace, write_all
+from fivefold.core.units import many
 
 MOST_WAITING = 50_000  # rows kept in memory while they cannot be written
 Row = Mapping[str, Any]
@@ -106,7 +107,7 @@ class JsonLines:
         if self._waiting:
             self._flush()
         if self._waiting:
-            self._say(f"{self._path}: the last {_rows(len(self._waiting))} could not be written and are lost")
+            self._say(f"{self._path}: the last {many(len(self._waiting), 'row')} could not be written and are lost")
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -137,7 +138,7 @@ class JsonLines:
             return
         if self._failing:
             self._failing = False
-            self._say(f"{self._path} can be written again; {_rows(max(0, late))} came late")
+            self._say(f"{self._path} can be written again; {many(max(0, late), 'row')} came late")
 
     def _open(self) -> None:
         """Cut the file back, then open it to append."""
@@ -189,7 +190,3 @@ class JsonLines:
         if not (is_other and self._is_other):
             self._say(f"{self._path} was removed while the run writes to it; {now}")
         self._is_other = is_other
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'s' * (count != 1)}"

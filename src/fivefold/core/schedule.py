@@ -245,14 +245,6 @@ def _check_micro_batches(name: str, pp: int, count: int) -> None:
         )  # fmt: skip
 
 
-def nothing_put_off(schedule: str) -> str:
-    """For the user: what compiled blocks make of a schedule that splits backward."""
-    return (
-        f"pp_schedule {schedule} gains nothing in compiled blocks: they make weights' gradients with all others, none "
-        "is put off into the gaps; use 1f1b or interleaved, or set train.compile: false"
-    )
-
-
 def micro_batches_for(layout: Layout) -> tuple[int, int]:
     """(the fewest micro batches, what they must be a multiple of) that the schedule of a layout surely takes."""
     unit = layout.pp if layout.pp_schedule in ("interleaved", "zb") and layout.pp > 1 else 1

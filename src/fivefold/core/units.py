@@ -55,6 +55,11 @@ def human(number: float) -> str:
     return f"{number:.3g}"
 
 
+def many(number: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def human_bytes(count: float) -> str:
     """`27.8 MiB`."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):

@@ -3,7 +3,7 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-_SHOWN = ("torch", "transformers")
+_SHOWN = ("fivefold", "torch", "transformers")
 
 
 def version_of(package: str) -> str:
@@ -14,7 +14,12 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
-def versions() -> str:
+def versions() -> dict[str, str]:
+    """What a run computes with, fivefold first: name -> version."""
+    return {**{package: version_of(package) for package in _SHOWN}, "Python": platform.python_version()}
+
+
+def version_line() -> str:
     """`fivefold 0.1.0 (torch 2.13.0, transformers 5.23.0, Python 3.11.7)`."""
-    others = ", ".join(f"{package} {version_of(package)}" for package in _SHOWN)
-    return f"fivefold {version_of('fivefold')} ({others}, Python {platform.python_version()})"
+    own, *others = (f"{name} {number}" for name, number in versions().items())
+    return f"{own} ({', '.join(others)})"

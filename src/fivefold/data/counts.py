@@ -2,6 +2,7 @@
 
 from dataclasses import astuple, dataclass
 
+from fivefold.core.units import many
 from fivefold.data.source import HUB
 
 _SOURCES_SHOWN = 12
@@ -40,8 +41,8 @@ class SourceCounts:
 
     def line(self) -> str:
         if not self.tokens:
-            return f"{self.path}: {_many(self.documents, 'document')}, nothing to train on"
-        held = f"{_many(self.documents, 'document')}, {_many(self.tokens, 'token')} to train on"
+            return f"{self.path}: {many(self.documents, 'document')}, nothing to train on"
+        held = f"{many(self.documents, 'document')}, {many(self.tokens, 'token')} to train on"
         return f"{self.path}: {held}, weight {self.weight:g} = {100 * self.share:.1f}% of the tokens read"
 
 
@@ -77,7 +78,7 @@ class DataCounts:
         """Three or four short lines, and one for each source where there are several."""
         bos = f", {self.bos}" if self.bos else ""
         lines = [
-            f"{_many(self.documents, 'document')} in {_many(self.files, 'file')}, {_many(self.tokens, 'token')}{bos}",
+            f"{many(self.documents, 'document')} in {many(self.files, 'file')}, {many(self.tokens, 'token')}{bos}",
             f"train       {_rows(self.train, self.seq_length)}",
             f"validation  {self._validation()}",
             *self._by_source(),
@@ -107,17 +108,17 @@ class DataCounts:
                 "the text is too short to hold some of it out, or all alike: ask for more of it, or name another text"
             )
         if self.files_left_out:
-            remarks.append(f"{_many(self.files_left_out, 'file')} of an unknown kind left out")
+            remarks.append(f"{many(self.files_left_out, 'file')} of an unknown kind left out")
         if alone:
-            remarks.append(f"{_many(alone, 'piece')} of a single token left out (no target)")
+            remarks.append(f"{many(alone, 'piece')} of a single token left out (no target)")
         if self.repeated:
-            remarks.append(f"in the training text too: {_many(self.repeated, 'block')} of validation")
+            remarks.append(f"in the training text too: {many(self.repeated, 'block')} of validation")
         return remarks
 
 
 def _rows(counts: RowCounts, seq_length: int) -> str:
-    split = f", {_many(counts.split, 'piece')} of text cut over rows" if counts.split else ""
-    return f"{_many(counts.rows, 'row')} of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"
+    split = f", {many(counts.split, 'piece')} of text cut over rows" if counts.split else ""
+    return f"{many(counts.rows, 'row')} of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"
 
 
 def _all_tokens(side: RowCounts) -> int:
@@ -127,7 +128,3 @@ def _all_tokens(side: RowCounts) -> int:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.3g}%"
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -99,6 +99,8 @@ def _devices() -> Iterator[Finding]:
             yield Finding(f"gpu {index}", "ok", f"{chip.name}, {chip.total_memory / GIB:.0f} GiB")
     import torch.distributed as dist
 
+    from fivefold import torch_internals
+
     if not dist.is_available() or not dist.is_gloo_available():
         yield Finding("distributed", "missing", "torch without gloo", "pip install -c constraints.txt torch")
         return
@@ -106,6 +108,9 @@ def _devices() -> Iterator[Finding]:
         yield Finding("distributed", "missing", "gloo, no NCCL", "install a torch with NCCL to use several GPUs")
         return
     yield Finding("distributed", "ok", "gloo and NCCL" if dist.is_nccl_available() else "gloo")
+    if lacking := torch_internals.missing():
+        advice = f"install torch {torch_internals.SUPPORTED}"
+        yield Finding("torch's interfaces", "missing", f"no {', '.join(lacking)}", advice)
 
 
 def _cpu() -> Iterator[Finding]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.core.layout import Layout
-from fivefold.launch.local import gpus, start_workers, worker_count
 from fivefold.launch.processes import is_scratch, keep, scratch_folder
 from fivefold.launch.restart import WorkerDied
+from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import alone, device_kind, find_world, join
 
 

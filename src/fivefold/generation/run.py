@@ -1,7 +1,7 @@
 """`fivefold generate` on one rank: open the model, spread it, continue the prompt."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from fivefold.core.terminal import shown
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import Bos, find_tokenizer
 from fivefold.generation import SEED, TEMPERATURE, TOP_K
-from fivefold.generation.decode import decode, ready
-from fivefold.generation.text import TextStream, encode_prompt
+from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
@@ -76,12 +75,14 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     model = parallelize(model, layout, device=world.device, source=open_source(model))
     show = write if write and world.is_first else lambda text: None
     show(request.prompt)
-    pieces = []
-    with ready(model):
-        for piece in _pieces(model, tokenizer, ids, request, ends):
-            show(piece)
-            pieces.append(piece)
-    return "".join(pieces)
+    text = []
+    for piece in pieces(
+        model, tokenizer, ids, ends, max_new_tokens=request.max_new_tokens, temperature=request.temperature,
+        top_k=request.top_k or None, seed=request.seed,
+    ):  # fmt: skip
+        show(piece)
+        text.append(piece)
+    return "".join(text)
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
@@ -104,25 +105,6 @@ def to_screen(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
-
-
-def _pieces(
-    model: Any, tokenizer: Any, ids: torch.Tensor, request: GenerateRequest, ends: tuple[int, ...]
-) -> Iterator[str]:
-    stream = TextStream(tokenizer)
-    tokens = decode(
-        model,
-        ids,
-        max_new_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_k=request.top_k or None,
-        seed=request.seed,
-        eos_token_ids=ends,
-    )
-    for token in tokens:
-        if token not in ends and (piece := stream.push(token)):
-            yield piece
-    yield stream.finish()
 
 
 def _locate(request: GenerateRequest) -> tuple[Path, Callable[[PreTrainedModel], TensorSource]]:

@@ -1,6 +1,6 @@
 """From a prompt to tokens, and from tokens back to text as it comes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -65,33 +65,15 @@ def encode_prompt(
     return torch.tensor([ids], dtype=torch.int64)
 
 
-def sample_text(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    eos_token_ids: Collection[int],
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    bos_token_ids: tuple[int, ...] | None = None,
-) -> str:
-    """The text with which `model` continues `prompt`, in the middle of a training run; every rank calls it.
+def pieces(model: Any, tokenizer: Any, prompt: Tensor, eos_token_ids: Collection[int], **options: Any) -> Iterator[str]:
+    """The text with which `model` continues `prompt` (int64 [1, T]), in whole characters as they come.
 
-    `tokenizer`: a `tokenizers.Tokenizer`; `bos_token_ids`: see `encode_prompt`. The model is left ready for the next
-    training step.
+    `tokenizer`: a `tokenizers.Tokenizer`; `options`: those of `decode`. Every rank takes them all. The model is left
+    ready for the next training step.
     """
     stream = TextStream(tokenizer)
     with ready(model):
-        tokens = decode(
-            model,
-            encode_prompt(tokenizer, prompt, eos_token_ids, bos_token_ids),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            eos_token_ids=eos_token_ids,
-        )
-        pieces = [stream.push(token) for token in tokens if token not in eos_token_ids]
-    return "".join(pieces) + stream.finish()
+        for token in decode(model, prompt, eos_token_ids=eos_token_ids, **options):
+            if token not in eos_token_ids and (piece := stream.push(token)):
+                yield piece
+    yield stream.finish()

@@ -1,5 +1,5 @@
 """The memory of this machine: what there is, what its processes may take of it, and whether the system ended one for
-want of it. No torch."""
+want of it."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from fivefold.core.errors import RunFailed
 
 GIB = 2**30
 SCARCE = 0.03  # of all memory: less than that free, and a process that was killed was killed for it
@@ -164,3 +166,24 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+def out_of_gpu_memory(error: BaseException, rank: int) -> RunFailed | None:
+    """What a GPU's want of memory means to the user; None for another error. It would come again: no restart helps."""
+    import torch
+
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    asked, has = (re.search(pattern, str(error)) for pattern in (_ASKED, _HAS))
+    tried = f": {asked[1]} more were asked for" if asked else ""
+    there = f", {has[2]} of {has[1]} were free" if has else ""
+    return RunFailed(
+        f"rank {rank}: the memory of its GPU does not suffice{tried}{there}",
+        fix="set memory.recompute: full, lower train.micro_batch_size or data.seq_length, or put the model over more "
+        "GPUs with layout.dp_shard or layout.tp",
+        more="--debug shows where",
+    )
+
+
+_ASKED = r"Tried to allocate ([\d.]+ \w+)"
+_HAS = r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"

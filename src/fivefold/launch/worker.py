@@ -1,9 +1,14 @@
-"""One worker process: `python -m fivefold.launch.worker VERB REQUEST.json`.
+"""One worker process: `python -m fivefold.launch.worker BODY REQUEST.json`.
 
-Reads its place in the world, joins it and calls the verb's body, `body(request, world)`; any verb but `train`
-names its body itself, as `package.module:function`. The first failure of a worker is left as a file
-beside the logs (never a pickle), where the process that started the workers finds it and says it once.
+Reads its place in the world, joins it and calls `body(request, world)`. BODY names that function, as
+`fivefold.training.run:on_worker`. The first failure of a worker is left as a file beside the logs (never a pickle),
+where the process that started the workers finds it and says it once.
 """
+
+from fivefold.core import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # who started it has the word
 
 import faulthandler
 import json
@@ -17,26 +22,26 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fivefold.config import parse_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
-from fivefold.launch.events import events_of
 from fivefold.launch.failure import failure_file, leave_failure
+from fivefold.launch.memory import out_of_gpu_memory
 from fivefold.launch.watch import TELL, stack_file
 from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
 
-INTERRUPTED, TERMINATED = 130, 143  # what a shell reports for a process ended by Ctrl-C and by SIGTERM
+INTERRUPTED = interrupts.INTERRUPTED
+TERMINATED = 143  # what a shell reports for a process ended by SIGTERM
 CLOSED = CLOSED_PIPE
 
 
-def execute(verb: str, request: Mapping[str, Any], world: World) -> None:
-    """Join `world` and do `verb` in this process. `request` is plain data, as it came through JSON."""
-    body = _body(verb)  # imported before ranks wait for each other: that takes long, and not on all equally long
+def execute(name: str, request: Mapping[str, Any], world: World) -> None:
+    """Join `world` and call the body of this name in this process, as a worker that was started for it does."""
+    body = _body(name)  # imported before ranks wait for each other: that takes long, and not on all equally long
     with join(world), _in_words(world):
         body(request, world)
 
 
-def main(verb: str, request_file: str) -> int:
+def main(name: str, request_file: str) -> int:
     """The exit code of this worker: 0, that of its error, 130 when interrupted."""
     _die_with_parent()
     make_usable()
@@ -45,10 +50,10 @@ def main(verb: str, request_file: str) -> int:
     world = find_world(request["device"]) or alone(request["device"])
     _log_to(logs / f"rank-{world.rank}.log", whole=not world.is_first)
     _tell_stacks(world)
-    shown = unseen_if_need_be() if verb == "train" else nullcontext()  # what training is for lies in files
+    shown = unseen_if_need_be() if request.get("may_be_unseen") else nullcontext()
     try:
         with shown, _telling(logs, world.rank):
-            body = _body(verb)
+            body = _body(name)
             with join(world), _telling(logs, world.rank), _in_words(world):
                 body(request, world)
     except KeyboardInterrupt:
@@ -79,8 +84,6 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
 @contextmanager
 def _in_words(world: World) -> Iterator[None]:
     """Inside, want of GPU memory is said as the user has to hear it."""
-    from fivefold.training.memory import out_of_gpu_memory
-
     try:
         yield
     except Exception as error:
@@ -92,14 +95,8 @@ def _in_words(world: World) -> Iterator[None]:
 Body = Callable[[Mapping[str, Any], World], object]
 
 
-def _body(verb: str) -> Body:
-    if verb == "train":
-        from fivefold.training.run import train
-
-        return lambda request, world: train(
-            parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first)
-        )
-    module, _, function = verb.partition(":")
+def _body(name: str) -> Body:
+    module, _, function = name.partition(":")
     body: Body = getattr(import_module(module), function)
     return body
 
@@ -154,6 +151,7 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     try:
+        interrupts.raise_again()
         exit_code = main(*sys.argv[1:])
     except KeyboardInterrupt:  # while another one was being handled
         exit_code = INTERRUPTED

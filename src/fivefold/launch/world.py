@@ -231,7 +231,7 @@ def _open_group(world: World) -> None:
 
 def _store(world: World) -> Any:
     """Where the ranks of this machine meet: a file, or a port of the loopback interface. None: as `rendezvous` says."""
-    from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
+    from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
 
     if not world.rendezvous:
         return HashStore()

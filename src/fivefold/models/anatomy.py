@@ -8,18 +8,13 @@ from transformers import PreTrainedModel
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
-from fivefold.models.families import family_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a model, as names from the root of the model.
-
-    `family`: the file in `models/families/` that lists its class, or None.
-    """
+    """The parts of a model, as names from the root of the model."""
 
     model_class: str
-    family: str | None
     base: str
     embedding: str
     layers: tuple[str, ...]
@@ -29,7 +24,6 @@ class Anatomy:
     @staticmethod
     def of(model: PreTrainedModel) -> "Anatomy":
         """Describe `model`, which may be on the meta device. Raises `UserError` where a part cannot be found."""
-        family = family_of(type(model).__name__)
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if embedding is None or head is None:
@@ -38,7 +32,6 @@ class Anatomy:
             )
         return Anatomy(
             model_class=type(model).__name__,
-            family=family.name if family else None,
             base=hf_internals.base_prefix(model),
             embedding=names[id(embedding)],
             layers=_layers(model, names),

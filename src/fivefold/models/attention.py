@@ -218,7 +218,7 @@ def check_call(module: nn.Module, mask: object, dropout: float, kwargs: Mapping[
     if mask is not None and not isinstance(mask, Mask):
         raise UserError(
             f"{name} is given a dense attention mask, which would be dropped",
-            fix="leave attention_mask out; documents go in bounds",
+            fix=masks.INSTEAD_OF_A_MASK,
         )
     if dropout:
         raise UserError(f"attention dropout {dropout} is not supported", fix="set model.overrides.attention_dropout: 0")

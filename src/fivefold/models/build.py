@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.folder_config import check_counts, read_folder_config
 from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.core.shapes import shape_folder, shape_names
@@ -97,9 +97,9 @@ def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception)
             fix="use a model that calls the attention functions of transformers",
         )
     if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
-        return UserError(f"no causal language model for model type {kind!r}: {_first_line(error)}")
+        return UserError(f"no causal language model for model type {kind!r}: {first_line(error)}")
     return UserError(
-        f"no {kind} can be built from its config: {type(error).__name__}: {_first_line(error)}",
+        f"no {kind} can be built from its config: {type(error).__name__}: {first_line(error)}",
         fix="look at the sizes in its config.json, and at model.overrides",
     )
 
@@ -258,7 +258,7 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
         return values
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"the config.json of model {str(name_or_path)!r} cannot be read: {_first_line(error)}"
+            f"the config.json of model {str(name_or_path)!r} cannot be read: {first_line(error)}"
         ) from error
 
 
@@ -311,7 +311,3 @@ def _check_taken(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None
         taken = getattr(config, key, None)
         if taken != value:
             raise UserError(f"model.overrides.{key}: {value!r} has no effect on {config.model_type} (it is {taken!r})")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -5,7 +5,7 @@ model keeps them: one tensor for all, [E, outputs, inputs] or transposed, with b
 to, and with which weights, is the model's own router's business.
 
 Legend: N tokens, K experts per token, S = N * K rows sorted by expert, E experts, D hidden size, I and O inputs and
-outputs of an expert's matmul.
+outputs of an expert's matmul (`ops/linear.py`).
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.models import hf_internals
+from fivefold.ops.linear import PLAIN, Linears
 
 NAME = "fivefold"
-ALIGNED = 16  # bytes: what the strides of a grouped matmul must be multiples of
 
 Compute = Callable[
     [Tensor, Tensor], Tensor
@@ -95,62 +95,23 @@ def number_of_experts(module: nn.Module) -> int:
     return next(module.parameters()).shape[0]
 
 
-def expert_mlp(module: Any, x_SD: Tensor, counts_E: Tensor, *, biased_from: int = 0) -> Tensor:
+def expert_mlp(
+    module: Any, x_SD: Tensor, counts_E: Tensor, *, biased_from: int = 0, linears: Linears = PLAIN
+) -> Tensor:
     """What the experts of `module` make of rows that are sorted by expert: its own gate and activation between two
-    grouped matmuls. Where the module has a part of their features, this is a part of a sum, and its biases are those of
-    some outputs, the first of which is `biased_from`."""
+    grouped matmuls, as `linears` multiply. Where the module has a part of their features, this is a part of a sum, and
+    its biases are those of some outputs, the first of which is `biased_from`."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    made = _linear(module, first, x_SD, counts_E)
+    made = _linear(module, first, x_SD, counts_E, linears)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
-    made = _linear(module, "down_proj", made, counts_E, biased_from)
+    made = _linear(module, "down_proj", made, counts_E, linears, biased_from)
     return module.post_expert_norm(made) if module.has_post_expert_norm else made
 
 
-def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, biased_from: int = 0) -> Tensor:
-    weight = getattr(module, name)
-    out_SO = grouped_matmul(x_SI, weight if module.is_transposed else weight.transpose(1, 2), counts_E)
+def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Linears, biased_from: int = 0) -> Tensor:
+    out_SO = linears.grouped(x_SI, getattr(module, name), counts_E, is_transposed=module.is_transposed)
     if not module.has_bias:
         return out_SO
     bias: Tensor = getattr(module, f"{name}_bias")
     bias_EO = F.pad(bias, (biased_from, out_SO.shape[1] - biased_from - bias.shape[1]))
     return out_SO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
-
-
-def grouped_matmul(x_SI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows sorted by expert, each times its expert's matrix: [S, O]. One kernel where it serves these tensors."""
-    if _is_served(x_SI, weight_EIO):
-        ends = counts_E.cumsum(0).to(torch.int32)
-        return _KERNEL(x_SI.to(weight_EIO.dtype), weight_EIO, offs=ends)  # type: ignore[misc]
-    return _ByExpert.apply(x_SI.to(weight_EIO.dtype), weight_EIO, counts_E.tolist())  # type: ignore[no-any-return,no-untyped-call]
-
-
-_KERNEL: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-
-
-def _is_served(x_SI: Tensor, weight_EIO: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes these: 16-bit types (on a CPU fp32 too), aligned, and not empty."""
-    types = {torch.bfloat16} | ({torch.float32, torch.float16} if weight_EIO.device.type == "cpu" else set())
-    if _KERNEL is None or weight_EIO.dtype not in types or not len(x_SI):
-        return False
-    if weight_EIO.device.type == "cuda" and torch.cuda.get_device_capability(weight_EIO.device) < (8, 0):
-        return False
-    return all(size * weight_EIO.element_size() % ALIGNED == 0 for size in weight_EIO.shape[1:])
-
-
-class _ByExpert(torch.autograd.Function):
-    """`grouped_matmul` in a loop: any type and size. An expert without rows gets a gradient of zeros, not none: the
-    ranks that hold its other shards wait for it."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x_SI, weight_EIO)
-        ctx.counts = counts
-        parts = torch.split(x_SI, counts)
-        return torch.cat([part @ weight for part, weight in zip(parts, weight_EIO, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_SI, weight_EIO = ctx.saved_tensors
-        each = list(zip(torch.split(x_SI, ctx.counts), torch.split(grads[0], ctx.counts), weight_EIO, strict=True))
-        dx = torch.cat([grad @ weight.T for _, grad, weight in each])
-        return dx, torch.stack([x.T @ grad for x, grad, _ in each]), None

@@ -16,7 +16,6 @@ import torch
 import transformers
 import transformers.initialization as hf_initialization
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -34,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.models.merged import Piece, merged
+from fivefold.torch_internals import TorchDispatchMode
 
 # How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
 PLAN_STYLES: Mapping[str, str] = {
@@ -354,25 +354,57 @@ def initialise_again(model: PreTrainedModel) -> None:
 
 # Linears -------------------------------------------------------------------------------------------------------------
 
-# Class -> (dimension of the outputs in its weight, of the inputs, attributes that hold the two sizes).
-_LINEARS: Mapping[type[nn.Module], tuple[int, int, tuple[str, str]]] = {
+# Class -> (dimension of the outputs in its weight, of the inputs, attributes that hold the two sizes). A class that is
+# derived from one of them (an adapter's, a quantised one's) is a linear too. No norm is known by its class: the trace
+# sees what it does.
+LINEARS: Mapping[type[nn.Module], tuple[int, int, tuple[str, str]]] = {
     nn.Linear: (0, 1, ("out_features", "in_features")),
     Conv1D: (1, 0, ("nf", "nx")),
 }
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int] | None:
-    """Of a linear: which dimension of its weight are the outputs, and which the inputs. None for other modules."""
-    found = _LINEARS.get(type(module))
-    return found and found[:2]
+    """Of a linear: which dimension of its weight are the outputs, and which the inputs. None for other modules, and for
+    those of a derived class that do something else (Llama 4's router is an `nn.Linear` that picks experts)."""
+    known = _registered(module)
+    if known is None or not (is_plain_linear(module) or _maps_features(module, *LINEARS[known][:2])):
+        return None
+    return LINEARS[known][:2]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether its class computes what the registered one does, and nothing else."""
+    known = _registered(module)
+    return known is not None and type(module).forward is known.forward
 
 
 def set_linear_sizes(module: nn.Module) -> None:
     """Make a linear's size attributes those of its weight."""
-    out_dim, in_dim, (outputs, inputs) = _LINEARS[type(module)]
+    known = _registered(module)
+    assert known is not None, f"{type(module).__name__} is no linear"
+    out_dim, in_dim, (outputs, inputs) = LINEARS[known]
     weight = cast(torch.Tensor, module.weight)
     setattr(module, outputs, weight.shape[out_dim])
     setattr(module, inputs, weight.shape[in_dim])
+
+
+def _registered(module: nn.Module) -> type[nn.Module] | None:
+    return next((each for each in LINEARS if isinstance(module, each)), None)
+
+
+def _maps_features(module: Any, out_dim: int, in_dim: int) -> bool:
+    """Whether the forward of its own class makes one tensor [1, 1, outputs] of [1, 1, inputs]: tried on meta."""
+    trial = copy.copy(module)
+    for kind in ("_parameters", "_buffers"):
+        own = vars(module)[kind].items()
+        vars(trial)[kind] = {name: t if t is None else nn.Buffer(torch.empty_like(t, device="meta")) for name, t in own}
+    shape, dtype = module.weight.shape, module.weight.dtype
+    try:
+        with torch.no_grad():
+            out = type(module).forward(trial, torch.empty(1, 1, shape[in_dim], dtype=dtype, device="meta"))
+    except Exception:  # the class's own code
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, 1, shape[out_dim])
 
 
 # What attention modules call their numbers of heads, for models that cut a fused projection by them.

@@ -24,7 +24,13 @@ from dataclasses import dataclass
 
 import torch
 
-aten = torch.ops.aten
+from fivefold.torch_internals import (
+    cpu_attention_backward,
+    cpu_attention_forward,
+    flash_attention_backward,
+    flash_attention_forward,
+)
+
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Scores of one block: on a CPU few enough to stay in its cache, elsewhere enough to fill a GPU.
@@ -44,7 +50,7 @@ def cpu_forward(
     q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams, *, causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [N,H,L,D] and log-sum-exp [N,H,L]; not `causal`: every query sees every key."""
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_NHLD, k_NGSD, v_NGSD, 0.0, causal, scale=rule.scale)
+    out, lse = cpu_attention_forward(q_NHLD, k_NGSD, v_NGSD, 0.0, causal, scale=rule.scale)
     return out, lse
 
 
@@ -60,9 +66,7 @@ def cpu_backward(
     causal: bool = True,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, scale=rule.scale
-    )
+    dq, dk, dv = cpu_attention_backward(grad, q, k, v, out, lse, 0.0, causal, scale=rule.scale)
     return dq, dk, dv
 
 
@@ -72,7 +76,7 @@ def flash_forward(
     """As `cpu_forward` without `causal`, for 16-bit types on CUDA."""
     (rows, _, length, _), keys = q_NHLD.shape, k_NGSD.shape[2]
     q, k, v = (_flat(tensor) for tensor in (q_NHLD, k_NGSD, v_NGSD))
-    out, lse_HM, *_ = aten._flash_attention_forward(
+    out, lse_HM, *_ = flash_attention_forward(
         q, k, v, _even(rows, length, q), _even(rows, keys, q), length, keys, 0.0, False, False, scale=rule.scale
     )
     return out.unflatten(0, (rows, length)).transpose(1, 2), lse_HM.unflatten(1, (rows, length)).transpose(0, 1)
@@ -90,7 +94,7 @@ def flash_backward(
     """As `cpu_backward` without `causal`."""
     (rows, _, length, _), keys = q.shape, k.shape[2]
     no_dropout, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    dq, dk, dv = aten._flash_attention_backward(
+    dq, dk, dv = flash_attention_backward(
         *(_flat(tensor) for tensor in (grad, q, k, v, out)), lse.transpose(0, 1).flatten(1).contiguous(),
         _even(rows, length, q), _even(rows, keys, q), length, keys, 0.0, False, no_dropout, unused, scale=rule.scale,
     )  # fmt: skip
@@ -117,7 +121,7 @@ def varlen_forward(
     rule: AttentionParams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
-    out, lse, *_ = aten._flash_attention_forward(
+    out, lse, *_ = flash_attention_forward(
         q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip
@@ -138,7 +142,7 @@ def varlen_backward(
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
-    dq, dk, dv = aten._flash_attention_backward(
+    dq, dk, dv = flash_attention_backward(
         grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, no_dropout, unused,
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip

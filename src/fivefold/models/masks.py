@@ -16,6 +16,11 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError
 
+INSTEAD_OF_A_MASK = (
+    "leave attention_mask out: with padding at the end of a row no token sees it, and position_ids that restart keep "
+    "the documents of a row apart"
+)
+
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
 
 
@@ -73,7 +78,7 @@ def asked_for(
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UserError(
             "the attention mask hides tokens (a padded batch), which fivefold's attention does not do",
-            fix="pass rows without padding, or packed documents with their bounds",
+            fix=INSTEAD_OF_A_MASK,
         )
     if "allow_is_bidirectional_skip" in kwargs:
         raise UserError("it asks for a bidirectional mask: tokens would see those that come later")

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.families import family_of
 from fivefold.models.feature_groups import FeatureGroup, FeatureGroups, by_features, by_heads
 from fivefold.models.feeds import Pair, pairs_of
+from fivefold.models.proved import PROVED
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
 RoleKind = Literal[
@@ -77,21 +77,22 @@ class TPInput:
 @dataclass(frozen=True)
 class TPBlock:
     """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
-    latent projections that some columns read."""
+    latent projections that some columns read. `is_last`: nothing with weights runs after the row in its layer."""
 
     owner: str
     columns: tuple[str, ...]
     row: str
     entries: tuple[TPInput, ...]
     attends: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
 
-    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. `unfinished`: the blocks
-    that save nothing for backward after their last sum. A refusal says why something cannot be done, or is None.
+    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. A refusal says why something
+    cannot be done, or is None.
     """
 
     roles: Mapping[str, Role]
@@ -99,7 +100,6 @@ class Partition:
     query: int
     kv: int
     across: Mapping[str, FeatureGroups]
-    unfinished: tuple[str, ...]
     refusal: str | None
     sequence_parallel_refusal: str | None
     is_proved: bool
@@ -115,7 +115,6 @@ class Partition:
             self,
             regions=tuple(region for region in self.regions if is_within(region.row, layers)),
             across={name: deal for name, deal in self.across.items() if is_within(name, layers)},
-            unfinished=tuple(layer for layer in self.unfinished if layer in layers),
         )
 
 
@@ -127,7 +126,7 @@ def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition
     except Untraceable as error:
         refusal = f"{name}: {error}"
         return Partition(
-            roles={}, regions=(), query=0, kv=0, across={}, unfinished=(), refusal=refusal,
+            roles={}, regions=(), query=0, kv=0, across={}, refusal=refusal,
             sequence_parallel_refusal=refusal, is_proved=False,
         )  # fmt: skip
 
@@ -139,7 +138,6 @@ class _Derivation:
     traced: Trace
     regions: list[TPBlock] = field(default_factory=list)
     across: dict[str, FeatureGroups] = field(default_factory=dict)
-    unfinished: list[str] = field(default_factory=list)
     heads: tuple[int, int] = (0, 0)
 
     def partition(self) -> Partition:
@@ -167,8 +165,7 @@ class _Derivation:
         return Partition(
             roles={name: roles[name] for name, _ in self.model.named_parameters()},
             regions=tuple(self.regions), query=self.heads[0], kv=self.heads[1], across=self.across,
-            unfinished=tuple(self.unfinished), refusal=refusal, sequence_parallel_refusal=refusal or alone,
-            is_proved=family_of(self._name) is not None,
+            refusal=refusal, sequence_parallel_refusal=refusal or alone, is_proved=self._name in PROVED,
         )  # fmt: skip
 
     @property
@@ -229,9 +226,6 @@ class _Derivation:
         for event in block.events:
             if event.kind == "linear" and event.name not in paired:
                 roles |= self._roles_of(event.name, Role("norm", "acts on the residual, beside the projections"))
-        last = max(block.events.index(block.linear(row)) for row in rows)
-        if not any(event.kind == "small" for event in block.events[last:]):
-            self.unfinished.append(block.layer)
         for event in block.events:
             if event.kind == "small":
                 roles |= self._roles_of(event.name, self._small(event, block, rows | experts, roles))
@@ -271,15 +265,16 @@ class _Derivation:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
         attends = any(part.owner == "query" for part in deals[row])
+        is_last = block.linear(row) is block.events[-1]
         if owner != block.layer and owner.startswith(block.layer):
             where = block.hidden_arguments.get(owner, [])
             if len(where) != 1:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
-            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), attends)
+            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), attends, is_last)
         shared: dict[int, list[str]] = {}
         for name in pair.entered:
             shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
-        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), attends)
+        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), attends, is_last)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""

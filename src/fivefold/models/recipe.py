@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform
+from fivefold.torch_internals import TorchDispatchMode, fans, storage_key
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.device.type != "meta":
                 raise UserError(f"{name} is not on the meta device; initialising it again would erase it")
-            self._owners[_storage(tensor)] = (name, tensor)
+            self._owners[storage_key(tensor)] = (name, tensor)
         self.ops: dict[str, list[Op]] = {name: [] for name, _ in self._owners.values()}
         self._numbers: list[tuple[torch.Tensor, float]] = []  # tensors on meta, and the number that each was made from
 
@@ -168,7 +168,7 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, target: torch.Tensor, fill: Fill) -> None:
         """Later ops overwrite earlier ones, so one over the whole tensor starts its recipe anew."""
-        if (owner := self._owners.get(_storage(target))) is None:
+        if (owner := self._owners.get(storage_key(target))) is None:
             return
         name, whole = owner
         region = _region(target, whole)
@@ -180,7 +180,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
-        if func._schema.is_mutable and isinstance(target, torch.Tensor) and _storage(target) in self._owners:
+        if func._schema.is_mutable and isinstance(target, torch.Tensor) and storage_key(target) in self._owners:
             self._record(target, self._written(func, target, args[1:]))
             return target
         made = func(*args, **(kwargs or {}))
@@ -197,11 +197,6 @@ class _Recorder(TorchDispatchMode):
         if operator in (torch.ops.aten.fill_, torch.ops.aten.zero_) and isinstance(source, int | float):
             return Constant(float(source))
         return Unknown(f"{func} outside of an initialiser")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """What a tensor and its views have in common, on meta too."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _region(view: torch.Tensor, whole: torch.Tensor) -> Region | None:
@@ -221,11 +216,11 @@ def _region(view: torch.Tensor, whole: torch.Tensor) -> Region | None:
 
 
 def _xavier(tensor: torch.Tensor, gain: float) -> float:
-    return gain * math.sqrt(2.0 / sum(nn.init._calculate_fan_in_and_fan_out(tensor)))
+    return gain * math.sqrt(2.0 / sum(fans(tensor)))
 
 
 def _kaiming(tensor: torch.Tensor, a: float, mode: str, nonlinearity: str) -> float:
-    fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(tensor)
+    fan_in, fan_out = fans(tensor)
     gain = nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]
     return float(gain) / math.sqrt(fan_in if mode == "fan_in" else fan_out)
 

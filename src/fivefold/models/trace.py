@@ -18,13 +18,13 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from fivefold.core.errors import UserError
 from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.recipe import buffer_values
+from fivefold.torch_internals import TorchDispatchMode, is_convolution
 
 _ONE = 2  # the token whose dependencies are looked at
 _NONE = -1  # no token: of a row that is the same whatever the tokens are
@@ -375,7 +375,7 @@ class _Recorder:
         if hf_internals.is_experts(module):
             module.forward = self._experts(name, next(module.parameters()).shape[0])
             return
-        if isinstance(module, nn.modules.conv._ConvNd):
+        if is_convolution(module):
             self.convolutions.append(name)
             module.forward = self._convolution(name)
             return

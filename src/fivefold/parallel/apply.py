@@ -5,7 +5,6 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
@@ -17,13 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from fivefold import torch_internals
 from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import SPLITTING, nothing_put_off
-from fivefold.launch.world import open_world
+from fivefold.core.recompute import Recompute
+from fivefold.core.schedule import SPLITTING
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
@@ -31,8 +31,9 @@ from fivefold.models.partition import Partition, derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
+from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor, weight_grad_store
+from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import ShardSpec
@@ -55,15 +56,15 @@ def parallelize(
     """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
 
     Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
-    initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment is
-    joined, or one of this process alone. Adds `model.loss_sum(LossInputs)`, the summed cross entropy, which
-    `passes.py` runs, and the record `model.fivefold` (`Spread`). For users: `fivefold.own_loop.parallelize`.
+    initialisation by the model's own recipe with `seed`. The process group is there already. Adds
+    `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
+    (`Spread`). For users: `fivefold.own_loop.parallelize`.
 
     `prove` (see `probe.check`) is asked where tensor parallelism of this class is held against the model by no test.
 
-    Raises `UserError` when the layout does not fit the world or the model.
+    Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
-    open_world()
+    torch_internals.check()
     layout = layout.resolve(dist.get_world_size())
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     use_our_attention(model)
@@ -93,10 +94,20 @@ def parallelize(
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, anatomy)
-    fold = _tensor_parallel(model, anatomy, partition, specs, mesh)
+    splits_backward = layout.pp > 1 and layout.pp_schedule in SPLITTING
+    linears = Linears(store=WeightGradStore() if splits_backward else None)
+    _place_linears(model, anatomy, traced, partition, linears)
+    fold = _tensor_parallel(model, anatomy, partition, specs, mesh, linears)
     rows = context.apply_context_parallel(model, anatomy, traced, mesh)
     experts = expert.apply_expert_parallel(
-        model, traced.experts, specs, fold, group=mesh.ep_group, cut=mesh.part("ep"), parts=layout.etp
+        model,
+        traced.experts,
+        specs,
+        fold,
+        group=mesh.ep_group,
+        cut=mesh.part("ep"),
+        parts=layout.etp,
+        linears=linears,
     )
     router.compute_in_fp32(model, traced.experts, data.COMPUTE_DTYPES[layout.precision])
     balance = balancing.watch_routers(model, experts, fold, rows, device)
@@ -104,19 +115,17 @@ def parallelize(
     hand_on_cu_seqlens(model, traced.forgetful)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
-    if staged and compile_blocks and layout.pp_schedule in SPLITTING:
-        warnings.warn(nothing_put_off(layout.pp_schedule), stacklevel=2)
-    elif staged:
-        weight_grad_store.store_weight_grads(model, own_layers, staged)
     compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, own_layers, recompute=layout.recompute, compiled=compiled)
+    _wrap_blocks(model, own_layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model_units = data.units(model, anatomy, traced.experts)
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, model_units, mesh, reduce_dtype=reduce_dtype)
     vocabulary = specs[f"{anatomy.embedding}.weight"].local_shape(mesh.tp_rank)[0]
     piped = (
-        pipeline.Pipeline(layout, staged, model_units, mesh.pp_group, mesh.embedding_group, tied, balance)
+        pipeline.Pipeline(
+            layout, staged, model_units, mesh.pp_group, mesh.embedding_group, tied, balance, linears.store
+        )
         if staged
         else None
     )
@@ -171,13 +180,28 @@ def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> Non
 
 
 def _tensor_parallel(
-    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh
-) -> tensor.TensorParallel | None:
+    model: nn.Module, anatomy: Anatomy, partition: Partition | None, specs: dict[str, ShardSpec], mesh: Mesh,
+    linears: Linears,
+) -> tensor.TensorParallel | None:  # fmt: skip
     if partition is None:
         return None
     return tensor.apply_tensor_parallel(
-        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel
-    )
+        model, anatomy, partition, specs, mesh.tp_group, sequence_parallel=mesh.layout.sequence_parallel,
+        linears=linears,
+    )  # fmt: skip
+
+
+def _place_linears(
+    model: nn.Module, anatomy: Anatomy, traced: Trace, partition: Partition | None, linears: Linears
+) -> None:
+    """Let every linear of the layers, and the head, multiply as its role asks; rows are placed where they are cut."""
+    roles: dict[str, Role] = {anatomy.head: "head", **{each.router: "router" for each in traced.experts}}
+    for region in partition.regions if partition else ():
+        roles |= {region.row: "row", **{name: "column" for name in region.columns}}
+    for name, module in model.named_modules():
+        is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
+        if is_linear and (role := roles.get(name, "dense")) != "row":
+            tensor.place(module, role, linears)
 
 
 def _staged(
@@ -198,12 +222,12 @@ def _staged(
     )  # fmt: skip
 
 
-def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: str, compiled: Compiled | None) -> None:
+def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recompute, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for name in layers:
         block = model.get_submodule(name)
         forward = compiled.block(name, block.forward) if compiled else block.forward
-        if recompute == "full":
+        if recompute.wraps(name):
             forward = partial(checkpoint, forward, use_reentrant=False)
         block.forward = forward
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
+from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.trace import Experts
 from fivefold.parallel import capacity
@@ -290,16 +291,18 @@ def declare(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     capacity drops is not sent: known after a step, it is taken from the bytes of the all-to-alls."""
     numbers = sum(map(_numbers, balance.modules))
     found = [Collective("world", "all_reduce", 1, 8 * numbers)] if balance.world > 1 else []
-    forwards = 2 if shape.recompute == "full" else 1
-    count = shape.micro_batches * forwards
-    own = [each for each in balance.modules if is_within(each.name, layers)]
+    own = [
+        (each, shape.recompute.forwards(Site(each.name))) for each in balance.modules if is_within(each.name, layers)
+    ]
     for axis, _ in balance._row_groups if balance.options.load else ():
-        found += [Collective(axis, "all_reduce", count, count * 8 * shape.rows * each.experts) for each in own]
+        for each, forwards in own:
+            count = shape.micro_batches * forwards
+            found.append(Collective(axis, "all_reduce", count, count * 8 * shape.rows * each.experts))
     if balance.options.capacity_factor is None:
         return found
     shares = balance._shares(shape.tokens // (balance.tensor.size if balance.tensor and balance._is_split else 1))
-    for each in own:
-        found += capacity.declare(shares, shape.rows, each.experts, count)
+    for each, forwards in own:
+        found += capacity.declare(shares, shape.rows, each.experts, shape.micro_batches * forwards)
         unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
         if balance.senders:
             found.append(Collective("ep", "all_to_all", 0, -(2 * forwards + 2) * unsent))

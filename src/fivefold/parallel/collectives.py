@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.core.recompute import Recompute
 from fivefold.parallel.mesh import Mesh
+from fivefold.torch_internals import TorchDispatchMode, group_among
 
 
 @dataclass(frozen=True, order=True)
@@ -48,7 +47,7 @@ class StepShape:
     reduce_bytes: int
     zero: int
     sequence_parallel: bool
-    recompute: str
+    recompute: Recompute
 
     @property
     def hidden_bytes(self) -> int:
@@ -127,24 +126,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, name: str, args: Any, result: Any) -> None:
         kind, which = _KINDS[name]
-        group_name, size = _group(args)
+        group_name, size = group_among(args)
         if size == 1:
             return
         buffer = {"first": args[0], "second": args[1], "result": result}[which]
         tensors = buffer if isinstance(buffer, (list, tuple)) else [buffer]
         volume = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
         self.found.append(Collective(self.mesh.axis_of(group_name), kind, 1, volume))
-
-
-def _group(args: Any) -> tuple[str, int]:
-    """Name and size of the process group among an operator's arguments."""
-    for argument in args:
-        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
-            return argument, c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined,arg-type]
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            group = dist.ProcessGroup.unbox(argument)
-            return group.group_name, group.size()
-    raise AssertionError(f"no process group among {args}")
 
 
 @contextmanager

@@ -4,19 +4,17 @@ Dynamo compiles a function anew whenever something that it guards on has changed
 what else comes uncompiled, and only its log says so: a run would go on at half of its speed and nobody would know.
 """
 
-import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo
+
+from fivefold.torch_internals import compiled_versions, heard_from_dynamo
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers
-_LOGGER = logging.getLogger("torch._dynamo.convert_frame")
-_SAYS = "torch._dynamo hit config."  # so begins what Dynamo logs when it gives a function up
 
 
 @dataclass
@@ -28,11 +26,11 @@ class Compiled:
 
     def block(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` of block `name`, compiled."""
-        torch._dynamo.config.recompile_limit = max(VERSIONS, torch._dynamo.config.recompile_limit)
+        compiled_versions(at_least=VERSIONS)
         compiled = torch.compile(forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._heard(name):
+            with heard_from_dynamo(partial(self._given_up, name)):
                 return compiled(*args, **kwargs)
 
         return run
@@ -43,25 +41,15 @@ class Compiled:
         self._told = len(self.given_up)
         return [said(name, reason) for name, reason in new]
 
-    @contextmanager
-    def _heard(self, name: str) -> Iterator[None]:
-        def note(record: logging.LogRecord) -> bool:
-            if str(record.msg).startswith(_SAYS) and name not in self.given_up:
-                self.given_up[name] = str(record.args[-2]) if isinstance(record.args, tuple) else ""
-                warnings.warn(said(name, self.given_up[name]), stacklevel=2)
-            return True
-
-        _LOGGER.addFilter(note)
-        try:
-            yield
-        finally:
-            _LOGGER.removeFilter(note)
+    def _given_up(self, name: str, reason: str) -> None:
+        if name not in self.given_up:
+            self.given_up[name] = reason
+            warnings.warn(said(name, reason), stacklevel=2)
 
 
 def said(name: str, reason: str) -> str:
     """For the user: what happened at block `name`, and what to do."""
-    versions = torch._dynamo.config.recompile_limit
     return (
-        f"torch.compile gave up at {name} after {versions} versions of it: from here on it runs uncompiled, and "
-        f"slower; train.compile: false does without compiling (Dynamo's reason: {reason})"
+        f"torch.compile gave up at {name} after {compiled_versions()} versions of it: from here on it runs uncompiled, "
+        f"and slower; train.compile: false does without compiling (Dynamo's reason: {reason})"
     )

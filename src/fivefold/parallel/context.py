@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod
+from fivefold.core.recompute import Site
 from fivefold.models import kernels, offdiagonal
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import CONTEXT
@@ -334,13 +335,13 @@ def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:
 def declare(fold: ContextParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
     """Collectives of one optimizer step: those of attention in `layers`. (The loss needs none: it is summed over the
     world.)"""
-    forwards = 2 if shape.recompute == "full" else 1
     u = fold.method.ulysses
     token = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of a rank's tokens
     found = []
-    own = [each for name, each in fold.attends.items() if is_within(name, layers)]
+    own = {name: each for name, each in fold.attends.items() if is_within(name, layers)}
     rings, _ = fold.tokens(shape.tokens * fold.size)
-    for query, kv, size in own:
+    for name, (query, kv, size) in own.items():
+        forwards = shape.recompute.forwards(Site(name))
         dealt = max(kv, u)  # key/value heads that a rank sends
         if fold.exchange:
             one = 2 * dealt // u * size * shape.rows * shape.compute_bytes  # bytes of one token's keys and values

@@ -12,12 +12,11 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
@@ -25,6 +24,7 @@ from fivefold.models.trace import Experts
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import Over
+from fivefold.torch_internals import fsdp_forget
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -107,45 +107,7 @@ def put_in_order(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            state = module._get_fsdp_state()
-            state._state_ctx.iter_forward_root = None
-            state._training_state = TrainingState.IDLE
-            for group in filter(None, _groups(module)):
-                group._training_state = TrainingState.IDLE
-
-
-def settle_root(model: nn.Module) -> None:
-    """Make `model` the root of its FSDP units now; the first of them to be called would become it otherwise."""
-    cast(FSDPModule, model)._get_fsdp_state()._lazy_init()
-
-
-def add_late(module: FSDPModule) -> None:
-    """Take gradients of a unit's parameters that came after FSDP's hooks into its sums, which are in the reduce dtype.
-
-    Left in `.grad`, those of several micro batches would be summed in the compute dtype, and a unit whose other
-    gradients came in time would have gradients of two dtypes, which FSDP does not reduce.
-    """
-    for group in _groups(module):
-        for parameter in group.fsdp_params:
-            if parameter.unsharded_accumulated_grad is None:
-                parameter.to_accumulated_grad_if_needed()
-            else:
-                parameter.accumulate_unsharded_grad_if_needed()
-
-
-def reduce_now(module: FSDPModule) -> None:
-    """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
-    for group in _groups(module):
-        before = group._training_state
-        group.post_backward()
-        group.finalize_backward()
-        group._training_state = before
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a unit (torch 2.11 has one)."""
-    state = module._get_fsdp_state()
-    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            fsdp_forget(module)
 
 
 UnshardCounts = Mapping[str, tuple[int, int]]  # unit -> how often it is gathered and reduced in a step

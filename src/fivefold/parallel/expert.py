@@ -28,9 +28,11 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.trace import Experts
+from fivefold.ops.linear import PLAIN, Linears
 from fivefold.parallel import ops
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.expert_features import feature_splits
@@ -89,6 +91,7 @@ class ExpertParallel:
     tensor: TensorParallel | None
     part: int
     parts: int
+    linears: Linears = PLAIN
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
         """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
@@ -139,7 +142,7 @@ class ExpertParallel:
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
         first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
-        return expert_mlp(module, rows_SD, counts_E, biased_from=first)
+        return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears)
 
 
 def apply_expert_parallel(
@@ -151,12 +154,13 @@ def apply_expert_parallel(
     group: dist.ProcessGroup | None,
     cut: int,
     parts: int,
+    linears: Linears = PLAIN,
 ) -> ExpertParallel:
     """Cut the experts of `model` (in place) to those of part `cut` of `specs`, and take over their modules' forward.
 
-    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp.
+    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp. `linears`: how they multiply.
     """
-    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts)
+    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts, linears)
     for each in modules:
         module = model.get_submodule(each.name)
         experts = 0
@@ -253,7 +257,7 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
         if not is_within(each.name, layers):
             continue
         rows_bytes = tokens * each.picks * shape.hidden * shape.compute_bytes
-        forwards = (2 if shape.recompute == "full" else 1) * shape.micro_batches
+        forwards = shape.recompute.forwards(Site(each.name)) * shape.micro_batches
         backwards = shape.micro_batches
         if fold.group is not None:
             found.append(Collective("ep", "all_to_all", forwards, forwards * each.experts * 8))
@@ -263,7 +267,7 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
             found += _declare_sums(each, shape)
         elif fold.tensor is not None and not shape.sequence_parallel:
             longest = -(-shape.rows * shape.tokens // tensor_size) * tensor_size
-            joins = shape.micro_batches if each.is_last else forwards
+            joins = shape.recompute.forwards(Site(each.name, each.is_last)) * shape.micro_batches
             found.append(Collective("tp", "all_gather", joins, joins * longest * shape.hidden * shape.compute_bytes))
             found.append(
                 Collective("tp", "all_gather", backwards, backwards * longest * shape.hidden * shape.compute_bytes)
@@ -274,11 +278,10 @@ def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> li
 
 
 def _declare_sums(each: Experts, shape: StepShape) -> list[Collective]:
-    """Of experts whose features are split: what enters, its gradients, and the sum, over tp. A second forward that
-    nothing follows does without the sum."""
+    """Of experts whose features are split: what enters, its gradients, and the sum, over tp."""
     tokens, steps = shape.rows * shape.tokens, shape.micro_batches
-    forwards = (2 if shape.recompute == "full" else 1) * steps
-    sums = steps if each.is_last else forwards
+    forwards = shape.recompute.forwards(Site(each.name)) * steps
+    sums = shape.recompute.forwards(Site(each.name, each.is_last)) * steps
     weights = tokens * each.picks * max(4, shape.compute_bytes)
     if not shape.sequence_parallel:
         volume = (sums + steps) * shape.hidden_bytes + steps * weights

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
+from fivefold.torch_internals import NORMS, without_torch_function
 
 READ_MORE = "docs/python.md"
 
@@ -176,17 +177,14 @@ class PartOfGradient(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NORMS:
+        if func in NORMS:
             raise UserError(
                 "the norm of a gradient of which this rank holds a part: clipping by it would be wrong",
                 fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_",
                 more=READ_MORE,
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
-
-
-_NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 
 
 def mark_gradients(model: nn.Module) -> None:

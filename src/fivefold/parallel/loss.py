@@ -21,6 +21,7 @@ from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.tensor import TensorParallel
+from fivefold.torch_internals import saves_memory_of
 
 CACHE_BYTES, MOST_BYTES = 8 * 2**20, 512 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
 
@@ -78,7 +79,7 @@ class _ChunkedLoss(torch.autograd.Function):
             leaf = h.detach().requires_grad_()
             with torch.enable_grad():
                 logits = logits_of(leaf)
-            free = not _is_saved(logits)  # then their memory becomes that of their gradient
+            free = not saves_memory_of(logits)  # then their memory becomes that of their gradient
             loss, logits_grad = _cross_entropy(logits.detach(), y, fold, scale, gradient=True, overwrite=free)
             chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad, allow_unused=True)
             total += loss
@@ -93,18 +94,6 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad, *sums = ctx.saved_tensors
         scaled = (s if s is None else s * grads[0] for s in sums)
         return (None, hidden_grad * grads[0], None, None, None, None, *scaled)
-
-
-def _is_saved(output: Tensor) -> bool:
-    """Whether backward needs the memory of `output`, as that of a tanh does: an operation in its graph saved it."""
-    memory, nodes = output.untyped_storage().data_ptr(), [node for node in (output.grad_fn,) if node]
-    for node in nodes:
-        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        saved += getattr(node, "saved_tensors", ())
-        if any(isinstance(s, Tensor) and s.untyped_storage().data_ptr() == memory for s in saved):
-            return True
-        nodes += [following for following, _ in node.next_functions if following]
-    return False
 
 
 def _accumulate(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-"""The process groups of a layout, and the meshes of them that FSDP takes. Private surfaces of torch stay in this file.
+"""The process groups of a layout, and the meshes of them that FSDP takes.
 
 The world is a grid of ranks with the axes of `MESH_AXES`, the last one innermost. An axis has a group on every rank; a
 group that spans the world is the world's own. NCCL makes all groups of an axis in one split of the world's
@@ -7,7 +7,6 @@ communicator, where that is bound to a device; other backends make one after the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.core.layout import MESH_AXES, Layout
 from fivefold.parallel.sharding import Cut, Over, Place
+from fivefold.torch_internals import can_split_world, timeout_of_world
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ class Mesh:
     def axis_of(self, group_name: str) -> str:
         """The mesh axis whose process group has this name: how recorded collectives are told apart."""
         named: dict[str, str] = {group.group_name: axis for axis, group in self.groups.items()}
-        named[dist.distributed_c10d._get_default_group().group_name] = "world"
+        if dist.group.WORLD:
+            named[dist.group.WORLD.group_name] = "world"
         return named.get(group_name, group_name)
 
 
@@ -235,8 +236,8 @@ def _own_group(
     if it need not be `is_apart`. All have the timeout of the world's."""
     if len(groups[0]) == dist.get_world_size() and not is_apart:
         return dist.group.WORLD
-    timeout = _timeout(device_type)
-    if _splits():
+    timeout = timeout_of_world(device_type)
+    if can_split_world():
         return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=axis)
     mine = None
     for ranks in groups:
@@ -244,16 +245,3 @@ def _own_group(
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def _splits() -> bool:
-    """Whether the world's group can be split by one call: NCCL's, which is there before the first collective when it is
-    bound to a device."""
-    bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
-    return bound is not None and torch.accelerator.is_available()
-
-
-def _timeout(device_type: str) -> timedelta | None:
-    """Of the world's group; None where its backend has none. Without it, a new group of NCCL has ten minutes."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-    return getattr(getattr(backend, "options", None), "_timeout", None)

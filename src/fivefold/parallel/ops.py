@@ -1,21 +1,19 @@
 """The collectives that tensor parallelism (over dimension 1) and expert parallelism (rows) are made of, as functional
 operators.
 
-Functional (they return new tensors) so that `torch.compile` traces through them; called at the operator level, whose
-names are the same in torch 2.11 to 2.13 (the Python wrappers were renamed in between).
+Functional (they return new tensors) so that `torch.compile` traces through them.
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_functional = torch.ops._c10d_functional
+from fivefold.torch_internals import collectives
 
 
 def gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T/n, ...] on each of n ranks -> [B, T, ...], rank order along dimension 1."""
     size = group.size()
-    stacked = _functional.wait_tensor(_functional.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name))
+    stacked = collectives.wait_tensor(collectives.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name))
     return stacked.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
 
 
@@ -23,18 +21,18 @@ def scatter_sum(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T, ...] on each of n ranks -> this rank's [B, T/n, ...] of their sum."""
     size = group.size()
     stacked = x_BTD.unflatten(1, (size, -1)).transpose(0, 1).contiguous().flatten(0, 1)  # type: ignore[no-untyped-call]
-    return _functional.wait_tensor(  # type: ignore[no-any-return]
-        _functional.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
+    return collectives.wait_tensor(  # type: ignore[no-any-return]
+        collectives.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
     )
 
 
 def sum_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group's ranks, on every rank."""
-    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
 
 
 def exchange(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows of dimension 0 to every rank, `sent[r]` of them to rank r, in order; `received[r]` come from it."""
-    return _functional.wait_tensor(  # type: ignore[no-any-return]
-        _functional.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
+    return collectives.wait_tensor(  # type: ignore[no-any-return]
+        collectives.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
     )

@@ -9,8 +9,8 @@ Legend: B rows, T tokens of a row on this rank, D hidden size.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,13 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import Plan, Slot, Timed, Timeline, Transfer
+from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
-from fivefold.parallel.tensor import local
-from fivefold.parallel.weight_grad_store import Deferred
+from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
 
 @dataclass
@@ -36,7 +37,8 @@ class Pipeline:
     """The pipeline fold of one model on this rank.
 
     `embedding_group`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where
-    one rank has both ends. `balance`: of the routers of a model with experts. `running`: the slot under way, for those
+    one rank has both ends. `balance`: of the routers of a model with experts. `store`: of the weight gradients that a
+    schedule computes later; None where it does not. `running`: the slot under way, for those
     who watch. `timed`: slots with their times, if it is a list.
     """
 
@@ -47,6 +49,7 @@ class Pipeline:
     embedding_group: dist.ProcessGroup | None
     tied: str | None
     balance: Balance | None
+    store: WeightGradStore | None = None
     running: Slot | None = None
     timed: list[Timed] | None = None
     plans: dict[int, Plan] = field(default_factory=dict)
@@ -93,7 +96,6 @@ class _Step:
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self._deferred: dict[tuple[int, int], Deferred] = {}
         self._watch = None if pipeline.timed is None else Stopwatch(self.loss.device, pipeline.group)
 
     def do(self, action: Slot | Transfer) -> None:
@@ -129,7 +131,7 @@ class _Step:
     def _forward(self, slot: Slot) -> None:
         stage, at = slot.stage, slot.micro_batch
         hidden = self._take("F", stage, at).requires_grad_() if stage else None
-        with self._deferring(stage, at):
+        with self._collecting(stage, at):
             out = self.model.run_stage(self.inputs[at], stage, hidden)
         if self.staged.is_last(stage):
             self.loss += out.detach()
@@ -145,7 +147,7 @@ class _Step:
         self._fsdp.before_backward(slot)
         if self.pipeline.balance:
             self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
-        with self._deferring(stage, at):
+        with self._collecting(stage, at):
             if out.requires_grad:  # not where all that ran is frozen
                 torch.autograd.backward(out, gradient)
         if hidden is not None:
@@ -155,17 +157,12 @@ class _Step:
             self._weights(slot)
 
     def _weights(self, slot: Slot) -> None:
-        self._deferred.pop((slot.stage, slot.micro_batch)).compute()
+        assert self.pipeline.store is not None, f"{slot} of a schedule that splits no backward"
+        self.pipeline.store.compute((slot.stage, slot.micro_batch))
         self._fsdp.after_weights(slot)
 
-    @contextmanager
-    def _deferring(self, stage: int, at: int) -> Iterator[None]:
-        if self.plan.splits_backward:
-            self.staged.deferred = self._deferred.setdefault((stage, at), Deferred())
-        try:
-            yield
-        finally:
-            self.staged.deferred = None
+    def _collecting(self, stage: int, at: int) -> AbstractContextManager[None]:
+        return self.pipeline.store.collecting((stage, at)) if self.pipeline.store else nullcontext()
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
@@ -278,11 +275,11 @@ class _Flags:
         self._progress.note(slot)
         for module, users in self._units:
             if slot.stage in users:
-                data.add_late(module)
+                fsdp_add_late(module)
             if self._progress.reduces(slot, users):
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)
-                data.reduce_now(module)
+                fsdp_reduce_now(module)
 
 
 def prefetch_within_stages(model: Any, staged: StageModules) -> None:

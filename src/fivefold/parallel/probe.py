@@ -24,7 +24,7 @@ from fivefold.models.recipe import buffer_values
 from fivefold.parallel import passes, plain
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
+from fivefold.parallel.dtensor import local
 
 TOLERANCE = 1e-5
 MOST = 2**29  # parameters of the cut model

@@ -19,6 +19,7 @@ from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, loss, pipeline, tensor
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.guard import Guard
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.sharding import Cut, Region, ShardSpec, fsdp_rows, local_regions
@@ -136,9 +137,9 @@ def fill(model: nn.Module, source: TensorSource) -> None:
     spread = spread_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local = tensor.local(parameter)
+            shard = local(parameter)
             for global_region, local_region in spread.regions(name):
-                local[local_region].copy_(source.read(name, global_region))
+                shard[local_region].copy_(source.read(name, global_region))
         for name, buffer in model.named_buffers():
             if name in spread.buffers:
                 buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))

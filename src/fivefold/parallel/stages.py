@@ -26,7 +26,6 @@ from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.trace import Experts, Trace
-from fivefold.parallel.weight_grad_store import Deferred
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,6 @@ class StageModules:
     own_tokens: Callable[[int], int]
     tokens: Callable[[int], int]
     hidden_size: int
-    deferred: Deferred | None = None  # where weights' gradients go in the slot under way, if they are put off
     views: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
     slots: dict[int, tuple[_Slot | None, _Slot | None]] = field(default_factory=dict)
 

@@ -19,17 +19,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold.core import heads
 from fivefold.core.errors import UserError
+from fivefold.core.recompute import Site
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.feature_groups import FeatureGroups
 from fivefold.models.partition import Partition, TPInput
+from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
 from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.mappings import (
     CopyToTensorParallel,
     GatherFeatures,
@@ -161,8 +162,10 @@ def apply_tensor_parallel(
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool,
+    linears: Linears = PLAIN,
 ) -> TensorParallel:
-    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them."""
+    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
+    rows multiply."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     vocabulary = tuple(rows[0] for rows, _ in specs[f"{anatomy.embedding}.weight"].held)
     fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
@@ -178,13 +181,20 @@ def apply_tensor_parallel(
         for entry in region.entries:
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
-        _replace_forward(row, _row_linear(row, fold))
+        place(row, "row", linears, reduce=fold.leave)
         if region.attends:
             _count_own_heads(model.get_submodule(region.owner), row, partition, size)
     for name, deal in partition.across.items():
         module = model.get_submodule(name)
         _replace_forward(module, _over_all_features(module.forward, dealt(deal, partition, size), fold))
     return fold
+
+
+def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
+    """Let a linear of any registered class multiply as `linears` say. `reduce`: sums up the partial products of a
+    row."""
+    is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
+    linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -308,17 +318,6 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """A row-parallel linear: partial products summed first, the bias added once."""
-    is_transposed = hf_internals.linear_dims(linear) == (1, 0)
-
-    def forward(x_BTF: Tensor) -> Tensor:
-        out = fold.leave(F.linear(x_BTF, linear.weight.T if is_transposed else linear.weight))
-        return out if linear.bias is None else out + linear.bias
-
-    return forward
-
-
 def _vocabulary_lookup(embedding: nn.Embedding, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """Each rank looks up the ids of its own rows, as the module does it (some scale them); the others give zero."""
     start, stop = fold.vocabulary[fold.rank]
@@ -351,11 +350,6 @@ def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: d
             gradient.copy_(part.view_as(gradient))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, a DTensor or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def declare(
     fold: TensorParallel, partition: Partition, shape: StepShape, gradient_bytes: dict[str, int], *,
     has_embedding: bool = True, has_head: bool = True,
@@ -367,9 +361,9 @@ def declare(
     """
     entries, rows = len(partition.entries), len(partition.regions)
     entered, left = entries + has_head, rows + has_embedding  # the head is entered, the embedding left
-    is_twice = shape.recompute == "full"
-    # A second forward of a block stops at the last tensor that backward needs.
-    again_entered, again_left = (entries, rows - len(partition.unfinished)) if is_twice else (0, 0)
+    forwards = shape.recompute.forwards
+    again_entered = sum(forwards(Site(entry.modules[0])) - 1 for entry in partition.entries)
+    again_left = sum(forwards(Site(region.row, region.is_last)) - 1 for region in partition.regions)
     size = shape.hidden_bytes
     if shape.sequence_parallel:
         per_pass = {"all_gather": entered + left + again_entered, "reduce_scatter": left + entered + again_left}
@@ -379,8 +373,8 @@ def declare(
         Collective("tp", kind, count * shape.micro_batches, count * shape.micro_batches * size)
         for kind, count in per_pass.items()
     ]
-    for deal in partition.across.values():
-        passes += _across(deal, partition, fold.size, shape, forwards=2 if is_twice else 1)
+    for name, deal in partition.across.items():
+        passes += _across(deal, partition, fold.size, shape, forwards=forwards(Site(name)))
     return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
 
 

@@ -186,7 +186,9 @@ def _panel(panel: Panel, grids: Sequence[tuple[float, ...]], span: tuple[float, 
         lines.append(Line("M" + "L".join(places), dots))
         data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], LABELS.get(name, name)])
     is_loss = panel.title == LOSS
-    labels = [Tick(y(tick), _label(tick, ticks), _perplexity(tick) if is_loss else "") for tick in ticks]
+    labels = [
+        Tick(y(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks
+    ]
     legend = [LABELS.get(name, name) for name in panel.curves] if len(panel.curves) > 1 else []
     return PanelDrawing(
         panel.title, legend, "perplexity" if is_loss else "", labels, lines,
@@ -213,7 +215,7 @@ def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[fl
     return [number * step for number in range(first, last + 1)] or [low]
 
 
-def _label(tick: float, ticks: Iterable[float]) -> str:
+def label(tick: float, ticks: Iterable[float]) -> str:
     """Short, and all of an axis alike."""
     largest = max(abs(each) for each in ticks)
     if largest >= 1000:
@@ -223,8 +225,9 @@ def _label(tick: float, ticks: Iterable[float]) -> str:
     return f"{tick:.6g}"
 
 
-def _perplexity(loss: float) -> str:
-    return human(math.exp(loss)) if abs(loss) < 50 else ""
+def perplexity(loss: float) -> str:
+    """e to the power of a loss, in three digits."""
+    return human(math.exp(loss)) if loss < 100 else "∞"
 
 
 def _short(value: float | None) -> float | int | None:

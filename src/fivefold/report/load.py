@@ -1,55 +1,27 @@
-"""How evenly a run's experts were used, as a heat map: a row of cells for each layer with experts, a cell for each.
+"""How evenly a run's experts were used, as a heat map: a row for each layer with experts, a box for each expert.
 
 Colours are of the logarithm of an expert's load over the mean of its layer: half and twice are as far from even.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from fivefold.report.boxes import WIDTH, Box, Figure
 
 METRIC = "moe/load"
 LAST = 0.1  # of the run is looked at
 FAR = 2.0  # powers of two from even at which a colour is full
-WIDTH, TALLEST, SMALLEST, GAP = 1000.0, 26.0, 9.0, 1.0  # pixels: of all cells; of one; between two
-CHARACTER = 6.4  # pixels of a label
+TALLEST, SMALLEST, GAP = 26.0, 9.0, 1.0  # pixels: of a box; between two
 EVERY = 12.0  # pixels from one row's name to the next, at least
+WORDS = (
+    ("series-0", "a quarter of the mean, or less"), ("band", "the mean"), ("series-1", "four times the mean, or more"),
+)  # fmt: skip
 
 Loads = Sequence[Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """An expert, in pixels; `strength` of its colour is 0 to 1. `label`: "" where it would not fit."""
-
-    x: float
-    width: float
-    fill: str  # "series-0" for less than even, "series-1" for more
-    strength: float
-    label: str
-    title: str
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The experts of a layer. `name`: "" where there is no room for it."""
-
-    y: float
-    name: str
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True)
-class Heat:
-    """What is drawn, and its sum in words."""
-
-    says: str
-    height: float
-    row: float  # height of a cell
-    layers: tuple[Layer, ...]
-
-
-def heat(rows: Sequence[Mapping[str, Any]]) -> Heat | None:
+def heat(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Of `metrics.jsonl`: the last part of it. None for a run without experts."""
     rows = [row for row in rows if row.get(METRIC)]
     rows = rows[-max(1, round(LAST * len(rows))) :]
@@ -60,23 +32,25 @@ def heat(rows: Sequence[Mapping[str, Any]]) -> Heat | None:
     evens = [[count / (sum(layer) / len(layer) or 1) for count in layer] for layer in loads]
     row = min(TALLEST, max(SMALLEST, WIDTH / max(map(len, loads))))
     every = math.ceil(EVERY / row)
-    layers = tuple(
-        Layer(row * at, str(at) if at % every == 0 else "", _cells(at, even, counts))
-        for at, (even, counts) in enumerate(zip(evens, loads, strict=True))
-    )
-    return Heat(_says(rows, evens), row * len(layers), row - GAP, layers)
+    boxes = [
+        box
+        for layer, (even, counts) in enumerate(zip(evens, loads, strict=True))
+        for box in _boxes(layer, even, counts, row)
+    ]
+    names = [(row * (layer + 0.5), f"layer {layer}") for layer in range(0, len(loads), every)]
+    return Figure("Load of the experts", _says(rows, evens), row * len(loads), names, boxes, WORDS)
 
 
-def _cells(layer: int, evens: Sequence[float], counts: Sequence[float]) -> tuple[Cell, ...]:
-    width = WIDTH / len(evens)
-    found = []
+def _boxes(layer: int, evens: Sequence[float], counts: Sequence[float], row: float) -> list[Box]:
+    """Those of a layer, over a ground of the mean's colour."""
+    width, y, height = WIDTH / len(evens), layer * row, row - GAP
+    found = [Box(0, y, WIDTH, height, "band")]
     for expert, (even, count) in enumerate(zip(evens, counts, strict=True)):
         number = f"{even:.2f}" if even < 9.995 else f"{even:.0f}"
-        label = number if width > CHARACTER * len(number) + 4 else ""
         title = f"layer {layer}, expert {expert}: {number} of the mean, {count:,.0f} rows"
         fill = "series-0" if even < 1 else "series-1"
-        found.append(Cell(width * expert, width - GAP, fill, strength(even), label, title))
-    return tuple(found)
+        found.append(Box(width * expert, y, width - GAP, height, fill, title, number, strength(even)))
+    return found
 
 
 def strength(even: float) -> float:

@@ -1,11 +1,9 @@
 """Templates to text: every page is one HTML file that needs nothing else."""
 
-import platform
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fivefold.core.files import replace, writing
+from fivefold.core.version import versions
 from fivefold.report.slices import SliceMap
-
-PACKAGES = ("fivefold", "torch", "transformers")
 
 
 def render(
@@ -30,11 +27,15 @@ def render(
     )  # fmt: skip
     environment.filters |= {"pixels": lambda value: f"{value:.1f}".removesuffix(".0"), **filters}
     stripes = sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")})
-    versions = [(name, _version(name)) for name in PACKAGES] + [("Python", platform.python_version())]
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     text = script.read_text(encoding="utf-8") if script else ""
     return environment.get_template(template).render(
-        stripes=stripes, versions=versions, when=when, script=Markup(text), policy=_policy(text), **values
+        stripes=stripes,
+        versions=list(versions().items()),
+        when=when,
+        script=Markup(text),
+        policy=_policy(text),
+        **values,
     )
 
 
@@ -52,10 +53,3 @@ def write(html: str, path: Path, *, instead: str) -> None:
     with writing(path, instead=instead):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, html.encode())
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,7 +1,6 @@
 """`fivefold report`: the page of a run, from what lies in its folder. `run.html.j2` lays it out."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,12 @@ from fivefold.core.step_folders import steps
 from fivefold.core.terminal import shown
 from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
+from fivefold.report.boxes import Figure
 from fivefold.report.load import heat
 from fivefold.report.names import ranks_text
 from fivefold.report.render import render, write
 from fivefold.report.slices import places, slice_map
-from fivefold.report.timeline import Drawing, drawing
+from fivefold.report.timeline import timeline
 
 SCRIPT = Path(__file__).with_name("curves.js")
 SAMPLES = 12  # the last ones are shown
@@ -154,7 +154,7 @@ def _facts(
         "batch": f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens",
         "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
         "validation": f"loss {validation[-1][0]:.4f} at step {validation[-1][1]} (perplexity "
-        f"{_perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
+        f"{curves.perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
         **_speed(rows, past),
         "skipped": f"{skipped} steps without a finite loss or gradient"
         if (skipped := last.get("train/skipped_steps")) else "",
@@ -165,10 +165,6 @@ def _facts(
         "versions": versions or "not recorded",
     }  # fmt: skip
     return {name: text for name, text in facts.items() if text}
-
-
-def _perplexity(loss: float) -> str:
-    return human(math.exp(loss)) if loss < 100 else "∞"
 
 
 def _speed(rows: Rows, past: history.History) -> dict[str, str]:
@@ -188,13 +184,13 @@ def _speed(rows: Rows, past: history.History) -> dict[str, str]:
     }
 
 
-def _timelines(found: Mapping[str, Any]) -> list[Drawing]:
+def _timelines(found: Mapping[str, Any]) -> list[Figure]:
     """Of a pipeline: as it ran, where that was measured, and as its schedule is meant."""
     ideal = found.get("ideal_bubble")
-    drawn = [drawing(f"measured at step {found['step']}", found["measured"], unit="s")] if "measured" in found else []
+    drawn = [timeline(f"measured at step {found['step']}", found["measured"], unit="s")] if "measured" in found else []
     if "simulated" in found:
         title = "as scheduled, backward taking twice as long as forward"
-        drawn.append(drawing(title, found["simulated"], unit="forward passes", ideal=ideal))
+        drawn.append(timeline(title, found["simulated"], unit="forward passes", ideal=ideal))
     return drawn
 
 

@@ -11,40 +11,27 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.report.boxes import Box
 from fivefold.report.names import InLayer, in_layer, ranks_text
 
 LARGEST, SMALLEST, BAR = 150.0, 26.0, 20.0  # pixels of a side; of a vector's other side
 COLOURS = 8  # then they come again; the labels tell
 STRIPES = 4  # more ranks than these are one grey hatch
 PER_LAYER = 40  # drawings
-CHARACTER, LINE = 6.4, 11.0  # pixels of a label
 
 Region = tuple[tuple[int, int], ...]
 Holders = dict[Region, tuple[int, ...]]  # region -> the ranks that hold it
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A slice, in pixels, and who holds it."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    fill: str  # `rank-0`, or the stripes of several: `ranks-0-1`, `ranks-many`
-    label: str  # "" where it would not fit
-    title: str
-
-
-@dataclass(frozen=True)
 class Drawing:
-    """A parameter as a rectangle of cells: dimension 0 downwards (a vector lies)."""
+    """A parameter as a rectangle of boxes: dimension 0 downwards (a vector lies)."""
 
     name: str
     shape: str
     width: float
     height: float
-    cells: tuple[Cell, ...]
+    boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,7 @@ class SliceMap:
     @property
     def fills(self) -> set[str]:
         """Every fill that is used."""
-        return {cell.fill for part in self.parts for drawing in part.drawings for cell in drawing.cells}
+        return {box.fill for part in self.parts for drawing in part.drawings for box in drawing.boxes}
 
 
 def slice_map(holds: Mapping[str, Mapping[str, Any]]) -> SliceMap | None:
@@ -204,15 +191,13 @@ def _draw(name: str, shape: tuple[int, ...], held: Holders, longest: int, world:
     rows, columns = _drawn_dims(shape, held)
     height = BAR if rows is None else _side(shape[rows], longest)
     width = _side(shape[columns], longest)
-    cells = []
+    boxes = []
     for region, ranks in held.items():
         top, bottom = (0.0, 1.0) if rows is None else (end / shape[rows] for end in region[rows])
         left, right = (end / shape[columns] for end in region[columns])
         x, y, w, h = left * width, top * height, (right - left) * width, (bottom - top) * height
-        label = ranks_text(ranks, world)
-        fits = len(label) * CHARACTER <= w and h >= LINE
-        cells.append(Cell(x, y, w, h, _fill(ranks), label if fits else "", _title(ranks, region, world)))
-    return Drawing(name, " × ".join(map(str, shape)), width, height, tuple(cells))
+        boxes.append(Box(x, y, w, h, _fill(ranks), _title(ranks, region, world), ranks_text(ranks, world)))
+    return Drawing(name, " × ".join(map(str, shape)), width, height, tuple(boxes))
 
 
 def _drawn_dims(shape: tuple[int, ...], held: Holders) -> tuple[int | None, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core.history import Event, History, Start, changes
+from fivefold.core.units import many
 from fivefold.report.curves import Mark
 
 Rows = Sequence[Mapping[str, Any]]
@@ -133,10 +134,10 @@ def data_facts(config: RunConfig, about: Mapping[str, Any], tokens_seen: int) ->
     vocabulary = f", {data['vocabulary']:,} tokens" if data.get("vocabulary") else ""
     facts = {"sources": paths, "tokenizer": f"{config.tokenizer.name_or_path}{vocabulary}"}
     if "documents" in data:
-        left_out = f"; {_many(data['files_left_out'], 'file')} left out" if data.get("files_left_out") else ""
+        left_out = f"; {many(data['files_left_out'], 'file')} left out" if data.get("files_left_out") else ""
         facts["read"] = (
-            f"{_many(data['documents'], 'document')} in {_many(data['files'], 'file')}, "
-            f"{_many(data['tokens'], 'token')}{left_out}"
+            f"{many(data['documents'], 'document')} in {many(data['files'], 'file')}, "
+            f"{many(data['tokens'], 'token')}{left_out}"
         )
     if train := data.get("train"):
         facts["training rows"] = _rows(train, config.data.seq_length)
@@ -164,7 +165,7 @@ def sources(about: Mapping[str, Any], tokens_seen: int) -> list[Source]:
 
 def _rows(counts: Mapping[str, Any], seq_length: int) -> str:
     fill = 100 * counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
-    return f"{_many(counts['rows'], 'row')} of {seq_length:,} tokens, {fill:.1f} % full: {counts['tokens']:,} tokens"
+    return f"{many(counts['rows'], 'row')} of {seq_length:,} tokens, {fill:.1f} % full: {counts['tokens']:,} tokens"
 
 
 def _validation(config: RunConfig, data: Mapping[str, Any]) -> str:
@@ -208,7 +209,3 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

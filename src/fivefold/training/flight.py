@@ -13,15 +13,7 @@ from typing import Any
 Entry = dict[str, Any]
 Recorder = Callable[..., str | bytes]
 PATIENT = ("checkpoint",)  # groups, by description, whose members may be waited for: a rank still writes
-_DUMPS = {"nccl": "_dump_nccl_trace_json"}
 _SOME = 0.1  # of the timeout: how old one is before all are read
-
-
-def recorder(backend: str) -> Recorder | None:
-    """The recorder of a backend; None where PyTorch has none."""
-    from torch._C import _distributed_c10d
-
-    return getattr(_distributed_c10d, _DUMPS.get(backend, "_dump_fr_trace_json"), None)
 
 
 def entries(source: Recorder, *, only_active: bool = False) -> list[Entry]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
 from fivefold.core.layout import MESH_AXES
-from fivefold.core.schedule import SPLITTING, nothing_put_off
 from fivefold.core.units import human
 from fivefold.launch.world import multiplies_bf16
 from fivefold.parallel.spread import spread_of
@@ -46,8 +45,6 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    if compiled and layout.pp > 1 and layout.pp_schedule in SPLITTING:
-        rows.append(("", nothing_put_off(layout.pp_schedule)))
     alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
     too_long = length.warning(config, job.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long) if line]

@@ -1,11 +1,8 @@
-"""Peak memory of this process, as `memory/peak_gib` means it, and what is said when that of a GPU does not suffice."""
+"""Peak memory of this process, as `memory/peak_gib` means it."""
 
-import re
 from pathlib import Path
 
 import torch
-
-from fivefold.core.errors import RunFailed
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -36,25 +33,6 @@ class PeakMemory:
     def reserved_gib(self) -> float | None:
         """GiB that CUDA's allocator took of the GPU, fragments included; None elsewhere."""
         return torch.cuda.max_memory_reserved(self.device) / 2**30 if self.device.type == "cuda" else None
-
-
-def out_of_gpu_memory(error: BaseException, rank: int) -> RunFailed | None:
-    """What a GPU's want of memory means to the user; None for another error. It would come again: no restart helps."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return None
-    asked, has = (re.search(pattern, str(error)) for pattern in (_ASKED, _HAS))
-    tried = f": {asked[1]} more were asked for" if asked else ""
-    there = f", {has[2]} of {has[1]} were free" if has else ""
-    return RunFailed(
-        f"rank {rank}: the memory of its GPU does not suffice{tried}{there}",
-        fix="set memory.recompute: full, lower train.micro_batch_size or data.seq_length, or put the model over more "
-        "GPUs with layout.dp_shard or layout.tp",
-        more="--debug shows where",
-    )
-
-
-_ASKED = r"Tried to allocate ([\d.]+ \w+)"
-_HAS = r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
 
 
 def _resident(key: str) -> int | None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import Spread, spread_of
-from fivefold.parallel.tensor import local
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 EPS = 1e-7  # the smallest norm that is divided by

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
+from fivefold.torch_internals import norms, scale_
 from fivefold.training.muon import Muon, matrices
 
 
@@ -54,7 +55,7 @@ def squared_norm(model: nn.Module) -> Tensor:
     owned = [gradient for name, gradient in local_gradients(model) if spread.is_owner(name) and gradient.numel()]
     if not owned:
         return torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    return torch.stack(torch._foreach_norm(owned)).double().square().sum()
+    return torch.stack(norms(owned)).double().square().sum()
 
 
 def clip_(model: nn.Module, norm: float, max_norm: float) -> None:
@@ -62,7 +63,7 @@ def clip_(model: nn.Module, norm: float, max_norm: float) -> None:
     factor = max_norm / (norm + 1e-6)
     gradients = [gradient for _, gradient in local_gradients(model)]
     if max_norm > 0 and factor < 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
+        scale_(gradients, factor)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.parallel.tensor import local
+from fivefold.parallel.dtensor import local
 
 READ_MORE = "docs/python.md"
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"

@@ -7,7 +7,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -20,14 +20,14 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from fivefold import checkpoint
-from fivefold.config import RunConfig, check_supported
+from fivefold.config import RunConfig, check_supported, parse_config
 from fivefold.core import history
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.schedule import check as check_pipeline
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.generation.text import sample_text
-from fivefold.launch.events import Events
+from fivefold.generation.text import encode_prompt, pieces
+from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
@@ -50,6 +50,11 @@ from fivefold.training.watchdog import watching
 SAMPLE_TOKENS = 48  # length of a sample
 COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Trainer`, kept in its checkpoints
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
+
+
+def on_worker(request: Mapping[str, Any], world: World) -> None:
+    """The body of a worker that was started for training, and of a process that something else has started as one."""
+    train(parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first))
 
 
 def train(config: RunConfig, world: World, *, events: Events | None = None) -> None:
@@ -362,17 +367,10 @@ class Trainer:
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
-            text = sample_text(
-                self.model,
-                self._tokenizer,
-                prompt,
-                max_new_tokens=SAMPLE_TOKENS,
-                eos_token_ids=(self.data.eos_token_id,),
-                temperature=0.7,
-                top_k=40,
-                seed=self.config.train.seed,
-                bos_token_ids=self.data.bos_token_ids,
-            )
+            ends = (self.data.eos_token_id,)
+            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.bos_token_ids)
+            options = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
+            text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
             self.log.sampled(self.step, prompt, text)
 
     @cached_property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.core.recompute import Recompute
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import data, passes
 from fivefold.parallel.balance import BalanceResult
@@ -162,7 +163,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
         reduce_bytes=spread.reduce_dtype.itemsize,
         zero=layout.zero,
         sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
+        recompute=Recompute(layout.recompute),
     )
 
 

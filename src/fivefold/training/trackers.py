@@ -1,4 +1,4 @@
-"""W&B, MLflow and Trackio as sinks: asked for by name in `log.to`, imported only then, on rank 0.
+"""W&B, MLflow, Trackio and TensorBoard as sinks: asked for by name in `log.to`, imported only then, on rank 0.
 
 Where to send, and whether to send at all, is each tracker's own business: its environment variables are left to it
 (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`). A run that goes on goes on there too: the id of its
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fivefold.config import RunConfig
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import replace
 
 PROJECT = "fivefold"
@@ -24,16 +24,18 @@ _LONGEST_PARAM = 6000  # characters that MLflow keeps of a parameter's value
 
 @dataclass(frozen=True)
 class Card:
-    """What a tracker is told of a run. `id`: of its run there that goes on; None: a new one."""
+    """What a tracker is told of a run. `id`: of its run there that goes on; None: a new one. `last_step`: where it goes
+    on, 0 for a new one."""
 
     name: str
     folder: Path
     config: Mapping[str, Any]
     id: str | None
+    last_step: int
 
 
 class Tracker(Protocol):
-    """Made of a `Card`, it has begun or gone on with a run of its own, `id`."""
+    """Made of a `Card`, it has begun or gone on with a run of its own, `id`; "" for one that keeps none."""
 
     id: str
 
@@ -102,11 +104,32 @@ class Trackio:
         self._trackio.finish()
 
 
-TRACKERS: dict[str, Callable[[Card], Tracker]] = {"wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+class TensorBoard:
+    """TensorBoard event files (extra `tensorboard`). Rows of an earlier attempt after `last_step` are purged."""
+
+    id = ""
+
+    def __init__(self, card: Card) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(card.folder / "tensorboard"), purge_step=card.last_step + 1)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+TRACKERS: dict[str, Callable[[Card], Tracker]] = {
+    "wandb": WandB, "mlflow": MLflow, "trackio": Trackio, "tensorboard": TensorBoard
+}  # fmt: skip
 _ADVICE = {
     "wandb": "log in with `wandb login`, or set WANDB_MODE=offline",
     "mlflow": "set MLFLOW_TRACKING_URI to a server or a database that it can reach",
     "trackio": "is its folder writable, or its Space there?",
+    "tensorboard": "is its folder, tensorboard in that of the run, writable?",
 }
 
 
@@ -125,17 +148,18 @@ class TrackerSink:
         known = ids.read().get(name) if last_step else None
         self._sent = logged if known else 0
         self._tracker: Tracker | None = None
-        card = Card(config.run.name, config.run_dir, config.model_dump(mode="json", by_alias=True), known)
+        card = Card(config.run.name, config.run_dir, config.model_dump(mode="json", by_alias=True), known, last_step)
         try:
             self._tracker = TRACKERS[name](card)
         except Exception as error:
             if not last_step:
-                what = f"log.to names {name}, which does not start: {_first_line(error)}"
+                what = f"log.to names {name}, which does not start: {first_line(error)}"
                 raise UserError(what, fix=_ADVICE[name], more=f"or leave {name} out of log.to") from error
             self._let_go(error)
             return
         try:
-            ids.keep(name, self._tracker.id)
+            if self._tracker.id:
+                ids.keep(name, self._tracker.id)
         except OSError as error:
             say(f"{ids.path} cannot be written: {error.strerror or error}; a resume begins a new {name} run")
 
@@ -158,7 +182,7 @@ class TrackerSink:
 
     def _let_go(self, error: Exception) -> None:
         self._tracker = None
-        self._say(f"{self._name} failed: {_first_line(error)}; the run goes on without it")
+        self._say(f"{self._name} failed: {first_line(error)}; the run goes on without it")
 
 
 @dataclass(frozen=True)
@@ -180,7 +204,3 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fivefold import torch_internals
 from fivefold.launch.failure import failure_file, hang_flag, leave_failure, place
 from fivefold.launch.watch import Beat
 from fivefold.training import flight
@@ -67,7 +68,7 @@ class _Watchdog:
     def __init__(self, logs: Path, rank: int, timeout: float, ended: threading.Event, beat: Beat) -> None:
         self._logs, self._rank, self._timeout, self._ended, self._beat = logs, rank, timeout, ended, beat
         self._pause = min(1.0, timeout / 10)
-        recorder = flight.recorder(dist.get_backend()) if dist.is_initialized() else None
+        recorder = torch_internals.flight_recorder(dist.get_backend()) if dist.is_initialized() else None
         self._waits, self._moves = flight.Waits(recorder, timeout), Moves()
 
     def run(self) -> None:

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from torch import Tensor
 
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.spread import Spread
-from fivefold.parallel.tensor import local
 from fivefold.verification.observer import Distances
 from fivefold.verification.reference_tensors import Distance, ReferenceTensors
 from fivefold.verification.results import SMALL, LayoutResult, Row, Tolerances, judge, kind_of

@@ -10,10 +10,10 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.launch.local import gpus, start_workers
 from fivefold.launch.processes import is_scratch, keep, scratch_folder
 from fivefold.launch.report_once import said_once
 from fivefold.launch.restart import WorkerDied
+from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.ranks import SUBJECT, evidence_file, in_world, read_found

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.parallel.context import row_blocks
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StageStub
-from fivefold.parallel.tensor import local
 from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import Distance, ReferenceTensors
 

@@ -93,8 +93,8 @@ def _plots(report: VerifyReport) -> dict[str, Markup]:
     references = {each.layout: report.losses.get(each.precision, []) for each in report.found}
     drawn = {
         "accuracy": any(errors.values()) and plots.accuracy(errors, matches),
-        "gradients": _some(gradients) and plots.by_name(_some(gradients), "gradients"),
-        "modules": _some(modules) and plots.by_name(_some(modules), "modules"),
+        "gradients": _some(gradients) and plots.by_name(_some(gradients)),
+        "modules": _some(modules) and plots.by_name(_some(modules)),
         "losses": any(curves.values()) and plots.losses(curves, references),
     }
     return {name: Markup(svg) for name, svg in drawn.items() if isinstance(svg, str)}

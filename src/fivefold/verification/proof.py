@@ -23,9 +23,9 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.collectives import Collective, by_group, differing, record, total
 from fivefold.parallel.data import master_dtype
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizer import build_optimizer, local_gradients

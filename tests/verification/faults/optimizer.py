@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from fivefold.config import OptimizerSection
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training import muon, optimizer
 from tests.verification.faults.fault import Model, fault
 

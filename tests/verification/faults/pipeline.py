@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel import apply, pipeline
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.spread import Spread
 from fivefold.parallel.stages import StageModules
-from fivefold.parallel.tensor import local
 from fivefold.training import step
 from fivefold.training.optimizer import squared_norm
 from tests.verification.faults.fault import Model, fault

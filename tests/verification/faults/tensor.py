@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.ops import linear as seam
+from fivefold.ops.linear import Multiply
 from fivefold.parallel import mappings, ops, tensor
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.tensor import TensorParallel
@@ -175,10 +177,10 @@ def gathered_features_keep_their_own_gradient() -> Any:
     expects=[("output", r"o_proj")],
 )
 def bias_of_a_row_added_on_every_rank() -> Any:
-    def row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        return lambda x_BTF: fold.leave(F.linear(x_BTF, linear.weight, linear.bias))
+    def biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
+        return lambda x_BTF: reduce(multiply(x_BTF) + (0 if linear.bias is None else linear.bias))
 
-    return patch.object(tensor, "_row_linear", row_linear)
+    return patch.object(seam, "_biased", biased)
 
 
 @fault(
@@ -188,14 +190,12 @@ def bias_of_a_row_added_on_every_rank() -> Any:
     expects=[("output", r"o_proj")],
 )
 def row_outputs_averaged() -> Any:
-    def row_linear(linear: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        def forward(x_BTF: Tensor) -> Tensor:
-            out = fold.leave(F.linear(x_BTF, linear.weight)) / fold.size
-            return out if linear.bias is None else out + linear.bias
+    plain = seam._biased
 
-        return forward
+    def averaged(module: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
+        return plain(module, multiply, lambda out: reduce(out) / 2)
 
-    return patch.object(tensor, "_row_linear", row_linear)
+    return patch.object(seam, "_biased", averaged)
 
 
 @fault(

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import Spread, spread_of
-from fivefold.parallel.tensor import local
+from fivefold.torch_internals import norms
 from fivefold.training.checks.bits import hashes
 from fivefold.training.checks.findings import Finding, gather, ranks_text, seen_anywhere
 
@@ -107,8 +108,8 @@ def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     found = torch.tensor([-1.0 if each is None else 0.0 for each in tensors], dtype=torch.float64, device=device)
     full = {at: each for at, each in enumerate(tensors) if each is not None and each.numel()}
     if full:
-        norms = torch._foreach_norm(list(full.values()), inf)
-        found[list(full)] = torch.stack([norm.to(device, torch.float64) for norm in norms])
+        largest = norms(list(full.values()), inf)
+        found[list(full)] = torch.stack([each.to(device, torch.float64) for each in largest])
     return found
 
 

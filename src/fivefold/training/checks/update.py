@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import Spread, spread_of
-from fivefold.parallel.tensor import local
 from fivefold.training.checks.bits import hashes
 from fivefold.training.checks.findings import Finding, ranks_text, seen_anywhere
 from fivefold.training.checks.state import device_of, largest

@@ -15,11 +15,11 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
-from fivefold.launch import local
 from fivefold.launch.failure import failure_file, hang_flag
 from fivefold.launch.folder import claim_fresh, open_folder
-from fivefold.launch.local import WorkerCrashed, start_workers, worker_count
+from fivefold.launch.workers import WorkerCrashed, start_workers, worker_count
 from fivefold.launch.world import World
+from fivefold.training import launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,14 +167,15 @@ STARTER = """
 import sys
 from pathlib import Path
 from fivefold import cli
-from fivefold.launch import local
+from fivefold.launch import workers
+from fivefold.training import launch
 
 def run(*_, **__):
-    local.start_workers(
+    workers.start_workers(
         "tests.launch.bodies:wait", {"device": "cpu", "out": sys.argv[1]}, workers=2, logs=Path(sys.argv[1], "logs")
     )
 
-local.run = run
+launch.run = run
 cli.main(["train"])
 """
 
@@ -232,8 +233,8 @@ def test_the_flag_of_an_earlier_hang_does_not_end_a_run_under_torchrun(
     hang_flag(logs).touch()
     failure_file(logs, 0).write_text("{}")
     seen: list[list[Path]] = []
-    monkeypatch.setattr(local, "_prepare", lambda *_, **__: None)
-    monkeypatch.setattr(local, "execute", lambda *_: seen.append([*logs.glob("hung"), *logs.glob("failure-*")]))
-    monkeypatch.setattr(local, "find_world", lambda _: World())
-    local._run_inside(config, World(), is_fresh=False, nproc=None, verify=False, listener=None)
+    monkeypatch.setattr(launch, "_prepare", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "execute", lambda *_: seen.append([*logs.glob("hung"), *logs.glob("failure-*")]))
+    monkeypatch.setattr(launch, "find_world", lambda _: World())
+    launch._run_inside(config, World(), is_fresh=False, nproc=None, prove=None, listener=None)
     assert seen == [[]]

@@ -1,35 +1,22 @@
-"""`fivefold train` on this machine: find the world that is there, or start the workers.
-
-The data is prepared here, before any process group exists, so that nobody waits in a collective for a tokenizer.
-"""
+"""The worker processes of a verb on this machine: how many, starting them, what the first that fails has left."""
 
 import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from fivefold.config import RunConfig, check_supported, load_config
-from fivefold.core import history
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import MESH_AXES, Layout
-from fivefold.core.terminal import say
-from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
-from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
-from fivefold.launch.model import check_model
 from fivefold.launch.processes import Workers, private_folder
-from fivefold.launch.report_once import one_voice, said_once
-from fivefold.launch.restart import WorkerDied, with_restarts
+from fivefold.launch.restart import WorkerDied
 from fivefold.launch.watch import Watch
-from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED, execute
-from fivefold.launch.world import World, device_kind, find_world, join
-from fivefold.verification import before_training
+from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
 
@@ -38,25 +25,6 @@ class WorkerCrashed(WorkerDied):
     """A worker ended on an error that is not the user's; `traceback` is the text of it, for `--debug`."""
 
     traceback = ""
-
-
-def run(
-    path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None = None, verify: bool = False,
-    listener: Listener | None = None,
-) -> Path:  # fmt: skip
-    """Train the run file at `path` (None: the demo) and return the run folder.
-
-    `verify`: prove the layout on thin weights first. `listener` is told what happens, by the first rank.
-    Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
-    """
-    world = find_world("cpu")  # the place is known before torch is; the device is looked up below
-    with one_voice(world):
-        config = load_config(path, overrides)
-        check_supported(config)
-        is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
-    if world is None:
-        return _run_here(config, is_fresh=is_fresh, nproc=nproc, verify=verify, listener=listener)
-    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc, verify=verify, listener=listener)
 
 
 def worker_count(
@@ -73,7 +41,7 @@ def worker_count(
         workers = nproc
     else:
         workers = devices if kind == "cuda" else -(-CPU_WORKERS // fixed) * fixed
-    with _arithmetic():
+    with layout_advice():
         layout.resolve(workers if nproc is None else nproc)
     if kind == "cuda" and workers > devices:
         raise UserError(
@@ -84,103 +52,30 @@ def worker_count(
     return workers
 
 
-def start_workers(verb: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0) -> None:
-    """Start `workers` processes that do `verb` with `request`, and wait for them.
+def start_workers(body: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0) -> None:
+    """Start `workers` processes that call `body(request, world)`, and wait for them.
 
-    Rank 0 keeps this terminal; the others write to `logs/rank-N.log`. `request` is plain data for JSON and says the
-    kind of device under `device`. `patience`: seconds that a rank may be silent (0: for ever). Raises the first failing
-    worker's `UserError`, `WorkerCrashed` when it was no user's error, `KeyboardInterrupt` on Ctrl-C.
+    `body` is named as `package.module:function`; `request` is plain data for JSON and says the kind of device under
+    `device`. Rank 0 keeps this terminal; the others write to `logs/rank-N.log`. `patience`: seconds that a rank may be
+    silent (0: for ever). Raises the first failing worker's `UserError`, `WorkerCrashed` when it was no user's error,
+    `KeyboardInterrupt` on Ctrl-C.
     """
     logs.mkdir(parents=True, exist_ok=True)
     put_aside(logs)
     request_file = logs / "request.json"
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
-    command = [sys.executable, "-m", "fivefold.launch.worker", verb, str(request_file)]
+    command = [sys.executable, "-m", "fivefold.launch.worker", body, str(request_file)]
     _run_workers(command, workers=workers, logs=logs, patience=patience)
 
 
-def _run_here(config: RunConfig, *, is_fresh: bool, nproc: int | None, verify: bool, listener: Listener | None) -> Path:
-    kind = device_kind(config.train.device)
-    workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
-    with _arithmetic():
-        layout = config.layout.resolve(workers)
-        layout.accumulation(config.train.global_batch_size)
-    check_model(config)
-    if verify:
-        before_training(config, layout)
-    _prepare(config, show=True)
-    config = claim_fresh(config) if is_fresh else config
-    print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
-    logs, patience = open_folder(config), config.train.collective_timeout
-    with following(listener, logs) as told:
-        request = {"config": config.to_yaml(), "device": kind, **told}
-        with_restarts(
-            lambda: start_workers("train", request, workers=workers, logs=logs, patience=patience),
-            most=config.train.max_restarts,
-            steps=lambda: (last_logged_step(config), last_saved_step(config)),
-            say=partial(_tell_restart, config),
-        )
-    return config.run_dir
-
-
-def _tell_restart(config: RunConfig, text: str) -> None:
-    """On the screen, and in the run's history."""
-    say(text)
-    with history.opened(config.run_dir, say) as log:
-        log.write("died", last_logged_step(config), what=text)
-
-
-def _run_inside(
-    config: RunConfig, world: World, *, is_fresh: bool, nproc: int | None, verify: bool, listener: Listener | None
-) -> Path:
-    """This process is one of the workers already."""
-    with one_voice(world):
-        if nproc is not None and nproc != world.size:
-            raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
-        with _arithmetic():
-            layout = config.layout.resolve(world.size)
-            layout.accumulation(config.train.global_batch_size)
-        check_model(config)
-        _prepare(config, show=world.is_first)
-    from fivefold import checkpoint  # imports torch
-
-    here = find_world(config.train.device) or world
-    with join(here):
-        config = _agreed_name(config, here) if is_fresh else config
-        with said_once(here):
-            checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
-            if verify:
-                before_training(config, layout)
-            execute("train", {"config": config.to_yaml(), "events": listener}, here)
-    return config.run_dir
-
-
-def _agreed_name(config: RunConfig, world: World) -> RunConfig:
-    """Rank 0 claims a fresh run folder and tells the others its name."""
-    from fivefold.parallel import plain
-
-    return named(config, plain.of_first(claim_fresh(config).run.name if world.is_first else ""))
-
-
 @contextmanager
-def _arithmetic() -> Iterator[None]:
+def layout_advice() -> Iterator[None]:
     """Adds to the sums of a layout what to do about them and where to read more."""
     try:
         yield
     except UserError as error:
         fix = error.fix or "change the layout, or the number of workers: --nproc; dp_shard -1 takes those that are left"
         raise type(error)(error.what, fix=fix, more=error.more or "docs/layouts.md") from None
-
-
-def _prepare(config: RunConfig, *, show: bool) -> None:
-    from fivefold.data import prepare
-    from fivefold.launch.preparing import Preparing
-
-    if not show:
-        prepare(config)
-        return
-    with Preparing() as progress:
-        prepare(config, progress=progress)
 
 
 def gpus() -> int:

@@ -1,0 +1,39 @@
+"""Recompute (activation checkpointing) as a policy: how often each site of a layer runs forward in a micro batch.
+
+A layer that is recomputed runs forward a second time in its backward. That second forward stops at the last tensor that
+backward needs, so a collective behind which its layer saves nothing is not issued again.
+
+| policy | a site inside a layer | a site behind which its layer saves nothing |
+|---|---|---|
+| `none` | 1 | 1 |
+| `full` | 2 | 1 |
+
+Example: a Llama layer under tp2 and `full` gathers in front of attention and of its MLP twice each, adds up behind
+attention twice, and adds up behind the MLP, with which it ends, once.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a layer that computes or sends: the `module` there, by name. `is_last`: nothing with weights runs
+    behind it in its layer, so that nothing behind it is saved for backward."""
+
+    module: str
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The policy of a layout; `mode` is the word of the run file."""
+
+    mode: str
+
+    def wraps(self, layer: str) -> bool:
+        """Whether `layer` keeps only its input, and runs forward again in backward."""
+        return self.mode == "full"
+
+    def forwards(self, site: Site) -> int:
+        """How often `site` runs forward in a micro batch."""
+        return 2 if self.wraps(site.module) and not site.is_last else 1

@@ -1,0 +1,1 @@
+"""What models compute with, on tensors alone: no model class, no layout."""

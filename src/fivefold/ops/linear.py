@@ -1,0 +1,254 @@
+"""The one seam of every matmul with a weight: here a role decides how a linear multiplies.
+
+A linear has three products: its output, the gradient of its input, and the gradient of its weight. `Linears.place` is
+called once for every linear of a model, when the model is parallelized, and `Linears.grouped` multiplies for experts.
+Where nothing is asked of a role, a linear keeps the forward of its own class, whatever that is (an adapter's, a
+quantised one's).
+
+| role | which linear | what is asked of it |
+|---|---|---|
+| `column` | its outputs are split over tp | weight gradient later |
+| `row` | its inputs are split over tp | partial products summed before the bias; weight gradient later |
+| `dense` | any other one inside a layer, or where tp is 1 | weight gradient later |
+| `expert` | one matmul for all experts of a layer | weight gradient later |
+| `router` | says where tokens go | nothing: `parallel/router.py` lets all of a router compute in fp32 |
+| `head` | gives logits | nothing: the chunked loss computes its gradients in forward |
+
+Two things hook in. A `WeightGradStore` takes weight gradients that a pipeline schedule computes later ("zero bubble",
+arXiv:2401.10241). A recipe replaces the three products of a role, for a precision of their own.
+
+Legend: I inputs and O outputs of a linear, S rows sorted by expert, E experts.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.torch_internals import grouped_mm
+
+Role = Literal["column", "row", "dense", "expert", "router", "head"]
+LATER: frozenset[Role] = frozenset({"column", "row", "dense", "expert"})  # whose weight gradients can wait
+ALIGNED = 16  # bytes: what the strides of a grouped matmul must be multiples of
+
+Multiply = Callable[[Tensor], Tensor]
+
+
+class Products(Protocol):
+    """The three products of a linear with `weight`, as its module stores it."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor: ...
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor: ...
+
+
+# ---- weight gradients that are computed later ------------------------------------------------------------------------
+
+
+class WeightGradStore:
+    """Weight gradients that wait for the W slot of their stage and micro batch.
+
+    Example, one linear of stage 0 in micro batch 3: forward inside `collecting((0, 3))` notes where its weight gradient
+    will go, backward puts `(weight, product)` there and goes on with the gradient of the input, and `compute((0, 3))`
+    multiplies.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, deque[tuple[Tensor, Callable[[], Tensor]]]] = {}
+        self.queue: deque[tuple[Tensor, Callable[[], Tensor]]] | None = None  # of the slot under way
+
+    @contextmanager
+    def collecting(self, slot: Hashable) -> Iterator[None]:
+        """Inside, what runs forward (a recomputed forward too) puts its weight gradients off until `compute(slot)`."""
+        self.queue = self._queues.setdefault(slot, deque())
+        try:
+            yield
+        finally:
+            self.queue = None
+
+    def compute(self, slot: Hashable) -> int:
+        """Compute the gradients of a slot and add them to the weights', as backward would have. Returns how many."""
+        queue = self._queues.pop(slot)
+        count = len(queue)
+        while queue:  # one by one, so that what each was made of is free again
+            weight, product = queue.popleft()
+            torch.autograd.backward(weight, product())
+        return count
+
+
+class _Matmul(torch.autograd.Function):
+    """`products.output`; backward puts the weight's gradient into `queue`, or without one computes it at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products, queue: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.products, ctx.queue, ctx.weight = products, queue, weight
+        return products.output(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        product, made = partial(ctx.products.weight_grad, grads[0], x), None
+        if ctx.queue is not None:
+            ctx.queue.append((ctx.weight, product))
+        elif ctx.needs_input_grad[1]:
+            made = product()
+        back = ctx.products.input_grad(grads[0], weight) if ctx.needs_input_grad[0] else None
+        return back, made, None, None
+
+
+# ---- the seam --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linears:
+    """How the linears of one model multiply. `store`: of a schedule that splits backward. `recipe`: role -> its
+    products, given whether the weight is stored [I, O]; a role that is not in it multiplies in the compute dtype."""
+
+    store: WeightGradStore | None = None
+    recipe: Mapping[Role, Callable[[bool], Products]] = field(default_factory=dict)
+
+    def place(
+        self, linear: Any, role: Role, *, is_transposed: bool, is_plain: bool, reduce: Multiply | None = None
+    ) -> None:
+        """Let `linear` multiply as its role asks. `is_transposed`: its weight is [I, O]. `is_plain`: its forward is
+        that of a linear and does nothing else. `reduce`: sums up the partial products of a row."""
+        if is_plain and (role in self.recipe or self._waits(role)):
+            products = self.recipe.get(role, Dense)(is_transposed)
+            multiply: Multiply = torch.compiler.disable(  # type: ignore[no-untyped-call]
+                lambda x: self._multiply(x, linear.weight, products, role), reason="weight gradients are stored outside"
+            )
+        elif reduce is None:
+            return
+        else:
+            multiply = _plain_product(linear, is_transposed) if is_plain else _own_product(linear)
+        linear.forward = _biased(linear, multiply, reduce or _nothing)
+
+    def grouped(self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool) -> Tensor:
+        """Rows sorted by expert, each times its expert's matrix of `weight` [E, O, I], or [E, I, O] where
+        `is_transposed`: [S, O]. One kernel where it serves these tensors."""
+        products = Grouped(counts_E, is_transposed, _is_served(x_SI, weight))
+        x_SI = x_SI.to(weight.dtype)
+        if products.is_served and not self._is_put_off("expert", weight):
+            return products.output(x_SI, weight)
+        return self._multiply(x_SI, weight, products, "expert")
+
+    def _multiply(self, x: Tensor, weight: Tensor, products: Products, role: Role) -> Tensor:
+        queue = self.store.queue if self.store and self._is_put_off(role, weight) else None
+        return _Matmul.apply(x, weight, products, queue)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _waits(self, role: Role) -> bool:
+        return self.store is not None and role in LATER
+
+    def _is_put_off(self, role: Role, weight: Tensor) -> bool:
+        return (
+            self.store is not None and self.store.queue is not None and role in LATER
+            and weight.requires_grad and torch.is_grad_enabled()
+        )  # fmt: skip
+
+
+PLAIN = Linears()
+
+
+def _plain_product(linear: Any, is_transposed: bool) -> Multiply:
+    return lambda x: F.linear(x, linear.weight.T if is_transposed else linear.weight)
+
+
+def _own_product(linear: Any) -> Multiply:
+    """What a class of its own multiplies, without the bias: that is added once, to the sum of all ranks."""
+    own = linear.forward
+
+    def multiply(x: Tensor) -> Tensor:
+        bias, linear.bias = linear.bias, None
+        try:
+            return own(x)  # type: ignore[no-any-return]
+        finally:
+            linear.bias = bias
+
+    return multiply
+
+
+def _biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
+    """Partial products are summed first, the bias is added once."""
+
+    def forward(x: Tensor) -> Tensor:
+        out = reduce(multiply(x))
+        return out if linear.bias is None else out + linear.bias
+
+    return forward
+
+
+def _nothing(out: Tensor) -> Tensor:
+    return out
+
+
+# ---- products in the compute dtype -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dense:
+    """x [.., I] times a weight [O, I], or [I, O] where `is_transposed` (GPT-2)."""
+
+    is_transposed: bool
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.matmul(x, weight if self.is_transposed else weight.T)
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return torch.matmul(grad, weight.T if self.is_transposed else weight)
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        return flat_x.T @ flat_grad if self.is_transposed else flat_grad.T @ flat_x
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """Rows [S, I] sorted by expert, `counts_E` of them each, times weights [E, O, I], or [E, I, O] where
+    `is_transposed`. `is_served`: by PyTorch's kernel; else in a loop, which takes any type and size.
+
+    An expert without rows gets a gradient of zeros, not none: the ranks that hold its other shards wait for it.
+    """
+
+    counts_E: Tensor
+    is_transposed: bool
+    is_served: bool
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._rows(x, weight if self.is_transposed else weight.transpose(1, 2))
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self._rows(grad, weight.transpose(1, 2) if self.is_transposed else weight)
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        left, right = (x, grad) if self.is_transposed else (grad, x)
+        if self.is_served and grouped_mm is not None:
+            return grouped_mm(left.T, right, offs=self._ends)
+        parts = zip(*(torch.split(each, self.counts_E.tolist()) for each in (left, right)), strict=True)
+        return torch.stack([rows.T @ others for rows, others in parts])
+
+    def _rows(self, rows: Tensor, weight_Exx: Tensor) -> Tensor:
+        if self.is_served and grouped_mm is not None:
+            return grouped_mm(rows, weight_Exx, offs=self._ends)
+        parts = torch.split(rows, self.counts_E.tolist())
+        return torch.cat([part @ weight for part, weight in zip(parts, weight_Exx, strict=True)])
+
+    @property
+    def _ends(self) -> Tensor:
+        return self.counts_E.cumsum(0).to(torch.int32)
+
+
+def _is_served(x_SI: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch's grouped matmul takes these: 16-bit types (on a CPU fp32 too), aligned, and not empty."""
+    types = {torch.bfloat16} | ({torch.float32, torch.float16} if weight.device.type == "cpu" else set())
+    if grouped_mm is None or weight.dtype not in types or not len(x_SI):
+        return False
+    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return False
+    return all(size * weight.element_size() % ALIGNED == 0 for size in weight.shape[1:])

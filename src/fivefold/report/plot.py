@@ -1,0 +1,173 @@
+"""Plots as inline SVG: they follow the page's light or dark colours (`--ink`, `--series-0` ...) and ask nothing of a
+network. A `Figure` is as wide as the page and holds `Axes`, boxes in pixels with a scale on each side.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup, escape
+
+WIDTH, LEFT = 1056, 44  # pixels: the page's width, and what labels take of it to the left of an axis
+SERIES = 7  # colours, then they come again with other dashes
+CHARACTER, LINE = 6.4, 18.0  # pixels: of a letter, from one line of the legend to the next
+EXTREMES = 1e-100, 1e100  # sizes on a logarithmic axis
+_DASHES = ("", "6 3", "2 2", "8 3 2 3")
+_MARKERS = (  # around the current point: a dot, a square, a diamond, triangles up and down, a plus, a bow
+    "m-2.6 0a2.6 2.6 0 1 0 5.2 0a2.6 2.6 0 1 0-5.2 0z", "m-2.3-2.3h4.6v4.6h-4.6z", "m0-3.4 3.4 3.4-3.4 3.4-3.4-3.4z",
+    "m0-3 3 5.2h-6z", "m0 3 3-5.2h-6z", "m-1-3h2v2h2v2h-2v2h-2v-2h-2v-2h2z", "m-2.8-2.8v5.6l5.6-5.6v5.6z",
+)  # fmt: skip
+_RING = "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z"
+
+
+class LogScale:
+    """A logarithmic axis for errors of any size: its lowest line is zero, its highest what is not finite."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        listed = [_size(each) for each in values]
+        sizes = [each for each in listed if 0 < each < math.inf]
+        self._has_zero, self._has_infinite = 0 in listed, math.inf in listed
+        low, high = (min(sizes), max(sizes)) if sizes else (1e-18, 1e-17)
+        self._low, self._high = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
+
+    def place(self, value: float) -> float:
+        """The value of the axis at which `value` is drawn."""
+        return min(_size(value), 10.0**self._high) or 10.0**self._low
+
+    def part(self, value: float) -> float:
+        """How far up the axis `value` is, 0 to 1."""
+        return (math.log10(self.place(value)) - self._low + 0.3) / (self._high - self._low + 0.6)
+
+    def ticks(self, count: int) -> dict[float, str]:
+        """About `count` powers of ten, and the two extremes where something is there."""
+        step = max(1, -(-(self._high - self._low) // count))
+        ticks = {10.0**decade: f"1e{decade}" for decade in range(self._low + 1, self._high, step)}
+        ticks |= {0.0: "0"} if self._has_zero else {}
+        return ticks | ({math.inf: "∞"} if self._has_infinite else {})
+
+
+def _size(value: float) -> float:
+    """Of a value; what no axis can hold is zero or infinite."""
+    size = abs(value)
+    return 0.0 if size < EXTREMES[0] else size if size < EXTREMES[1] else math.inf
+
+
+@dataclass(frozen=True)
+class Linear:
+    """An axis from `low` to `high`."""
+
+    low: float
+    high: float
+
+    def part(self, value: float) -> float:
+        """How far up the axis `value` is, 0 to 1."""
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass
+class Axes:
+    """A box in pixels; what is drawn in it keeps its order. `y` grows upwards."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    x: Linear
+    y: Linear | LogScale
+    drawn: list[Markup] = field(default_factory=list)
+
+    def curve(self, xs: Sequence[float], ys: Sequence[float], number: int, *, line: float = 1.4) -> None:
+        """Series `number`: a line with markers; `line` is its width, 0 for markers alone. What the axis cannot hold is
+        a gap."""
+        _, colour, dash = entry("", number)
+        if line:
+            self.line(xs, ys, colour, width=line, dash=dash)
+        marks = "".join(f"M{place}{_MARKERS[number % SERIES]}" for place in self._places(xs, ys) if place)
+        self.drawn.append(Markup('<path fill="{}" d="{}"/>').format(colour, marks))
+
+    def line(self, xs: Sequence[float], ys: Sequence[float], colour: str, *, width: float = 1, dash: str = "") -> None:
+        """From point to point."""
+        path, before = "", ""
+        for place in self._places(xs, ys):
+            path += f"{'L' if before else 'M'}{place}" if place else ""
+            before = place
+        self.drawn.append(
+            Markup('<path fill="none" stroke="{}" stroke-width="{:g}" stroke-dasharray="{}" d="{}"/>').format(
+                colour, width, dash, path
+            )
+        )
+
+    def rings(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        """Around what is wrong."""
+        path = "".join(f"M{place}{_RING}" for place in self._places(xs, ys))
+        self.drawn.append(Markup('<path fill="none" stroke="var(--wrong)" stroke-width="1.8" d="{}"/>').format(path))
+
+    def band(self, first: float, last: float) -> None:
+        """A tinted ground from `first` to `last`, below all that is drawn before."""
+        left, right = (self.left + self.x.part(end) * self.width for end in (first, last))
+        self.drawn.insert(
+            0,
+            Markup('<rect x="{:.1f}" y="{}" width="{:.1f}" height="{}" fill="var(--band)"/>').format(
+                left, self.top, right - left, self.height
+            ),
+        )
+
+    def title(self, text: str, *, bold: bool = False) -> None:
+        """Above the box."""
+        self.drawn.append(text_at(self.left, self.top - 7, text, more=' font-weight="700"' if bold else ""))
+
+    def label_x(self, ticks: Mapping[float, str], name: str = "", *, upright: bool = False) -> None:
+        """Labels under the box, and what they are; `upright`: long ones, which read upwards."""
+        base = self.top + self.height
+        for x, text in ticks.items():
+            at = self.left + self.x.part(x) * self.width
+            turn = f' text-anchor="end" transform="rotate(-90 {at + 3.5:.1f} {base + 6})"'
+            where = (at + 3.5, base + 6) if upright else (at, base + 15)
+            self.drawn.append(text_at(*where, text, more=turn if upright else ' text-anchor="middle"'))
+        middle = self.left + self.width / 2
+        self.drawn.append(text_at(middle, base + 31, name, more=' text-anchor="middle"') if name else Markup())
+
+    def label_y(self, ticks: Mapping[float, str]) -> None:
+        """Labels to the left, and a line across from each."""
+        for y, text in ticks.items():
+            at = self._y(y)
+            self.drawn.insert(0, Markup('<path stroke="var(--grid)" stroke-width=".7" d="M{} {:.1f}h{}"/>').format(
+                self.left, at, self.width))  # fmt: skip
+            self.drawn.append(text_at(self.left - 6, at + 3.5, text, more=' text-anchor="end"'))
+
+    def _places(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+        """`x y` of each point in pixels; "" where the axis has no place for it."""
+        pixels = [(self.left + self.x.part(x) * self.width, self._y(y)) for x, y in zip(xs, ys, strict=True)]
+        return [f"{x:.1f} {y:.1f}" if math.isfinite(y) else "" for x, y in pixels]
+
+    def _y(self, y: float) -> float:
+        return self.top + (1 - self.y.part(y)) * self.height
+
+
+def text_at(x: float, y: float, text: str, *, more: str = "") -> Markup:
+    """A text that starts at a place; `more`: further attributes."""
+    return Markup(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
+
+
+def entry(name: str, number: int) -> tuple[str, str, str]:
+    """Of the legend, what series `number` is: its name, colour and dashes."""
+    return name, f"var(--series-{number % SERIES})", _DASHES[number % len(_DASHES)]
+
+
+def svg(axes: Iterable[Axes], height: float, legend: Sequence[tuple[str, str, str]]) -> str:
+    """The figure. `legend`: name, colour and dashes of each entry; they stand above all axes."""
+    drawn, x, y = Markup(), 0.0, LINE / 2
+    for name, colour, dash in legend:
+        width = 44 + CHARACTER * len(name)
+        x, y = (x, y) if x + width < WIDTH or not x else (0.0, y + LINE)
+        drawn += Markup('<path stroke="{}" stroke-width="2.4" stroke-dasharray="{}" d="M{:.1f} {}h22"/>').format(
+            colour, dash, x, y
+        )
+        drawn += text_at(x + 28, y + 4, name)
+        x += width
+    top = y + LINE if legend else 0.0
+    body = Markup().join(part for each in axes for part in each.drawn)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height + top:g}" font-size="11">{drawn}'
+        f'<g transform="translate(0 {top:g})">{body}</g></svg>'
+    )

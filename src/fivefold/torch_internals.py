@@ -1,0 +1,282 @@
+"""The one file that reads private or semi-private interfaces of torch; `models/hf_internals.py` is its twin.
+
+Callers use the named functions below and never the interfaces. Each function names what it reads, has an entry in
+`surfaces` (its feature test) and one contract test in `tests/test_torch_internals.py`: when a new minor of torch moves
+an interface, those tests fail and this file is the only one to mend. `check` tells a user of an unknown torch so before
+anything runs.
+
+| interface | for | where torch differs |
+|---|---|---|
+| FSDP2's state and parameter groups | late gradients, a call that raised half-way | 2.11: one group per unit |
+| `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
+| `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
+| `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
+| `_flash_attention_*` | packed attention with its log-sum-exp | |
+"""
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from fivefold.core.errors import UserError
+
+if TYPE_CHECKING:  # a second of imports that only training needs
+    from torch.distributed.fsdp import FSDPModule
+
+SUPPORTED = "2.11 to 2.14"
+
+# Operators -----------------------------------------------------------------------------------------------------------
+
+collectives = torch.ops._c10d_functional  # the names of its operators are those of 2.11 to 2.14
+
+cpu_attention_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_attention_forward = torch.ops.aten._flash_attention_forward
+flash_attention_backward = torch.ops.aten._flash_attention_backward
+
+# (rows [S, I], weights [E, I, O], offs=[E] int32 ends) -> [S, O]. None: this torch has none.
+grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norm of each tensor, a scalar, in few kernels (`torch._foreach_norm`)."""
+    return list(torch._foreach_norm(list(tensors), order))
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply every tensor in place, in few kernels (`torch._foreach_mul_`)."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside, a tensor subclass is handled as its base class is."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# Tensors and modules -------------------------------------------------------------------------------------------------
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What a tensor and its views have in common, on meta too, where there is no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def saves_memory_of(output: Tensor) -> bool:
+    """Whether backward needs the memory of `output`, as that of a tanh does: an operation in its graph saved it."""
+    memory, nodes = output.untyped_storage().data_ptr(), [node for node in (output.grad_fn,) if node]
+    for node in nodes:
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += getattr(node, "saved_tensors", ())
+        if any(isinstance(s, Tensor) and s.untyped_storage().data_ptr() == memory for s in saved):
+            return True
+        nodes += [following for following, _ in node.next_functions if following]
+    return False
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Of any number of dimensions, transposed or not."""
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def fans(tensor: Tensor) -> tuple[int, int]:
+    """(fan in, fan out) as torch's initialisers count them."""
+    return nn.init._calculate_fan_in_and_fan_out(tensor)
+
+
+# Process groups ------------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The store in which the ranks of the world met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def can_split_world() -> bool:
+    """Whether one call splits the world's group: NCCL's, which is there before the first collective when it is bound
+    to a device."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None and torch.accelerator.is_available()
+
+
+def timeout_of_world(device_type: str) -> timedelta | None:
+    """Of the world's group; None where its backend has none. Without it, a new group of NCCL has ten minutes."""
+    world = dist.group.WORLD
+    backend = world and world._get_backend(torch.device(device_type))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def group_among(arguments: Iterable[Any]) -> tuple[str, int]:
+    """Name and size of the process group among the arguments of a collective operator: its name, or the group boxed."""
+    for argument in arguments:
+        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
+            return argument, dist.distributed_c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined,arg-type]
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            group = dist.ProcessGroup.unbox(argument)
+            return group.group_name, group.size()
+    raise AssertionError(f"no process group among {arguments}")
+
+
+def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
+    """`dump(with collectives, only active ones)`: JSON of torch's flight recorder of a backend. NCCL has a recorder of
+    its own. None where torch has none."""
+    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
+    return getattr(torch._C._distributed_c10d, name, None)
+
+
+# FSDP2 ---------------------------------------------------------------------------------------------------------------
+
+
+def fsdp_forget(module: "FSDPModule") -> None:
+    """Let a unit be idle, whatever a call that raised half-way has left under way."""
+    state = module._get_fsdp_state()
+    state._state_ctx.iter_forward_root = None
+    for each in (state, *filter(None, _groups(module))):
+        each._training_state = type(each._training_state).IDLE
+
+
+def fsdp_settle_root(module: Any) -> None:
+    """Make `module` the root of its FSDP units now; the first of them to be called would become it otherwise."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def fsdp_add_late(module: "FSDPModule") -> None:
+    """Take gradients of a unit's parameters that came after FSDP's hooks into its sums, which are in the reduce dtype.
+
+    Left in `.grad`, those of several micro batches would be summed in the compute dtype, and a unit whose other
+    gradients came in time would have gradients of two dtypes, which FSDP does not reduce.
+    """
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
+            else:
+                parameter.accumulate_unsharded_grad_if_needed()
+
+
+def fsdp_reduce_now(module: "FSDPModule") -> None:
+    """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
+    for group in _groups(module):
+        before = group._training_state
+        group.post_backward()
+        group.finalize_backward()
+        group._training_state = before
+
+
+def _groups(module: "FSDPModule") -> list[Any]:
+    """The parameter groups of a unit (torch 2.11 has one)."""
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+
+
+# Dynamo --------------------------------------------------------------------------------------------------------------
+
+_GIVES_UP = "torch._dynamo hit config."  # so begins what Dynamo logs when it gives a function up
+
+
+def compiled_versions(at_least: int = 0) -> int:
+    """How often Dynamo compiles one function anew before it gives the function up; raised to `at_least`."""
+    config: Any = import_module("torch._dynamo").config
+    config.recompile_limit = max(at_least, config.recompile_limit)
+    return int(config.recompile_limit)
+
+
+@contextmanager
+def heard_from_dynamo(given_up: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `given_up(reason)` is called where Dynamo gives a function up, of which only its log says so."""
+
+    def note(record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith(_GIVES_UP):
+            given_up(str(record.args[-2]) if isinstance(record.args, tuple) else "")
+        return True
+
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addFilter(note)
+    try:
+        yield
+    finally:
+        logger.removeFilter(note)
+
+
+# Feature tests -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Surface:
+    """A private interface: `path` from `torch`, or from `owner`. `is_optional`: what reads it does without."""
+
+    path: str
+    owner: Any = torch
+    is_optional: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        try:
+            operator.attrgetter(self.path)(self.owner)
+        except AttributeError:
+            return False
+        return True
+
+
+def surfaces() -> Iterator[Surface]:
+    """All that this file reads."""
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor"):
+        yield Surface(f"ops._c10d_functional.{name}")
+    for name in ("_scaled_dot_product_flash_attention_for_cpu", "_flash_attention"):
+        forward = name if name.endswith("cpu") else f"{name}_forward"
+        yield from (Surface(f"ops.aten.{forward}"), Surface(f"ops.aten.{name}_backward"))
+    for name in ("_foreach_norm", "_foreach_mul_", "_C.DisableTorchFunctionSubclass", "ScriptObject"):
+        yield Surface(name)
+    yield Surface("nn.functional.grouped_mm", is_optional=True)
+    yield from (Surface("UntypedStorage._cdata"), Surface("nn.modules.conv._ConvNd"))
+    yield Surface("nn.init._calculate_fan_in_and_fan_out")
+    for name in ("_get_default_store", "_resolve_process_group"):
+        yield Surface(f"distributed.distributed_c10d.{name}")
+    yield Surface("distributed.ProcessGroup._get_backend")
+    yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
+    yield Surface("recompile_limit", import_module("torch._dynamo").config)
+    for where, names in _OF_FSDP.items():
+        yield from (Surface(name, _fsdp(where)) for name in names)
+
+
+_OF_FSDP = {  # module and class -> what is read of it
+    "_fully_shard.FSDPModule": ("_get_fsdp_state",),
+    "_fsdp_state.FSDPState": ("_lazy_init",),
+    "_fsdp_param_group.FSDPParamGroup": ("post_backward", "finalize_backward"),
+    "_fsdp_param.FSDPParam": ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"),
+}
+
+
+def _fsdp(where: str) -> Any:
+    """A class of FSDP2's private modules; None, which has nothing, where it is not."""
+    module, _, name = where.partition(".")
+    try:
+        return getattr(import_module(f"torch.distributed.fsdp._fully_shard.{module}"), name, None)
+    except ImportError:
+        return None
+
+
+def missing() -> list[str]:
+    """The interfaces that this torch does not have, and that nothing replaces."""
+    return [surface.path for surface in surfaces() if not (surface.is_optional or surface.is_there)]
+
+
+def check() -> None:
+    """Raise `UserError` where this torch lacks an interface without which training would fail, or be wrong."""
+    if lacking := missing():
+        raise UserError(
+            f"torch {torch.__version__} has no {', '.join(lacking)}, which fivefold needs",
+            fix=f"install torch {SUPPORTED}",
+        )

@@ -1,0 +1,127 @@
+"""`fivefold train` on this machine: find the world that is there, or start the workers.
+
+The data is prepared here, before any process group exists, so that nobody waits in a collective for a tokenizer.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.core import history
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.terminal import say
+from fivefold.launch.events import Listener, following
+from fivefold.launch.failure import put_aside
+from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
+from fivefold.launch.model import check_model
+from fivefold.launch.report_once import one_voice, said_once
+from fivefold.launch.restart import with_restarts
+from fivefold.launch.worker import execute
+from fivefold.launch.workers import gpus, layout_advice, start_workers, worker_count
+from fivefold.launch.world import World, device_kind, find_world, join
+
+BODY = "fivefold.training.run:on_worker"
+Prove = Callable[[RunConfig, Layout], object]  # raises where a layout is not proved
+
+
+def run(
+    path: Path | None, overrides: Sequence[str] = (), *, nproc: int | None = None, prove: Prove | None = None,
+    listener: Listener | None = None,
+) -> Path:  # fmt: skip
+    """Train the run file at `path` (None: the demo) and return the run folder.
+
+    `prove` is asked about the layout first. `listener` is told what happens, by the first rank.
+    Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
+    """
+    world = find_world("cpu")  # the place is known before torch is; the device is looked up below
+    with one_voice(world):
+        config = load_config(path, overrides)
+        check_supported(config)
+        is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
+    if world is None:
+        return _run_here(config, is_fresh=is_fresh, nproc=nproc, prove=prove, listener=listener)
+    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc, prove=prove, listener=listener)
+
+
+def _run_here(
+    config: RunConfig, *, is_fresh: bool, nproc: int | None, prove: Prove | None, listener: Listener | None
+) -> Path:
+    kind = device_kind(config.train.device)
+    workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
+    with layout_advice():
+        layout = config.layout.resolve(workers)
+        layout.accumulation(config.train.global_batch_size)
+    check_model(config)
+    if prove:
+        prove(config, layout)
+    _prepare(config, show=True)
+    config = claim_fresh(config) if is_fresh else config
+    print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
+    logs, patience = open_folder(config), config.train.collective_timeout
+    with following(listener, logs) as told:
+        request = {"config": config.to_yaml(), "device": kind, "may_be_unseen": True, **told}
+        with_restarts(
+            lambda: start_workers(BODY, request, workers=workers, logs=logs, patience=patience),
+            most=config.train.max_restarts,
+            steps=lambda: (last_logged_step(config), last_saved_step(config)),
+            say=partial(_tell_restart, config),
+        )
+    return config.run_dir
+
+
+def _tell_restart(config: RunConfig, text: str) -> None:
+    """On the screen, and in the run's history."""
+    say(text)
+    with history.opened(config.run_dir, say) as log:
+        log.write("died", last_logged_step(config), what=text)
+
+
+def _run_inside(
+    config: RunConfig,
+    world: World,
+    *,
+    is_fresh: bool,
+    nproc: int | None,
+    prove: Prove | None,
+    listener: Listener | None,
+) -> Path:
+    """This process is one of the workers already."""
+    with one_voice(world):
+        if nproc is not None and nproc != world.size:
+            raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
+        with layout_advice():
+            layout = config.layout.resolve(world.size)
+            layout.accumulation(config.train.global_batch_size)
+        check_model(config)
+        _prepare(config, show=world.is_first)
+    from fivefold import checkpoint  # imports torch
+
+    here = find_world(config.train.device) or world
+    with join(here):
+        config = _agreed_name(config, here) if is_fresh else config
+        with said_once(here):
+            checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
+            if prove:
+                prove(config, layout)
+            execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
+    return config.run_dir
+
+
+def _agreed_name(config: RunConfig, world: World) -> RunConfig:
+    """Rank 0 claims a fresh run folder and tells the others its name."""
+    from fivefold.parallel import plain
+
+    return named(config, plain.of_first(claim_fresh(config).run.name if world.is_first else ""))
+
+
+def _prepare(config: RunConfig, *, show: bool) -> None:
+    from fivefold.data import prepare
+    from fivefold.launch.preparing import Preparing
+
+    if not show:
+        prepare(config)
+        return
+    with Preparing() as progress:
+        prepare(config, progress=progress)

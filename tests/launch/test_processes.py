@@ -1,0 +1,94 @@
+"""Workers that are started, heard and ended; here they are programs of the shell, which take no time to start."""
+
+import json
+import os
+import signal
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from fivefold.launch import processes
+from fivefold.launch.processes import Workers, scratch_folder
+
+DEAF = 'trap "" TERM INT; touch "$FIVEFOLD_WORKERS/ready-$RANK"; exec sleep 30'
+
+
+def workers(script: str, folder: Path, count: int = 1) -> Workers:
+    return Workers(["sh", "-c", script], count=count, folder=folder)
+
+
+def until_ready(folder: Path, rank: int) -> None:
+    until = time.monotonic() + 20
+    while not (folder / f"ready-{rank}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_who_does_not_heed_a_polite_stop_has_its_time_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 stops as it was asked to; rank 1 would sleep for half a minute."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
+    began = time.monotonic()
+    with workers(f'[ "$RANK" = 0 ] && exit {processes.POLITE[0]}; {DEAF}', tmp_path, 2) as started:
+        for _ in started.turns():
+            pass
+        assert started.running == [1]
+    assert started.codes[1] in (-signal.SIGKILL, -signal.SIGTERM) and time.monotonic() - began < 10
+
+
+def test_three_signals_leave_no_time_to_anyone(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with workers(DEAF, tmp_path) as started:
+        until_ready(tmp_path, 0)
+        started.signals += [signal.SIGINT] * processes.AT_ONCE
+        for _ in started.turns():
+            pass
+    assert started.codes == {0: -signal.SIGKILL} and time.monotonic() - began < processes.GRACE_SECONDS / 2
+
+
+def test_a_closed_terminal_stops_workers_as_sigterm_does(tmp_path: Path) -> None:
+    script = 'trap "exit 5" TERM; touch "$FIVEFOLD_WORKERS/ready-$RANK"; while :; do sleep 0.02; done'
+    with workers(script, tmp_path) as started:
+        until_ready(tmp_path, 0)
+        started.signals.append(signal.SIGHUP)
+        for _ in started.turns():
+            pass
+        assert started.codes == {0: 5}
+
+
+def test_ctrl_c_in_the_terminal_reaches_workers_by_way_of_the_launcher_alone(tmp_path: Path) -> None:
+    with workers("exec sleep 30", tmp_path, 2) as started:
+        assert all(os.getsid(pid) == os.getpgid(pid) == pid for pid in started.ids)
+
+
+def test_what_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """Under nohup a closed terminal ends nothing."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with workers("", tmp_path, 0):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells processes of one number apart by /proc")
+def test_only_folders_of_this_user_whose_process_is_gone_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine, reused = scratch_folder("mine"), scratch_folder("reused")
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+    owner = json.loads((mine / ".owner").read_text())
+    (reused / ".owner").write_text(json.dumps(owner | {"start": "1"}))  # another process had this number
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        scratch_folder("another")
+        assert reused.exists(), "of another user"
+    scratch_folder("more")
+    assert mine.exists() and not reused.exists()

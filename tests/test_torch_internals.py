@@ -1,0 +1,222 @@
+"""One contract test per private interface of torch: what `torch_internals` reads is there, and does what it says."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fivefold import torch_internals
+from fivefold.core.errors import UserError
+from fivefold.doctor import machine
+from tests.rehearsal import fake_world
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A world of one, without a network."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield
+    dist.destroy_process_group()
+
+
+# ---- feature tests ---------------------------------------------------------------------------------------------------
+
+
+def test_this_torch_has_everything() -> None:
+    assert not torch_internals.missing()
+    torch_internals.check()
+    assert all(surface.is_there for surface in torch_internals.surfaces())
+
+
+def test_a_torch_without_an_interface_is_refused_by_name() -> None:
+    """Before anything runs, and in `fivefold doctor`."""
+    moved = torch_internals.Surface("ops.aten._moved_in_a_later_torch")
+    with patch.object(torch_internals, "surfaces", lambda: iter([moved])):
+        with pytest.raises(UserError, match=r"torch .* has no ops\.aten\._moved_in_a_later_torch") as caught:
+            torch_internals.check()
+        found = [finding for finding in machine.examine().rows if finding.what == "torch's interfaces"]
+    assert torch_internals.SUPPORTED in str(caught.value.fix)
+    assert found[0].state == "missing" and "_moved_in_a_later_torch" in found[0].found
+
+
+def test_what_is_optional_may_be_missing() -> None:
+    absent = torch_internals.Surface("nn.functional.not_there", is_optional=True)
+    with patch.object(torch_internals, "surfaces", lambda: iter([absent])):
+        assert not torch_internals.missing()
+
+
+def test_a_class_of_fsdp_that_moved_is_missing() -> None:
+    gone = {"_fsdp_elsewhere.FSDPState": ("_lazy_init",)}
+    with patch.dict(torch_internals._OF_FSDP, gone, clear=True):
+        assert torch_internals.missing() == ["_lazy_init"]
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_as_operators(world: None) -> None:
+    name, x, ops = cast(Any, dist.group.WORLD).group_name, torch.arange(4.0), torch_internals.collectives
+    made = (
+        ops.all_gather_into_tensor(x, 1, name),
+        ops.reduce_scatter_tensor(x, "sum", 1, name),
+        ops.all_reduce(x, "sum", name),
+        ops.all_to_all_single(x, [4], [4], name),
+    )
+    assert all(torch.equal(ops.wait_tensor(each), x) for each in made)
+
+
+def test_attention_gives_its_log_sum_exp() -> None:
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    out, lse = torch_internals.cpu_attention_forward(q, q, q, 0.0, False, scale=1.0)
+    assert torch.allclose(lse, (q @ q.mT).logsumexp(-1), atol=1e-5)
+    grads = torch_internals.cpu_attention_backward(out, q, q, q, out, lse, 0.0, False, scale=1.0)
+    assert [each.shape for each in grads] == [q.shape] * 3
+
+
+def test_flash_attention_takes_the_bounds_of_documents() -> None:
+    """Its schema: there is no GPU to run it on."""
+    for operator in (torch_internals.flash_attention_forward, torch_internals.flash_attention_backward):
+        names = [each.name for each in operator.default._schema.arguments]
+        assert {"query", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size_left"} <= {
+            *names
+        }
+
+
+def test_grouped_mm_multiplies_rows_by_their_experts_matrix() -> None:
+    assert torch_internals.grouped_mm is not None
+    x, weights, ends = torch.randn(6, 4), torch.randn(2, 4, 4), torch.tensor([2, 6], dtype=torch.int32)
+    expected = torch.cat([x[:2] @ weights[0], x[2:] @ weights[1]])
+    assert torch.allclose(torch_internals.grouped_mm(x, weights, offs=ends), expected, atol=1e-5)
+
+
+def test_norms_and_scaling_of_many_tensors() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-6.0])]
+    assert [float(each) for each in torch_internals.norms(tensors)] == [5.0, 6.0]
+    assert [float(each) for each in torch_internals.norms(tensors, float("inf"))] == [4.0, 6.0]
+    torch_internals.scale_(tensors, 0.5)
+    assert [each.tolist() for each in tensors] == [[1.5, 2.0], [-3.0]]
+
+
+def test_a_subclass_without_its_torch_function() -> None:
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    with torch_internals.without_torch_function():
+        assert float(torch.ones(2).as_subclass(Loud).sum()) == 2.0
+
+
+# ---- tensors and modules ---------------------------------------------------------------------------------------------
+
+
+def test_a_view_has_the_storage_of_its_whole_on_meta_too() -> None:
+    whole = torch.empty(4, 4, device="meta")
+    assert torch_internals.storage_key(whole[1]) == torch_internals.storage_key(whole)
+    assert torch_internals.storage_key(torch.empty(4, 4, device="meta")) != torch_internals.storage_key(whole)
+
+
+def test_what_backward_needs_is_known() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert torch_internals.saves_memory_of(torch.tanh(x))
+    assert torch_internals.saves_memory_of(torch.tanh(x).view(3, 1))
+    assert not torch_internals.saves_memory_of(x * 2)
+
+
+def test_convolutions_and_fans() -> None:
+    assert torch_internals.is_convolution(nn.Conv1d(1, 1, 1)) and torch_internals.is_convolution(
+        nn.ConvTranspose2d(1, 1, 1)
+    )
+    assert not torch_internals.is_convolution(nn.Linear(1, 1))
+    assert torch_internals.fans(torch.empty(3, 5)) == (5, 3)
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+
+
+def test_the_worlds_store_timeout_and_splitting(world: None) -> None:
+    store = torch_internals.default_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert torch_internals.timeout_of_world("cpu") == timedelta(seconds=77)
+    assert not torch_internals.can_split_world()
+
+
+def test_a_world_that_sends_nothing_has_no_timeout() -> None:
+    with fake_world(4, 0):
+        assert torch_internals.timeout_of_world("cpu") is None
+
+
+def test_the_group_of_a_collective_is_told_from_its_arguments(world: None) -> None:
+    group = cast(Any, dist.group.WORLD)
+    assert torch_internals.group_among((torch.ones(1), "sum", group.group_name)) == (group.group_name, 1)
+    assert torch_internals.group_among((torch.ones(1), group.boxed())) == (group.group_name, 1)
+    with pytest.raises(AssertionError, match="no process group"):
+        torch_internals.group_among((torch.ones(1), "sum"))
+
+
+def test_gloo_has_a_flight_recorder() -> None:
+    dump = torch_internals.flight_recorder("gloo")
+    assert dump is not None and "{" in str(dump(True, False))
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def unit() -> Any:
+    """One linear, sharded over one process."""
+    return fully_shard(nn.Linear(4, 4, bias=False))
+
+
+def test_a_unit_is_idle_after_a_call_that_raised(world: None) -> None:
+    model = unit()
+    torch_internals.fsdp_settle_root(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 3))  # of another width
+    torch_internals.fsdp_forget(model)
+    model.reshard()
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
+
+
+def test_late_gradients_are_added_and_reduced(world: None) -> None:
+    """Two backwards of which the weight's part comes by hand."""
+    model: FSDPModule = unit()
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    for _ in range(2):
+        weight = cast(Any, model).weight
+        cast(Any, model)(torch.ones(2, 4, requires_grad=True))
+        weight = cast(Any, model).weight
+        torch.autograd.backward(weight, torch.ones(4, 4))
+        torch_internals.fsdp_add_late(model)
+    model.set_requires_gradient_sync(True)
+    torch_internals.fsdp_reduce_now(model)
+    model.reshard()
+    assert cast(Any, model).weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
+
+
+# ---- Dynamo ----------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_raised_and_never_lowered() -> None:
+    before = torch_internals.compiled_versions()
+    assert torch_internals.compiled_versions(at_least=before + 3) == before + 3
+    assert torch_internals.compiled_versions(at_least=1) == before + 3
+
+
+def test_dynamo_is_heard_when_it_gives_up() -> None:
+    torch._dynamo.reset()
+    heard: list[str] = []
+    twice = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1), torch_internals.heard_from_dynamo(heard.append):
+        for size in (2, 3):
+            twice(torch.ones(size))
+    assert len(heard) == 1 and heard[0]
