@@ -22,9 +22,9 @@ from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.recipe import buffer_values
 from fivefold.parallel import passes, plain
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.spread import spread_of
-from fivefold.parallel.dtensor import local
 
 TOLERANCE = 1e-5
 MOST = 2**29  # parameters of the cut model
