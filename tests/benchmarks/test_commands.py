@@ -24,6 +24,7 @@ def speed_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.campaign
+@pytest.mark.campaign
 def test_training_speed(tmp_path: Path, speed_report: ModuleType) -> None:
     target, names = tmp_path / "speed.json", "fivefold,Trainer,fivefold tp2"
     done = run("training_speed", "--quick", "--precisions", "fp32", "--contenders", names, "--json", str(target))
@@ -48,6 +49,7 @@ def test_the_docs_have_the_place_for_the_tables(speed_report: ModuleType) -> Non
 
 
 @pytest.mark.campaign
+@pytest.mark.campaign
 def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     done = run("same_curve", "--quick", "--precisions", "fp32", "--steps", "3", "--out", str(tmp_path / "out"))
@@ -58,6 +60,7 @@ def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.campaign
 def test_long_context() -> None:
     done = run("long_context", "--quick", "--part", "step")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,6 +69,7 @@ def test_long_context() -> None:
     assert step["peak_gib"] > 0 and step["loss"] > 0
 
 
+@pytest.mark.campaign
 def test_gpu_train(tmp_path: Path) -> None:
     target = tmp_path / "gpu.json"
     done = run("gpu_train", "--device", "cpu", "--tiny", "--warmup", "1", "--steps", "2", "--json", str(target))
@@ -124,6 +128,7 @@ def test_training_speed_refuses_unknown_names() -> None:
     assert done.returncode == 2 and "7B: choose from 15M, 110M" in done.stderr
 
 
+@pytest.mark.campaign
 def test_faults() -> None:
     done = run("faults", "--only", "weights_rounded_on_import", "moments_swapped", "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -141,6 +146,7 @@ def test_the_page_of_faults_is_what_was_measured_last(monkeypatch: pytest.Monkey
     assert all(row.killed for row in rows) and all(result["controls"].values())
 
 
+@pytest.mark.campaign
 def test_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     done = run("reliability/damage", "--quick")
@@ -151,12 +157,14 @@ def test_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert result[kind]["tensor named"] == result[kind]["in tensors"]
 
 
+@pytest.mark.campaign
 def test_stall() -> None:
     done = run("reliability/stall", "--quick", "--repeats", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["asynchronous_stall_seconds"] > 0
 
 
+@pytest.mark.campaign
 def test_memory() -> None:
     done = run("reliability/memory", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -101,6 +101,7 @@ SMOKE = (
 )  # fmt: skip
 
 
+@pytest.mark.campaign
 def test_the_sweep_over_ten_classes(tmp_path: Path) -> None:
     """Right or refused in words; begun again, it does nothing twice."""
     command = [sys.executable, f"{sweep.BENCHMARKS}/models.py", "--results", str(tmp_path / "models.json")]

@@ -15,6 +15,7 @@ from tests.generation.ranks import (
 )
 from tests.parity import Case
 from tests.pool import run_ranks
+from tests.tiers import every
 
 CASES = [
     Case("single+fp32"),
@@ -45,7 +46,7 @@ def test_greedy_is_that_of_transformers_on_every_rank(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", ["single+fp64", "tp2+fp64", "shard2.tp2+fp64", "pp2+fp64"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", every(["llama", "qwen3"], 2))
 def test_the_cache_changes_nothing(layout: str, family: str) -> None:
     case = Case(layout, family)
     assert max(run_ranks(case.parsed.world, cache_error, case, 8)) < 1e-12
@@ -68,7 +69,7 @@ def test_the_end_of_text_is_the_last_token() -> None:
     assert run_ranks(1, stop_at, CASES[0], end) == [expected[: expected.index(end) + 1]]
 
 
-@pytest.mark.parametrize("gather_once", [True, False])
+@pytest.mark.parametrize("gather_once", every([True, False], 2))
 @pytest.mark.parametrize("layout", ["shard2+fp32", "shard2+fp32+zero1", "tp2+fp32", "shard2.tp2+fp32+zero2"])
 def test_samples_leave_training_as_it_was(layout: str, gather_once: bool) -> None:
     case = Case(layout)

@@ -20,6 +20,7 @@ from fivefold.checkpoint import Checkpoint, step_folder, steps
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.restart import WorkerDied, with_restarts
+from tests.tiers import every
 from tests.training.bodies import column, run_dir, run_file, same, state
 
 STEPS = 120
@@ -182,7 +183,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(alone: dict[s
     check_same(tree, alone)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", every(["SIGTERM", "SIGINT"], 2))
 def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, Any], name: str) -> None:
     tree = file_of(run_dir(alone).parent, f"stopped-{name}")
     command = Command(tree)

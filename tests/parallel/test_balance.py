@@ -105,13 +105,13 @@ class Plain:
 @pytest.mark.parametrize(
     ("text", "family", "options"),
     [
-        ("shard2.ep2+mb2+fp64", "mixtral", LOSSES),
-        ("shard2.tp2.ep2+mb2+fp64+full", "qwen3_moe", LOSSES),
-        ("tp2.ep2+nosp+mb4+fp64", "gpt_oss", LOSSES),
+        pytest.param("shard2.ep2+mb2+fp64", "mixtral", LOSSES, marks=pytest.mark.campaign),
+        pytest.param("shard2.tp2.ep2+mb2+fp64+full", "qwen3_moe", LOSSES, marks=pytest.mark.campaign),
+        pytest.param("tp2.ep2+nosp+mb4+fp64", "gpt_oss", LOSSES, marks=pytest.mark.campaign),
         ("shard2.tp2.ep2+etp+mb2+fp64", "gpt_oss", LOSSES),
         ("shard4.ep2+mb1+fp64+zero1", "deepseek_v3", BIASES),
         ("cp2.ep2+mb2+fp64+full+ring", "qwen3_moe", LOSSES),
-        ("cp2.tp2.ep4+mb2+fp64", "mixtral", LOSSES),
+        pytest.param("cp2.tp2.ep4+mb2+fp64", "mixtral", LOSSES, marks=pytest.mark.campaign),
         ("tp2.pp2.ep2+mb1+fp64+full", "qwen3_moe", LOSSES),
         ("cp2.pp2.ep2+mb1+fp64+allgather", "deepseek_v3", BIASES),
     ],

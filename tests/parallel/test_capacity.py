@@ -70,10 +70,10 @@ class Plain:
     [
         ("shard2.ep2+mb2+fp64", "mixtral"),
         ("tp2.ep2+mb4+fp64", "gpt_oss"),
-        ("tp2.ep2+nosp+mb4+fp64+full", "qwen3_moe"),
+        pytest.param("tp2.ep2+nosp+mb4+fp64+full", "qwen3_moe", marks=pytest.mark.campaign),
         ("cp2.ep2+mb2+fp64+full", "deepseek_v3"),
-        ("cp2.tp2.ep4+mb4+fp64+zero1", "mixtral"),
-        ("shard2.tp2.ep2+etp+mb4+fp64", "deepseek_v3"),
+        pytest.param("cp2.tp2.ep4+mb4+fp64+zero1", "mixtral", marks=pytest.mark.campaign),
+        pytest.param("shard2.tp2.ep2+etp+mb4+fp64", "deepseek_v3", marks=pytest.mark.campaign),
         ("cp2.tp2.ep2+etp+nosp+mb4+fp64+full", "mixtral"),
         ("cp2.pp2.ep2+mb2+fp64+full", "qwen3_moe"),
     ],

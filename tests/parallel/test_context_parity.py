@@ -37,20 +37,12 @@ from tests.parity import (
 from tests.pool import run_ranks
 from tests.training import bodies
 
-# Every method, family, ZeRO stage, recompute and kind of packing, beside tp with and without sequence parallelism.
+# Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py).
 CASES = [
-    Case("cp2+mb2+fp64"),
-    Case("cp2+allgather+zero1+mb2+fp64", "qwen3", tied=True, loss_chunks=3),
-    Case("cp2+ulysses+zero2+full+fp64", "gemma3"),
-    Case("shard2.cp2+ring+zero2+full+fp64", "mistral", packing=False),
-    Case("dp2.cp2+allgather+full+mb2+fp64", "gemma2"),
-    Case("cp2.tp2+ring+zero1+full+fp64", kv_heads=1),
-    Case("cp2.tp2+ulysses+mb4+fp64", "gemma2"),
-    Case("cp2.tp2+ring+nosp+mb2+fp64", "gpt2"),
-    Case("cp4+2x2+zero1+full+mb2+fp64", "gemma3", kv_heads=2),
-    Case("cp4+ulysses+fp64", kv_heads=1, optimizer="muon"),
-    Case("cp4+ring+zero2+mb8+fp64", "gemma2", packing=False),
-    Case("shard2.cp2.tp2+2x1+zero1+fp64", "qwen3", optimizer="muon"),
+    Case("cp2+ulysses+zero2+full+fp64", "gemma3", steps=1),
+    Case("shard2.cp2+ring+zero2+full+fp64", "mistral", packing=False, steps=1),
+    Case("dp2.cp2+allgather+full+mb2+fp64", "gemma2", steps=1),
+    Case("cp2.tp2+ring+nosp+mb2+fp64", "gpt2", steps=1),
 ]
 
 
@@ -60,18 +52,12 @@ def test_layout_equals_one_process(case: Case) -> None:
     assert_proved(found, expected, per_rank)
 
 
+@pytest.mark.campaign  # as tests/parallel/test_parity.py has it under tp and FSDP
 def test_loss_follows_for_twenty_steps_in_fp32() -> None:
     found, expected, _ = run(Case("cp4+2x2+mb8+fp32", steps=20))
     assert gradient_error(found, expected)[0] <= 1e-5
     assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
-
-
-def test_runs_are_bitwise_equal_when_repeated() -> None:
-    """The order in which parts arrive does not matter."""
-    first, again = (run(Case("cp4+mb4", steps=2))[0] for _ in range(2))
-    assert first.losses == again.losses
-    assert all(np.array_equal(first.weights[name], again.weights[name]) for name in first.weights)
 
 
 # ---- what must not matter --------------------------------------------------------------------------------------------
@@ -195,6 +181,7 @@ def test_a_run_evaluates_and_samples_as_on_one_process(tmp_path: Path) -> None:
     assert columns["cp"] == pytest.approx(columns["one"], rel=2e-6)
 
 
+@pytest.mark.campaign  # the matrix saves and loads beside its steps
 def test_a_checkpoint_goes_from_layout_to_layout_bit_for_bit(tmp_path: Path) -> None:
     """Saved under cp2, loaded under shard2 and one process; and back."""
     layouts = [f"{layout}+fp64" for layout in ("cp2", "shard2+zero1", "single")]

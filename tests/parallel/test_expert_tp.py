@@ -1,7 +1,6 @@
-"""`expert_tp`: the features of every expert split over tp, in fp64 to 1e-10 of the unmodified class in one process.
+"""`expert_tp`: the features of every expert split over tp. Who holds what, the order of the features, what is refused.
 
-Layouts x ZeRO x sequence parallel x recompute x accumulation by all-pairs, the families in turn; 17 to 29 features,
-which no degree divides.
+17 to 29 features, which no degree divides. (Layouts with `expert_tp` are in the matrix, test_matrix.py.)
 """
 
 from pathlib import Path
@@ -20,47 +19,26 @@ from fivefold.parallel import expert_features
 from fivefold.parallel.expert_features import feature_splits
 from fivefold.parallel.spread import spread_of
 from fivefold.report.slices import slice_map
-from tests.allpairs import all_pairs
 from tests.checkpoint.ranks import load_and_save, train_and_save
 from tests.checkpoint.test_reshard import equal, whole
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, build, reference_model, refusal
 from tests.pool import run_ranks
-from tests.tiers import every
 
 ROWS = 8
 FAMILIES = ("gpt_oss", "mixtral", "qwen3_moe", "olmoe")
-OPTIONS: dict[str, Any] = {
-    "layout": ("tp2", "shard2.tp2", "shard2.tp2.ep2", "cp2.tp2.ep2", "dp2.tp2"),
-    "zero": (1, 2, 3),
-    "sequence_parallel": (True, False),
-    "recompute": ("none", "full"),
-    "accumulation": (1, 2),
-}
+THREE = Case("tp3+etp+mb8+fp64", "mixtral", rows=ROWS, steps=2, kv_heads=3, overrides=(("num_attention_heads", 3),))
 
 
-def case_of(choice: dict[str, Any], family: str) -> Case:
-    micro = ROWS // (Case(choice["layout"]).parsed.data_ranks * choice["accumulation"])
-    text = f"{choice['layout']}+zero{choice['zero']}+mb{micro}+fp64+etp"
-    text += "" if choice["sequence_parallel"] else "+nosp"
-    text += "+full" if choice["recompute"] == "full" else ""
-    return Case(text, family, rows=ROWS, steps=2)
-
-
-CASES = [case_of(choice, FAMILIES[i % 4]) for i, choice in enumerate(all_pairs(OPTIONS))]
-PIPED = [Case("tp2.pp2+zb+etp+mb2+fp64", "gpt_oss", rows=ROWS, steps=2), Case("tp3+etp+mb8+fp64", "mixtral", rows=ROWS,
-         steps=2, kv_heads=3, overrides=(("num_attention_heads", 3),))]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", [*every(CASES, 3), *PIPED], ids=lambda case: f"{case.family}-{case.layout}")
-def test_layout_equals_one_process(case: Case) -> None:
-    found, expected, per_rank = run(case)
+def test_three_ranks_equal_one_process() -> None:
+    found, expected, per_rank = run(THREE)
     assert_proved(found, expected, per_rank)
 
 
 WAY = ("shard2.tp2.ep2+etp", "shard4.ep4", "tp2+etp", "tp2.ep2", "single")
 
 
+@pytest.mark.campaign  # the matrix saves and loads beside its steps
 def test_a_checkpoint_goes_to_other_cuts_and_back_bit_for_bit(tmp_path: Path) -> None:
     """With transposed matrices and biases: each layout loads what the one before saved, saves it, and trains on."""
     case = Case(f"{WAY[0]}+fp64", "gpt_oss")

@@ -1,7 +1,5 @@
-"""Models with experts compute under every layout what their unmodified class computes in one process, in fp64 to 1e-10.
-
-Families x layouts x ZeRO x sequence parallel x recompute x accumulation x optimizer by all-pairs; and routers at their
-worst: all tokens to the same experts, and experts without a token.
+"""Experts at their worst: all tokens to the same ones, and experts without a token; what is saved of them; and the
+function that computes them. (Layouts with experts are in the matrix, test_matrix.py.)
 """
 
 from typing import Any
@@ -16,48 +14,11 @@ from fivefold.core.layout import Layout
 from fivefold.models.experts import expert_mlp, routed, sort_by_expert
 from fivefold.ops.linear import PLAIN
 from fivefold.parallel.spread import spread_of
-from tests.allpairs import all_pairs
-from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal
 from tests.pool import run_ranks
-from tests.tiers import every
 
 ROWS = 8
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
-LAYOUTS = ("shard2.ep2", "shard4.ep2", "shard4.ep4", "tp2.ep2", "shard2.tp2.ep2", "shard2.tp2.ep4", "dp2.shard2.ep2",
-           "shard2.tp2")  # fmt: skip
-
-OPTIONS: dict[str, Any] = {
-    "family": FAMILIES,
-    "layout": LAYOUTS,
-    "zero": (1, 2, 3),
-    "sequence_parallel": (True, False),
-    "recompute": ("none", "full"),
-    "accumulation": (1, 2),
-    "optimizer": ("adamw", "muon"),
-}
-
-
-def is_legal(choice: dict[str, Any]) -> bool:
-    return "tp" in choice["layout"] or choice["sequence_parallel"]
-
-
-def case_of(choice: dict[str, Any]) -> Case:
-    micro = ROWS // (Case(choice["layout"]).parsed.data_ranks * choice["accumulation"])
-    text = f"{choice['layout']}+zero{choice['zero']}+mb{micro}+fp64"
-    text += "" if choice["sequence_parallel"] else "+nosp"
-    text += "+full" if choice["recompute"] == "full" else ""
-    return Case(text, choice["family"], rows=ROWS, steps=2, optimizer=choice["optimizer"])
-
-
-CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
-
-
-@pytest.mark.parametrize("case", every(CASES, 3), ids=lambda case: f"{case.family}-{case.layout}-{case.optimizer}")
-def test_layout_equals_one_process(case: Case) -> None:
-    found, expected, per_rank = run(case)
-    assert_proved(found, expected, per_rank)
-
 
 # ---- routers at their worst ------------------------------------------------------------------------------------------
 

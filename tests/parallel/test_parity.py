@@ -1,8 +1,5 @@
-"""Every layout computes what the unmodified model computes in one process (design, section 6).
-
-Cases cover layouts x ZeRO x sequence parallel x accumulation x packing x ties x head counts x families x precision
-by all-pairs. fp64 is the proof (1e-10; what is seen is 1e-14), fp32 the confirmation.
-"""
+"""Layouts compute what the unmodified model computes in one process, where the matrix (test_matrix.py) has not been:
+in fp32, whose twenty steps follow; without clipping; and documents that fill their rows, without packing."""
 
 from functools import lru_cache
 from typing import Any
@@ -10,47 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.allpairs import all_pairs
 from tests.parity import Case, Outcome, gradient_error, on_rank, outcome, reference
 from tests.pool import run_ranks
 from tests.tiers import every
 
 LAYOUTS = ("single", "shard2", "shard4", "dp2.shard2", "tp2", "tp4", "shard2.tp2")
-ROWS = 16
 
-OPTIONS: dict[str, Any] = {
-    "layout": LAYOUTS,
-    "family": ("llama", "qwen3"),
-    "zero": (1, 2, 3),
-    "sequence_parallel": (True, False),
-    "accumulation": (1, 4),
-    "packing": (True, False),
-    "tied": (True, False),
-    "kv_heads": (1, 2, 4),
-    "precision": ("fp64", "fp32"),
-    "recompute": ("none", "full"),
-    "loss_chunks": (None, 3),
-    "max_grad_norm": (0.5, 0.0),
-    "optimizer": ("adamw", "muon"),
-}
-
-
-def is_legal(choice: dict[str, Any]) -> bool:
-    """Options that do nothing under a layout are not varied there."""
-    return "tp" in choice["layout"] or choice["sequence_parallel"]
-
-
-def case_of(choice: dict[str, Any]) -> Case:
-    plain = Case(choice["layout"]).parsed
-    micro = ROWS // (plain.data_ranks * choice["accumulation"])
-    text = f"{choice['layout']}+zero{choice['zero']}+mb{micro}+{choice['precision']}"
-    text += "" if choice["sequence_parallel"] else "+nosp"
-    text += "+full" if choice["recompute"] == "full" else ""
-    named = ("family", "tied", "kv_heads", "packing", "loss_chunks", "max_grad_norm", "optimizer")
-    return Case(text, rows=ROWS, **{name: choice[name] for name in named})
-
-
-CASES = [case_of(choice) for choice in all_pairs(OPTIONS, legal=is_legal)]
+CASES = [
+    Case("single+mb4+fp64", tied=True, loss_chunks=3),
+    Case("shard2.tp2+zero1+mb2+fp64", max_grad_norm=0.0, packing=False),
+    Case("dp2.shard2+zero2+mb2+full+fp32", "qwen3", kv_heads=1, loss_chunks=3),
+    Case("tp4+mb4+nosp+fp32", tied=True, kv_heads=1, optimizer="muon"),
+]
 
 
 @lru_cache
@@ -100,11 +68,3 @@ def test_loss_follows_for_twenty_steps_in_fp32(layout: str) -> None:
     found, expected, _ = run(Case(f"{layout}+mb{rows}+fp32", steps=20))
     assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
-
-
-def test_runs_are_bitwise_equal_when_repeated() -> None:
-    case = Case("shard2.tp2", steps=3)
-    first, again = (run_ranks(4, on_rank, case) for _ in range(2))
-    assert [r["losses"] for r in first] == [r["losses"] for r in again]
-    for (name, _, a), (_, _, b) in zip(first[0]["weights"], again[0]["weights"], strict=True):
-        assert np.array_equal(a, b), name

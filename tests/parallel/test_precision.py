@@ -23,6 +23,7 @@ from fivefold.training.step import gradients, train_step
 from tests.parallel.faults import on_faulty_rank
 from tests.parity import OPTIONS, Case, Outcome, batch_of, documents, hf_config, outcome, reference, reference_model
 from tests.pool import run_ranks
+from tests.tiers import every
 
 LAYOUTS = ("single", "shard2", "dp2", "tp2", "tp2+nosp", "shard2.tp2+zero1")
 FLOOR_SEEDS = range(4)
@@ -160,7 +161,7 @@ def above_floor(layout: str, kv_heads: int, fault: str | None = None) -> tuple[f
     )
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", every([1, 2], 2))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_rounding_separates_bf16_from_fp64(layout: str, kv_heads: int) -> None:
     loss, gradient = above_floor(layout, kv_heads)

@@ -21,8 +21,7 @@ def test_every_parameter_is_in_it_once_and_only_matrices_decay(tied: bool) -> No
     assert run_ranks(4, ranks.decay_of, case) == [expected] * 4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
 def test_every_parameter_moves(tied: bool, family: str) -> None:
     case = Case("shard2.tp2+fp32", tied=tied, family=family, kv_heads=1)
     shapes = {name: tuple(p.shape) for name, p in reference_model(case).named_parameters()}

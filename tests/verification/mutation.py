@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -39,7 +40,7 @@ TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
     """The subject of `model` and its evidence in fp64, in `folder`; made once."""
-    place = folder / f"{model}-{model.kv_heads}-{len(model.changes)}"
+    place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}"
     if (place / "subject.json").exists():
         return place
     (place / "model").mkdir(parents=True)

@@ -5,7 +5,7 @@ every rank fills its own part from a `TensorSource`. The model stays the `transf
 names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -33,7 +33,7 @@ from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
 from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, forward, pipeline, router, tensor, trial
+from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import ShardSpec
@@ -51,6 +51,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Spread a Hugging Face causal language model over the current world; returns the same model, changed in place.
 
@@ -58,6 +59,8 @@ def parallelize(
     initialisation by the model's own recipe with `seed`. The process group is there already. Adds
     `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
     (`Spread`). For users: `fivefold.own_loop.parallelize`.
+
+    `prove` (see `probe.check`) is asked where tensor parallelism of this class is held against the model by no test.
 
     Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
     """
@@ -88,7 +91,7 @@ def parallelize(
         embedding_ranks=holders[tied] if tied else (),
     )
     if partition and not partition.is_proved:
-        trial.check(model, mesh, device)
+        prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, anatomy)
     splits_backward = layout.pp > 1 and layout.pp_schedule in SPLITTING
@@ -144,6 +147,10 @@ def parallelize(
             register_fsdp_forward_method(model, method)
         pipeline.prefetch_within_stages(model, staged)
     return model
+
+
+def _trust(*_: Any) -> None:
+    """Of a model that is the proof itself."""
 
 
 def _traced(model: Any, anatomy: Anatomy) -> Trace:

@@ -27,7 +27,7 @@ ORDERS: Mapping[str, tuple[int, Order]] = {  # name -> p, order
     "gate, then up": (2, lambda block, size: (block, (size + block[0], size + block[1]))),
     "gate beside up": (2, lambda block, _: ((2 * block[0], 2 * block[1]),)),
 }
-_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of the trial
+_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of what is tried
 
 
 def feature_splits(name: str, module: Any, parts: int) -> dict[str, Split]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.parallel import data, pipeline
+from fivefold.parallel import data, pipeline, tensor
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.spread import Spread, spread_of
 
@@ -17,6 +17,17 @@ def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
     spread = spread_of(model)
     with spread.guard.library():
         return pipeline.run(model, spread.pipeline, batch) if spread.pipeline else _one_by_one(model, spread, batch)
+
+
+def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
+    """`backward`, with gradients reduced. `rows`: of the global batch, for what balances experts."""
+    spread = spread_of(model)
+    if spread.balance and not spread.balance.is_begun:
+        spread.balance.begin_step(rows)
+    loss = backward(model, batch)
+    if spread.tensor:
+        tensor.sum_partial_gradients(model, spread.tensor, spread.mesh.kv_replicas)
+    return loss
 
 
 def _one_by_one(model: Any, spread: Spread, batch: Sequence[LossInputs]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.core.recompute import Recompute
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import data, passes, tensor
+from fivefold.parallel import data, passes
 from fivefold.parallel.balance import BalanceResult
 from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.forward import LossInputs
@@ -110,14 +110,9 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
 
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
     """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
-    spread = spread_of(model)
     device = next(model.parameters()).device
-    if spread.balance and not spread.balance.is_begun:
-        spread.balance.begin_step(sum(len(each.input_ids) for each in batch) * spread.layout.data_ranks)
-    loss = passes.backward(model, [to_device(micro_batch, device, scale) for micro_batch in batch])
-    if spread.tensor:
-        tensor.sum_partial_gradients(model, spread.tensor, spread.mesh.kv_replicas)
-    return loss
+    rows = sum(len(each.input_ids) for each in batch) * spread_of(model).layout.data_ranks
+    return passes.gradients(model, [to_device(each, device, scale) for each in batch], rows=rows)
 
 
 def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = None) -> LossInputs:

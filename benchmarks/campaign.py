@@ -1,0 +1,114 @@
+"""All that is not in every test run, one part after the other; what has ended well on this commit is not done again.
+
+    python benchmarks/campaign.py             from where the last one ended; `make campaign`
+    python benchmarks/campaign.py --list      the parts, and what became of them
+    python benchmarks/campaign.py --only compositions faults
+
+The parts: the tests marked `campaign`, a file at a time; every composition of folds; every planted fault; clean proofs;
+damage and kills. Most write their own results and tables. What became of each part, when and in how many seconds, is in
+benchmarks/results/campaign.json and docs/campaign.md. Exits with 1 when a part failed.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILE, DOCS = ROOT / "benchmarks" / "results" / "campaign.json", ROOT / "docs" / "campaign.md"
+SCRIPTS = {
+    "compositions": ("compositions.py",),
+    "faults": ("faults.py",),
+    "clean proofs": ("clean_proofs.py", "--more"),
+    "damage": ("reliability/damage.py",),
+    "kills": ("reliability/kills.py",),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a part: its last line, when it ended, after how many seconds."""
+
+    part: str
+    ok: bool
+    says: str
+    ended: str
+    seconds: float
+
+
+def parts() -> Iterator[tuple[str, list[str]]]:
+    """Name and command of each part."""
+    marked = re.compile(r"\bcampaign\b|tests\.tiers import")
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        if marked.search(file.read_text(encoding="utf-8")):
+            name = str(file.relative_to(ROOT))
+            yield name, [sys.executable, "-m", "pytest", "-q", "-m", "campaign", name]
+    for name, (script, *options) in SCRIPTS.items():
+        yield name, [sys.executable, str(ROOT / "benchmarks" / script), *options]
+
+
+def run(name: str, command: Sequence[str]) -> Ended:
+    """Run a part; its screen is this one's."""
+    print(f"--- {name}", flush=True)
+    started, last = time.monotonic(), ""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    no_tests = 5  # of pytest: a file that only speaks of campaigns
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    return Ended(name, process.returncode in (0, no_tests), last, now, round(time.monotonic() - started, 1))
+
+
+def commit() -> str:
+    """The commit that is tried; `+`: with changes of its own, results and docs aside."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--", "src", "tests"], cwd=ROOT, capture_output=True, text=True
+    )
+    return head.stdout.strip() + "+" * bool(changed.stdout.strip())
+
+
+def known(of: str) -> dict[str, Ended]:
+    """What became of the parts on this commit."""
+    kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"commit": "", "parts": []}
+    return {each["part"]: Ended(**each) for each in kept["parts"]} if kept["commit"] == of else {}
+
+
+def write(of: str, found: dict[str, Ended]) -> None:
+    """The results and the page."""
+    values = {"commit": of, "parts": [asdict(each) for each in found.values()]}
+    FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    rows = [f"| {e.part} | {'well' if e.ok else '**failed**'} | {e.seconds:.0f} | {e.ended} |" for e in found.values()]
+    DOCS.write_text(
+        "# Campaign\n\nWhat `make campaign` does beside `make test`: see `benchmarks/campaign.py`. "
+        f"Of commit `{of}`:\n\n| part | ended | seconds | UTC |\n|---|---|---|---|\n" + "\n".join(rows) + "\n",
+        encoding="utf-8",
+    )
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="the parts, and what became of them")
+    parser.add_argument("--only", nargs="+", default=[], help="parts whose name contains one of these")
+    asked = parser.parse_args()
+    of = commit()
+    found = known(of)
+    for name, command in parts():
+        if asked.list:
+            print(f"{name:<50} {'' if name not in found else 'well' if found[name].ok else 'failed'}")
+        elif (name not in found or not found[name].ok) and any(each in name for each in asked.only or [""]):
+            found[name] = run(name, command)
+            write(of, found)
+    return int(not all(each.ok for each in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

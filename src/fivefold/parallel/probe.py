@@ -1,0 +1,155 @@
+"""A class that no test of fivefold has held against its model is proved before it is trusted.
+
+A copy of the model, cut to a layer of each kind and a few tokens of its vocabulary but of its full widths, computes a
+loss and every gradient twice in fp64: whole on each rank, as `transformers` has it; and as `parallelize` itself lays it
+out, over the same tensor parallel ranks. They must agree. (Norms that compute in fp32 leave a floor of about 1e-7.)
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.data.batch import IGNORE
+from fivefold.models import hf_internals
+from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.build import build_meta
+from fivefold.models.in_memory import ModelTensors
+from fivefold.models.recipe import buffer_values
+from fivefold.parallel import passes, plain
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.forward import LossInputs
+from fivefold.parallel.spread import spread_of
+
+TOLERANCE = 1e-5
+MOST = 2**29  # parameters of the cut model
+TOKENS_PER_RANK = 5
+
+
+Parallelize = Callable[..., Any]  # `parallelize` without this check
+
+
+def check(model: Any, layout: Layout, device: torch.device, parallelize: Parallelize) -> None:
+    """Raise `UserError`, on every rank, unless `parallelize` keeps what the model computes, or where it cannot be told.
+
+    Every rank of the world calls this. The ranks that `layout` does not give to tp hold copies of the small model.
+    """
+    name = type(model).__name__
+    config = cut(model.config, ranks=layout.tp, least=_first_experts(model))
+    small = build_meta(config, model_class=type(model))
+    size = sum(parameter.numel() for parameter in small.parameters())
+    if size > MOST:
+        raise UserError(
+            f"tensor parallel of {name} is not proved, and its layers are too large to try it here",
+            fix="use dp_shard instead (FSDP needs no roles)",
+        )
+    try:
+        found = _errors(small, _probed(layout), device, parallelize)
+    except UserError:
+        raise
+    except Exception as error:  # the model's own code met parts of tensors that it cannot do with
+        raise UserError(
+            f"tensor parallel of {name} is refused: split over {layout.tp} ranks its forward fails "
+            f"({type(error).__name__}: {error})",
+            fix="use dp_shard instead (FSDP needs no roles)",
+        ) from error
+    everyone = plain.everywhere(found)  # and no rank uses a group of the proof from here on
+    _end_groups(small)
+    worst = {key: max(each.get(key, 0.0) for each in everyone) for key in found}
+    wrong = [key for key, error in worst.items() if not error <= TOLERANCE]
+    if wrong:
+        raise UserError(
+            f"tensor parallel of {name} is refused: split over {layout.tp} ranks it does not compute what it does "
+            f"whole; {wrong[0]} differs by {worst[wrong[0]]:.1e}",
+            fix="use dp_shard instead (FSDP needs no roles)",
+            more="docs/models.md",
+        )
+
+
+def _first_experts(model: Any) -> int:
+    """How many layers there are up to the first with experts; 0 without."""
+    names = [name for name, module in model.named_modules() if hf_internals.is_experts(module)]
+    layers = Anatomy.of(model).layers
+    return next((at for at, layer in enumerate(layers, 1) if any(is_within(name, [layer]) for name in names)), 0)
+
+
+def cut(config: Any, *, ranks: int, least: int = 0) -> Any:
+    """A copy of a config with a layer of each kind, `least` at least, and a small vocabulary."""
+    small = copy.deepcopy(config)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ["all", "all"]))
+    layers = min(config.num_hidden_layers, max(len(kinds), least))
+    small.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        small.layer_types = [*kinds, *config.layer_types[len(kinds) :]][:layers]
+    small.vocab_size = 8 * ranks + 3
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(config, key, None) is not None:
+            setattr(small, key, 0)
+    return small
+
+
+def _probed(layout: Layout) -> Layout:
+    """The same tensor parallelism over the whole world; example: `pp2.shard2.tp4` is proved as `dp4.tp4`."""
+    return Layout(
+        dp_replicate=layout.world // layout.tp, tp=layout.tp, sequence_parallel=layout.sequence_parallel,
+        expert_tp=layout.expert_tp, precision="fp64",
+    )  # fmt: skip
+
+
+def _errors(model: Any, layout: Layout, device: torch.device, parallelize: Parallelize) -> dict[str, float]:
+    """Relative errors of the loss and of this rank's part of every gradient, in the order of the model."""
+    whole = hf_internals.reference_model(model, _values(model)).to(device)
+    ids_BT = torch.arange(TOKENS_PER_RANK * layout.tp, device=device).unsqueeze(0) % _vocabulary(model)
+    expected_loss = nn.functional.cross_entropy(whole(input_ids=ids_BT, use_cache=False).logits[0, :-1], ids_BT[0, 1:])
+    expected_loss.backward()  # type: ignore[no-untyped-call]
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    norm = torch.stack([grad.norm() for grad in expected.values() if grad is not None]).norm()
+    parallelize(model, layout, device=device, source=ModelTensors(whole))
+    loss = _gradients(model, ids_BT, layout.dp_replicate)
+    errors = {"the loss": float(abs(loss - expected_loss) / abs(expected_loss))}
+    spread = spread_of(model)
+    for name, parameter in model.named_parameters():
+        right, found = expected[name], parameter.grad
+        if right is None or found is None:
+            errors[f"the gradient of {name}"] = float(right is not None or found is not None)
+            continue
+        errors[f"the gradient of {name}"] = max(
+            float((local(found)[here] - right[region]).norm() / torch.maximum(right[region].norm(), 1e-6 * norm))
+            for region, here in spread.regions(name)
+        )
+    return errors
+
+
+def _gradients(model: Any, ids_BT: Tensor, copies: int) -> Tensor:
+    """The mean loss, on every rank; gradients stay in `.grad`. Each of `copies` data ranks reads the same row."""
+    labels_BT = nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORE)
+    positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
+    scale = torch.tensor(1 / (copies * (ids_BT.shape[1] - 1)), dtype=torch.float64, device=ids_BT.device)
+    return copies * passes.gradients(model, [LossInputs(ids_BT, labels_BT, positions_BT, scale=scale)], rows=copies)
+
+
+def _end_groups(model: Any) -> None:
+    """Those of the proof alone, in the same order on every rank."""
+    for group in dict.fromkeys(spread_of(model).mesh.groups.values()):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = model.config.get_text_config().vocab_size
+    return size
+
+
+def _values(model: Any) -> dict[str, Tensor]:
+    """Random values for every parameter, the same on every rank; buffers as the model computes them."""
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator).double()
+        drawn[name] = 1 + 0.2 * noise if parameter.ndim == 1 else noise * parameter.shape[-1] ** -0.5
+    return drawn | {name: buffer.double() for name, buffer in buffer_values(model).items()}
