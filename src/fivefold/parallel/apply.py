@@ -17,11 +17,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
-from fivefold.core import heads
+from fivefold.core import heads, legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import SPLITTING
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
@@ -35,6 +34,7 @@ from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
@@ -77,7 +77,8 @@ def parallelize(
         check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
         model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    _check_sequence_parallel(partition, layout)
+    limits = limits_of(model, anatomy, traced, partition, expert_tp=layout.etp > 1)
+    legality.refuse(legality.violations(layout, limits))
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
     copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
     stages = assign(model, anatomy, traced, layout)
@@ -94,7 +95,7 @@ def parallelize(
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, anatomy)
-    splits_backward = layout.pp > 1 and layout.pp_schedule in SPLITTING
+    splits_backward = layout.pp > 1 and layout.schedule.splits_backward
     linears = Linears(store=WeightGradStore() if splits_backward else None)
     _place_linears(model, anatomy, traced, partition, linears)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh, linears)
@@ -166,17 +167,6 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
             fix=error.fix
             or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
-
-
-def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
-    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
-    if partition is None or partition.refusal or not layout.sequence_parallel:
-        return
-    if partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
 
 
 def _tensor_parallel(

@@ -48,31 +48,19 @@ from fivefold.parallel.temporarily import temporarily
 
 
 def shard_specs(model: nn.Module, partition: Partition | None, tp: int) -> dict[str, ShardSpec]:
-    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have).
-
-    Raises `UserError` when tensor parallelism is refused for this model or heads do not divide.
-    """
+    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have)."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if tp == 1 or partition is None:
         return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    if partition.refusal:
-        raise UserError(f"tp {tp} is refused: {partition.refusal}", fix="use dp_shard instead (FSDP needs no roles)")
-    heads.check_heads(partition.query, partition.kv, tp)
-    return {name: _shard(name, shape, partition, tp, type(model).__name__) for name, shape in shapes.items()}
+    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
 
 
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, model_class: str) -> ShardSpec:
+def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
     role = partition.roles[name]
     if role.dim is None:
         return whole(name, shape, tp)
     if role.deal is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    if tp > partition.kv and {"query", "kv"} <= {part.owner for part in role.deal}:
-        raise UserError(
-            f"tp={tp} is more than num_key_value_heads={partition.kv} of {model_class}, and {name} makes all heads at "
-            "once",
-            fix=f"use tp {partition.kv} or less",
-        )
     return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
 
 
