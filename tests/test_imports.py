@@ -1,6 +1,7 @@
 """The rooms of `src/`: each imports only from those before it, so that no two need each other."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ def test_imports_go_one_way(room: str) -> None:
     allowed = {*ORDER[: ORDER.index(room) + 1]}
     own = [(place, name.split(".")) for place, name in _imports(ROOT / room) if name.startswith("fivefold")]
     assert [f"{place} imports {'.'.join(name)}" for place, name in own if not {*name[1:2]} <= allowed] == []
+
+
+def test_no_module_imports_what_another_keeps_for_itself() -> None:
+    assert [place for place, name in _imports(ROOT) if re.match(r"fivefold\..*\._[a-z]", name)] == []
 
 
 @pytest.mark.parametrize("room", WITHOUT_TORCH)

@@ -151,10 +151,9 @@ def kept_if_one_dies(what: str) -> Iterator[Path]:
     except WorkerDied:
         keep(folder)
         raise
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    shutil.rmtree(folder)
+    finally:
+        if (folder / _OWNER).exists():
+            shutil.rmtree(folder)
 
 
 def scratch_folder(what: str) -> Path:

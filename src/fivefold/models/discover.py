@@ -148,6 +148,7 @@ def _found(model: Any) -> ModelFacts:
         in_tuples=tuple(sorted(traced.in_tuples)),
         carried=traced.carried,
         counted=traced.counted,
+        padding=traced.padding,
         router_buffers={name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)},
         costs=costs,
         kinds=tuple(map(costs.index, of_layers)),

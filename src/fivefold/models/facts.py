@@ -53,6 +53,7 @@ RoleKind = Literal[
     "across",
     "router",
     "experts",
+    "idle",
     "replicated",
 ]
 
@@ -74,6 +75,7 @@ class Role:
     | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
     | `router` | whole on every rank | says where tokens go, of which a rank has a part under sequence parallelism |
     | `experts` | dealt to the ranks of ep, expert by expert | acts on the tokens that come to it |
+    | `idle` | whole on every rank | no token comes to it (a tower for images): it has no gradient |
     | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
 
     `deal` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
@@ -97,13 +99,14 @@ class TPInput:
 @dataclass(frozen=True)
 class TPBlock:
     """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
-    latent projections that some columns read. `is_last`: nothing with weights runs after the row in its layer."""
+    latent projections that some columns read. `heads`: query and key/value heads, where it attends. `is_last`: nothing
+    with weights runs after the row in its layer."""
 
     owner: str
     columns: tuple[str, ...]
     row: str
     entries: tuple[TPInput, ...]
-    attends: bool
+    heads: tuple[int, int] | None
     is_last: bool
 
 
@@ -111,18 +114,19 @@ class TPBlock:
 class Partition:
     """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
 
-    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. A refusal says why something
-    cannot be done, or is None.
+    `heads`: query and key/value heads, of each kind of layers (MiMo-V2's have several). `across`: modules that need all
+    features -> how those are dealt. `to_logits`: the module that is given the last hidden states, the head or what
+    changes them for it. A refusal says why something cannot be done, or is None.
     """
 
     roles: Mapping[str, Role]
     regions: tuple[TPBlock, ...]
-    query: int
-    kv: int
+    heads: tuple[tuple[int, int], ...]
     across: Mapping[str, FeatureGroups]
     refusal: str | None
     sequence_parallel_refusal: str | None
     is_proved: bool
+    to_logits: str = ""
 
     @cached_property
     def entries(self) -> tuple[TPInput, ...]:
@@ -276,9 +280,10 @@ class ModelFacts:
     `parameters`: tied ones once, in the model's order. `attends`: by attention module. `before`, `after`: modules with
     parameters that run before the first layer and after the last. `forgetful`: (layer, attention module) where the
     layer does not hand on the bounds of documents. `in_tuples`: layers that give their hidden states in a tuple.
-    `carried`: why layers pass more than hidden states to each other, or None; pipelines are then refused.
-    `router_buffers`: with shapes; trained without a gradient. `costs`, `kinds`: the cost of each kind of layer, and of
-    each layer its kind. `outside`: linears outside of layers, the head among them.
+    `padding`: the padding token, where the model counts its tokens from behind it. `carried`: why layers pass more than
+    hidden states to each other, or None; pipelines are then refused. `router_buffers`: with shapes; trained without a
+    gradient. `costs`, `kinds`: the cost of each kind of layer, and of each layer its kind. `outside`: linears outside
+    of layers, the head among them.
     """
 
     anatomy: Anatomy
@@ -293,6 +298,7 @@ class ModelFacts:
     in_tuples: tuple[str, ...] = ()
     carried: str | None = None
     counted: Counted | None = None
+    padding: int | None = None
     router_buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     costs: tuple[LayerCost, ...] = ()
     kinds: tuple[int, ...] = ()

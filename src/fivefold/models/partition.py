@@ -9,11 +9,12 @@ it. Nothing here knows a layout.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from transformers import PreTrainedModel
 
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import FeatureGroup, FeatureGroups, Partition, Role, RoleKind, TPBlock, TPInput
 from fivefold.models.feature_groups import by_features, by_heads
 from fivefold.models.feeds import Pair, pairs_of
@@ -29,7 +30,7 @@ def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition
     except Untraceable as error:
         refusal = f"{name}: {error}"
         return Partition(
-            roles={}, regions=(), query=0, kv=0, across={}, refusal=refusal,
+            roles={}, regions=(), heads=(), across={}, refusal=refusal,
             sequence_parallel_refusal=refusal, is_proved=False,
         )  # fmt: skip
 
@@ -41,11 +42,13 @@ class _Derivation:
     traced: Trace
     regions: list[TPBlock] = field(default_factory=list)
     across: dict[str, FeatureGroups] = field(default_factory=dict)
-    heads: tuple[int, int] = (0, 0)
+    heads: dict[tuple[int, int], None] = field(default_factory=dict)
 
     def partition(self) -> Partition:
         if self.traced.streams:
             raise Untraceable(self.traced.streams)
+        if self.anatomy.embedding in self.traced.looked_into:
+            raise Untraceable(f"it reads the weights of {self.anatomy.embedding} directly, of which a rank has a part")
         roles = self._outside()
         known: dict[object, dict[str, FeatureGroups]] = {}
         for block in self.traced.blocks:
@@ -53,7 +56,7 @@ class _Derivation:
         plan = hf_internals.tensor_parallel_plan(self.model)
         contradicted = {}
         for name, _ in self.model.named_parameters():
-            role = roles.get(name) or Role("replicated", "nothing in its forward says what it does")
+            role = roles.get(name) or self._unknown(name)
             roles[name], contradiction = _compared(name, role, plan)
             if contradiction:
                 contradicted[name] = contradiction
@@ -67,8 +70,9 @@ class _Derivation:
         alone = f"{_listing(position)} of {self._name} adds to the embeddings of all tokens" if position else None
         return Partition(
             roles={name: roles[name] for name, _ in self.model.named_parameters()},
-            regions=tuple(self.regions), query=self.heads[0], kv=self.heads[1], across=self.across,
-            refusal=refusal, sequence_parallel_refusal=refusal or alone, is_proved=self._name in PROVED,
+            regions=tuple(self.regions), heads=tuple(self.heads), across=self.across,
+            refusal=refusal, sequence_parallel_refusal=refusal or alone,
+            is_proved=self._name in PROVED, to_logits=(*self.traced.to_logits, self.anatomy.head)[0],
         )  # fmt: skip
 
     @property
@@ -86,12 +90,26 @@ class _Derivation:
         for name in (*self.traced.before, *self.traced.after):
             if name not in (self.anatomy.embedding, self.anatomy.head):
                 roles |= self._roles_of(name, Role("norm", "acts on the residual, outside the blocks"))
+        for name in self.traced.to_logits:
+            if name != self.anatomy.head:
+                roles |= self._roles_of(name, Role("latent", "changes the last hidden states, for all tokens"))
         return roles
 
+    def _unknown(self, name: str) -> Role:
+        """Of a parameter that no event speaks of."""
+        module = name.rpartition(".")[0]
+        if is_within(name, [self.anatomy.base]) and module not in self.traced.entered:
+            return Role("idle", "no token comes to it")
+        return Role("replicated", "nothing in its forward says what it does")
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
     def _roles_of(self, module: str, role: Role) -> dict[str, Role]:
-        return {
-            f"{module}.{leaf}": role for leaf, _ in self.model.get_submodule(module).named_parameters(recurse=False)
-        }
+        """Of the parameters of a module alone, by the first of the names that they have."""
+        own = self.model.get_submodule(module).named_parameters(recurse=False)
+        return {self._names[id(parameter)]: role for _, parameter in own}
 
     def _untrained(self, module: str) -> dict[str, Role]:
         """What a module that holds experts keeps beside them without training it: a bias on who is picked."""
@@ -115,11 +133,11 @@ class _Derivation:
                 known[key] = {_within(block, name): deal for name, deal in deals.items()}
             deals = {f"{block.layer}.{name}": deal for name, deal in known[key].items()}
             if called:
-                self._count_heads(called, block)
+                self.heads[_heads(called)] = None
                 for name in called.parameters:
-                    parts = tuple(FeatureGroup(h, h + 1, "query", h) for h in range(self.heads[0]))
+                    parts = tuple(FeatureGroup(h, h + 1, "query", h) for h in range(called.inputs[0].shape[1]))
                     roles[name] = Role("column", "one number per query head, passed to attention", 0, parts)
-            self.regions.append(self._region(block, pair, deals))
+            self.regions.append(self._region(block, pair, _heads(called) if called else None))
             for name in pair.latents:
                 roles |= self._roles_of(name, Role("latent", "reads the residual, for all heads at once"))
             for name in columns:
@@ -145,12 +163,6 @@ class _Derivation:
         ]
         return (_within(block, row), block.linear(row).inputs[0].shape, *sizes)
 
-    def _count_heads(self, called: Event, block: BlockTrace) -> None:
-        heads = (called.inputs[0].shape[1], called.inputs[1].shape[1])
-        if self.heads not in ((0, 0), heads):
-            raise Untraceable(f"{block.layer} has {heads} query and key/value heads, the layers before {self.heads}")
-        self.heads = heads
-
     def _linear_roles(self, name: str, pair: Pair, deal: FeatureGroups) -> dict[str, Role]:
         is_row = name == pair.row
         reads = "a latent" if name in pair.behind else "the residual"
@@ -164,20 +176,22 @@ class _Derivation:
             roles[f"{name}.bias"] = bias
         return roles
 
-    def _region(self, block: BlockTrace, pair: Pair, deals: Mapping[str, FeatureGroups]) -> TPBlock:
+    def _region(self, block: BlockTrace, pair: Pair, heads: tuple[int, int] | None) -> TPBlock:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
-        attends = any(part.owner == "query" for part in deals[row])
+        adds = any(  # what it gives back to the residual, within (BERT): what it is given is not for projections alone
+            {RESIDUAL, row} <= event.sources and event.name.startswith(f"{owner}.") for event in block.events
+        )
         is_last = block.linear(row) is block.events[-1]
-        if owner != block.layer and owner.startswith(block.layer):
+        if owner != block.layer and owner.startswith(block.layer) and not adds:
             where = block.hidden_arguments.get(owner, [])
             if len(where) != 1:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
-            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), attends, is_last)
+            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), heads, is_last)
         shared: dict[int, list[str]] = {}
         for name in pair.entered:
             shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
-        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), attends, is_last)
+        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), heads, is_last)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""
@@ -207,6 +221,12 @@ class _Derivation:
             if sources <= {*region.columns, region.owner}:
                 return roles[f"{region.row}.weight"].deal or ()
         raise Untraceable(f"{event.name} mixes the features of {', '.join(sorted(sources))}")
+
+
+def _heads(called: Event) -> tuple[int, int]:
+    """Query and key/value heads of an attention."""
+    query, key, _ = called.inputs
+    return query.shape[1], key.shape[1]
 
 
 def _is_spread(deal: FeatureGroups) -> bool:

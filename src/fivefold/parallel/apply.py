@@ -24,6 +24,7 @@ from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.discover import facts_of
 from fivefold.models.in_memory import ModelTensors
+from fivefold.models.positions import count_behind_padding
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import hand_on_cu_seqlens
@@ -86,6 +87,8 @@ def parallelize(
     router.compute_in_fp32(model, facts.experts, data.COMPUTE_DTYPES[layout.precision])
     balance = balancing.watch_routers(model, experts, fold, rows, device)
     hand_on_cu_seqlens(model, facts.forgetful)
+    if facts.padding is not None:
+        count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = _staged(model, plan, fold, rows) if layout.pp > 1 else None
     compiled = Compiled() if compile_blocks else None
     _wrap_blocks(model, plan.layers, recompute=Recompute(layout.recompute), compiled=compiled)

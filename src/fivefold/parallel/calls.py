@@ -176,7 +176,7 @@ def _across(step: _Step, module: str, deal: FeatureGroups) -> Iterator[Call]:
     """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
     plan, shape = step.plan, step.shape
     feature = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of all tokens
-    shares = dealt(deal, plan.facts.partition, plan.layout.tp)
+    shares = dealt(deal, plan.layout.tp)
     widest = max(sum(stop - start for start, stop in blocks) for blocks in shares)
     layer, features = step.layer_of(module), max(part.stop for part in deal)
     yield from step.forwards("tp", "all_gather", plan.layout.tp * widest * feature, module)

@@ -69,7 +69,7 @@ def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
             module, _, leaf = name.rpartition(".")
             yield Intervention(module, "cut", "tp", f"{leaf}: {partition.roles[name].reason}")
     yield Intervention(anatomy.embedding, "forward", "tp", "looks up the ids of its own rows; partial sums added")
-    yield Intervention(anatomy.head, "pre-hook", "tp", "all tokens enter it")
+    yield Intervention(partition.to_logits, "pre-hook", "tp", "all tokens enter it")
     yield Intervention(anatomy.head, "hook", "tp", "logits of the whole vocabulary leave it")
     yield Intervention(anatomy.base, "pre-hook", "tp", "positions are those of the whole sequence")
     for block in partition.regions:
@@ -77,7 +77,7 @@ def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
             for module in entry.modules:
                 yield Intervention(module, "pre-hook", "tp", "all tokens enter it")
         yield Intervention(block.row, "forward", "tp", "partial sums are added up, then the bias")
-        if block.attends:
+        if block.heads:
             yield Intervention(block.owner, "attribute", "tp", "counts this rank's heads")
     for module in partition.across:
         yield Intervention(module, "forward", "tp", "all features are gathered for it")

@@ -1,5 +1,7 @@
 """What a model that has been traced allows of a layout: the facts that `legality` asks for. No torch."""
 
+from math import gcd
+
 from fivefold.core.legality import ModelLimits
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, ModelFacts, Partition
@@ -9,7 +11,8 @@ from fivefold.parallel.expert_features import features_refusal
 def limits_of(facts: ModelFacts) -> ModelLimits:
     """The limits of a model."""
     partition, attends = facts.partition, facts.attends.values()
-    has_heads = not partition.refusal
+    counts = tuple(zip(*partition.heads, strict=True)) if not partition.refusal else ()
+    query, kv = (gcd(*each) for each in counts) if counts else (None, None)  # layers may differ: tp fits all of them
     reasons = [reason for each in facts.experts if (reason := features_refusal(facts, each))]
     refusals = {
         "pp": _stages_refusal(facts), "tp": partition.refusal, "sequence_parallel": partition.sequence_parallel_refusal,
@@ -17,8 +20,8 @@ def limits_of(facts: ModelFacts) -> ModelLimits:
     }  # fmt: skip
     return ModelLimits(
         name=facts.model_class,
-        query=partition.query if has_heads else None,
-        kv=partition.kv if has_heads else None,
+        query=query,
+        kv=kv,
         attended=(min(each.query for each in attends), min(each.kv for each in attends)) if attends else None,
         fused=_fused(partition),
         layers=len(facts.anatomy.layers),

@@ -28,7 +28,7 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
 from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, row_blocks
-from fivefold.parallel.shard_rules import gradient_sums, shard_specs
+from fivefold.parallel.shard_rules import gradient_sums, kv_copies, shard_specs
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
 from fivefold.parallel.stage_plan import StagePlan, stage_plan
 from fivefold.parallel.unshards import Unshards, of_micro_batches, of_slots
@@ -343,7 +343,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     tied = f"{facts.anatomy.embedding}.weight"
     grid = RankGrid(
         layout,
-        kv_copies=heads.kv_copies(partition.kv, layout.tp) if layout.tp > 1 else 1,
+        kv_copies=kv_copies(facts, layout.tp),
         has_experts=bool(facts.experts),
         embedding_ranks=pp_ranks[tied] if facts.anatomy.tied else (),
         ulysses=method.ulysses if method else 1,

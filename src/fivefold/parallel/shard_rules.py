@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from fivefold.core import heads
+from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.models.facts import Experts, FeatureGroups, ModelFacts, Partition
 from fivefold.parallel.expert_features import feature_splits
@@ -35,22 +36,29 @@ def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> 
         return whole(name, shape, tp)
     if role.deal is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
+    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, tp))
 
 
-def dealt(deal: FeatureGroups, partition: Partition, tp: int) -> tuple[tuple[Block, ...], ...]:
+def dealt(deal: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks of features that each tp rank holds, in their global order, neighbours joined.
 
     A rank has an equal number of whole query heads and the key/value heads that these attend to.
     """
-    return tuple(joined(_blocks(deal, partition, rank, tp)) or ((0, 0),) for rank in range(tp))
+    return tuple(joined(_blocks(deal, rank, tp)) or ((0, 0),) for rank in range(tp))
 
 
-def _blocks(deal: FeatureGroups, partition: Partition, rank: int, tp: int) -> Iterator[Block]:
-    copies = heads.kv_copies(partition.kv, tp)
+def _counted(deal: FeatureGroups) -> tuple[int, int]:
+    """The query and key/value heads whose features are dealt."""
+    query, kv = (max((part.index + 1 for part in deal if part.owner == owner), default=0) for owner in ("query", "kv"))
+    return query, kv
+
+
+def _blocks(deal: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
+    query, kv = _counted(deal)
+    copies = heads.kv_copies(kv, tp) if kv else 1
     mine = {
-        "query": range(rank * partition.query // tp, (rank + 1) * partition.query // tp),
-        "kv": range(rank // copies * partition.kv * copies // tp, (rank // copies + 1) * partition.kv * copies // tp),
+        "query": range(rank * query // tp, (rank + 1) * query // tp),
+        "kv": range(rank // copies * kv * copies // tp, (rank // copies + 1) * kv * copies // tp),
     }
     for part in deal:
         if part.owner == "even":
@@ -58,6 +66,18 @@ def _blocks(deal: FeatureGroups, partition: Partition, rank: int, tp: int) -> It
             yield part.start + start * part.unit, part.start + stop * part.unit
         elif part.index in mine[part.owner]:
             yield part.start, part.stop
+
+
+def kv_copies(facts: ModelFacts, tp: int) -> int:
+    """How many tp ranks share each key/value head. Raises `UserError` where layers differ in that."""
+    kinds = [kv for _, kv in facts.partition.heads] if tp > 1 else []
+    if len({heads.kv_copies(kv, tp) for kv in kinds}) > 1:
+        raise UserError(
+            f"tp={tp} is more than the {min(kinds)} key/value heads that some layers of {facts.model_class} have, and "
+            "others have more",
+            fix=f"use tp {min(kinds)} or less",
+        )
+    return heads.kv_copies(kinds[0], tp) if kinds else 1
 
 
 def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
-from fivefold.models.facts import Partition, TPInput
+from fivefold.models.facts import TPInput
 from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.mappings import (
@@ -98,7 +98,8 @@ def apply_tensor_parallel(
     embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
     _replace_forward(embedding, _vocabulary_lookup(embedding, fold))
     head = model.get_submodule(anatomy.head)
-    head.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
+    first = model.get_submodule(partition.to_logits)  # the head, or what changes hidden states for it
+    first.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
     head.register_forward_hook(lambda _, args, logits: logits if fold.head_in_chunks else fold.whole_logits(logits))
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
     for region in partition.regions:
@@ -106,11 +107,11 @@ def apply_tensor_parallel(
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
         place(row, "row", linears, reduce=fold.leave)
-        if region.attends:
-            _count_own_heads(model.get_submodule(region.owner), row, partition, size)
+        if region.heads:
+            _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
     for name, deal in partition.across.items():
         module = model.get_submodule(name)
-        _replace_forward(module, _over_all_features(module.forward, dealt(deal, partition, size), fold))
+        _replace_forward(module, _over_all_features(module.forward, dealt(deal, size), fold))
     return fold
 
 
@@ -177,10 +178,10 @@ def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor])
     return hook
 
 
-def _count_own_heads(module: nn.Module, row: Any, partition: Partition, size: int) -> None:
+def _count_own_heads(module: nn.Module, row: Any, of_layer: tuple[int, int], size: int) -> None:
     """Tell an attention module that shapes its tensors by numbers of heads how many this rank has."""
-    counts = {"query": partition.query, "kv": partition.kv}
-    own = {"query": partition.query // size, "kv": max(1, partition.kv // size)}
+    counts = dict(zip(("query", "kv"), of_layer, strict=True))
+    own = {which: max(1, number // size) for which, number in counts.items()}
     features = row.weight.shape[(hf_internals.linear_dims(row) or (0, 1))[1]]
     config = copy.copy(module.config) if hasattr(module, "config") else None
     for name, which in hf_internals.HEAD_COUNTS.items():

@@ -1,7 +1,7 @@
 """`fivefold verify`: prove that layouts compute what one process computes, and name the first module that does not.
 
-No torch until a proof begins. In order: `thin` (the model), `subject` (documents), `reference` (one process),
-`proof` (a layout, watched by `observer`), `rows` (tolerances and verdicts), `report` and `page`.
+No torch until a proof begins. In order: `reduced_model`, `proof_case` (documents), `reference` (one process),
+`proof` (a layout, watched by `observer`), `results` (tolerances and verdicts), `report` and `page`.
 """
 
 from collections.abc import Callable, Sequence

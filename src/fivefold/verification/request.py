@@ -16,29 +16,24 @@ MORE = "docs/verify.md"
 class Options:
     """How a proof is done: on a narrow model or not, over how many steps, on rows of how many tokens (None: short)."""
 
-    thin: bool
-    steps: int
+    thin: bool = False
+    steps: int = 20
     seq_length: int | None = None
     seed: int = 1234
     quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyRequest:
-    """What to prove: `layouts` in their text form, called `names`, all of which run here.
+class VerifyRequest(Options):
+    """What to prove, and how: `layouts` in their text form, called `names`, all of which run here.
 
-    `scratch`: an empty folder that all ranks see. `seq_length` None: short rows.
+    `scratch`: an empty folder that all ranks see.
     """
 
     config: str  # a run file
     layouts: tuple[str, ...]
     names: tuple[str, ...]
     scratch: str
-    thin: bool = False
-    steps: int = 20
-    seq_length: int | None = None
-    seed: int = 1234
-    quiet: bool = False
 
     @property
     def folder(self) -> Path:
@@ -58,7 +53,7 @@ def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], p
     found: dict[str, Layout] = {}
     for text in texts:
         config = load_config(path, [*overrides, f"layout={text}"])
-        check_supported(config, batch=False)
+        check_supported(config)
         check_model(config, weights=False)
         layout = config.layout
         if precision != "run" and Layout.parse(text).precision == Layout().precision:
