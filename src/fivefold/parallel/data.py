@@ -1,13 +1,8 @@
 """Data parallelism: FSDP2 over `dp_shard * cp`, copies over `dp_replicate`, and the three ZeRO stages.
 
 Gradients are summed, never averaged: the loss is already divided by the global count of target tokens, so data
-ranks, accumulation and later folds agree by construction (and gloo, which has no pre-multiplied sum, works).
-
-| zero | parameters gathered | gradients reduced |
-| ---- | ------------------- | ----------------- |
-| 1    | once a step         | once a step       |
-| 2    | once a step         | per micro batch   |
-| 3    | twice a micro batch (forward, backward) | per micro batch |
+ranks, accumulation and later folds agree by construction (and gloo, which has no pre-multiplied sum, works). What each
+stage gathers and reduces, and when, is the table of `unshards.py`.
 """
 
 from collections.abc import Sequence
@@ -50,7 +45,7 @@ def apply_data_parallel(
 
 
 def prepare_micro_batch(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Tell FSDP what this micro batch's backward gathers, keeps and reduces (the table at the top)."""
+    """Tell FSDP what this micro batch's backward gathers, keeps and reduces."""
     root = cast(FSDPModule, model)
     root.set_requires_gradient_sync(last or layout.zero > 1)
     root.set_requires_all_reduce(last)
