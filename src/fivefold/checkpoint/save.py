@@ -282,8 +282,7 @@ def _check_type(kind: str, name: str, tensor: Tensor) -> None:
 
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
     """Per parameter what the optimizer keeps once, such as its step count."""
-    state = state_of(model)
-    found = {}
+    plan, found = state_of(model).plan, {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
@@ -294,7 +293,7 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 fix="save the model alone: ff.save(model, None, path)",
             )
         scalars = {key: float(value) for key, value in once.items()}
-        if scalars and state.plan.is_owner(name):
+        if scalars and plan.is_owner(name):
             found[name] = scalars
     return found
 
