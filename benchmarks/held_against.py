@@ -24,11 +24,11 @@ from transformers.utils import logging
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
-from fivefold.parallel.apply import _traced, parallelize
+from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
@@ -114,7 +114,7 @@ def tiny_on_rank(model_type: str) -> tuple[Values | None, dict[str, Any]]:
         return None, {"kind": "invalid", "reason": f"the config class fails: {_last_line(error)}"}
     try:
         model = build_meta(config)
-        _traced(model, Anatomy.of(model))
+        facts_of(model)
     except UserError as error:
         return None, {"kind": "refused", "reason": error.what}
     except Exception as error:

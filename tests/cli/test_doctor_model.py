@@ -97,7 +97,13 @@ def test_what_is_refused_is_said_with_the_reason(tmp_path: Path, capsys: Any) ->
 def test_the_plan_of_one_rank(capsys: Any) -> None:
     code, text = doctor("llama-3.1-8b", "--layout", "shard4.tp2.pp2+full", "--rank", "9", capsys=capsys)
     assert code == 0 and "under shard4.tp2.pp2+full, rank 9 of 16" in text
-    for said in ("tp 1, dp_shard 0, pp 1", "layers 17 to 31 of 32", "reduce_scatter over tp", "saved activations", "recompute"):
+    for said in (
+        "tp 1, dp_shard 0, pp 1",
+        "layers 17 to 31 of 32",
+        "reduce_scatter over tp",
+        "saved activations",
+        "recompute",
+    ):
         assert said in text, said
     _, text = doctor("llama-3.1-8b", "--layout", "shard4.tp2.pp2+full", "--rank", "9", "--json", "-", capsys=capsys)
     found = json.loads(text)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.head import head_only
-from fivefold.parallel.loss import CACHE_BYTES, IGNORE, MOST_BYTES, chunk_sizes, chunked_loss
+from fivefold.parallel.chunks import CACHE_BYTES, MOST_BYTES, chunk_sizes
+from fivefold.parallel.loss import IGNORE, chunked_loss
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor import TensorParallel

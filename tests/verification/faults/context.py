@@ -262,7 +262,7 @@ def gradients_of_keys_sent_the_wrong_way() -> Any:
     def return_dkv(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
         if not at:
             return lambda: grad
-        whole = grad.new_zeros(*grad.shape[:2], kv_exchange.length_of(tokens[:1]), *grad.shape[3:])
+        whole = grad.new_zeros(*grad.shape[:2], sum(stop - start for start, stop in tokens[0]), *grad.shape[3:])
         whole[:, :, : grad.shape[2]] = grad
         return ring._swap(whole, -at, whole.shape[2])
 
