@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.ranks import row_blocks
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.stages import StageStub
 from fivefold.parallel.state import state_of
@@ -49,7 +48,7 @@ class Observer:
         self._state = state_of(model)
         layout = self._state.plan.layout
         self._rows = row_numbers(layout, len(documents), self._state.plan.data_rank)
-        self._tp_rank = self._state.plan.coords.tp if layout.tp > 1 else 0
+        self._tp_rank = self._state.plan.coords.tp
         self._token_dims: Mapping[str, int] = evidence.about["token_dims"]
         self._handles: list[Any] = []
         self._micro_batch, self._passes, self._inside = -1, 0, False
@@ -217,9 +216,11 @@ class Observer:
         layout = self._state.plan.layout
         multiple = layout.row_multiple
         whole = -(-self._evidence.about["row_length"] // multiple) * multiple
-        for tp, rank in ((1, 0), (layout.tp, self._tp_rank)):
-            if length * layout.cp * tp == whole:
-                return row_blocks(whole, layout.cp, self._state.plan.coords.cp, tp, rank)
+        plan = self._state.plan
+        for splits in (False, True):
+            tokens = plan.grid.tokens(plan.rank, whole, sequence_parallel=splits)
+            if sum(stop - start for start, stop in tokens) == length:
+                return tokens
         return None
 
     def _blocks(self, name: str, features: int, width: int) -> Sequence[Block] | None:
