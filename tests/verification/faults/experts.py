@@ -245,8 +245,8 @@ def down_bias_added_by_every_part() -> Any:
         whole = ((0, shapes["down_proj_bias"][1]),)
         return plain(held, shapes, parts) | {"down_proj_bias": Split(1, (whole,) * parts)}
 
-    def from_the_first(*args: Any, biased_from: int) -> Tensor:
-        return plain_mlp(*args)
+    def from_the_first(*args: Any, biased_from: int, **options: Any) -> Tensor:
+        return plain_mlp(*args, **options)
 
     @contextmanager
     def both() -> Iterator[None]:
