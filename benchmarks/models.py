@@ -1,7 +1,7 @@
 """Every causal language model of `transformers`, tried: right, refused and why, WRONG or a CRASH. Docs: docs/models.md.
 
     python benchmarks/models.py                            all classes in one process
-    python benchmarks/models.py --layouts tp2,pp2,cp2,ep2  those that are right, spread over two processes as well
+    python benchmarks/models.py --layouts tp2,pp2,cp2,shard2.ep2  those that are right, spread over two processes as well
     python benchmarks/models.py --switches                 and every boolean of their configs the other way, once
     python benchmarks/models.py --classes LlamaForCausalLM,OPTForCausalLM --again
 
@@ -32,7 +32,7 @@ from tiny_configs import causal_classes, switches
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- tables: python benchmarks/models.py --write-docs -->", "<!-- end of tables -->"
 MOST_WORDS = 220  # letters of a reason in a table
-SINGLE, SPREAD = "single", ("tp2", "pp2", "cp2", "ep2")
+SINGLE, SPREAD = "single", ("tp2", "pp2", "cp2", "shard2.ep2")
 NOT_IN_WORDS = re.compile(
     r"NoneType|has no attribute|object is not|takes \d+|unexpected keyword|didn't match|not implemented for|KeyError"
 )
@@ -143,7 +143,7 @@ def _verdicts(results: Results, place: str) -> Iterator[tuple[str, str, Results]
 
 
 def _summary(results: Results) -> int:
-    names = sorted({name for _, name, _ in _verdicts(results, "layouts")}, key=[SINGLE, *SPREAD].index)
+    names = sorted({name for _, name, _ in _verdicts(results, "layouts")}, key=lambda name: [*SPREAD, name].index(name))
     for name in names:
         print(f"{name}: {_counted(v['kind'] for _, each, v in _verdicts(results, 'layouts') if each == name)}")
     print(f"switches: {_counted(verdict['kind'] for *_, verdict in _verdicts(results, 'switches'))}")
@@ -185,7 +185,7 @@ def _of_right(results: Results) -> str:
 
 
 def _is_said(layout: str, reason: str) -> bool:
-    return bool(reason) and not (layout == "ep2" and "no experts" in reason)
+    return bool(reason) and not (layout == "shard2.ep2" and "no experts" in reason)
 
 
 def _cell(verdict: Results | None) -> str:

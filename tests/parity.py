@@ -1,16 +1,16 @@
 """What one process computes, and what a layout computes, on inputs that hide nothing.
 
-The reference is the unmodified `transformers` model (its own attention, its own head, every document its own
-sequence), a plain loss, torch's own clipping and AdamW. Documents have unequal, mostly prime lengths; the vocabulary
-and the row length are prime; biases and norm weights are random; clipping bites; weight decay is on.
+The reference is that of `fivefold.verification`: the unmodified `transformers` model (its own attention, its own head,
+every document its own sequence), a plain loss, torch's own clipping and AdamW. Documents have unequal, mostly prime
+lengths; the vocabulary and the row length are prime; biases and norm weights are random; clipping bites; weights decay.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,8 +31,9 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.spread import spread_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
-from fivefold.verification.exact import exact, exactly
-from fivefold.verification.reference import torch_optimizers
+from fivefold.verification.exact import exactly
+from fivefold.verification.proof_case import ProofCase
+from fivefold.verification.reference import Reference
 from tests.families import TINY
 
 VOCABULARY, ROW, PAD = 101, 23, 3
@@ -121,6 +122,11 @@ def documents(case: Case, step: int) -> list[list[np.ndarray]]:
     return [[rng.integers(0, VOCABULARY, n) for n in rows[i % len(rows)]] for i in range(case.rows)]
 
 
+def piece(document: np.ndarray) -> Piece:
+    """A whole document."""
+    return Piece(document.astype(np.uint16), document[1:].astype(np.uint16))
+
+
 def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: int) -> list[MicroBatch]:
     """This data rank's micro batches, dealt as `PackedRows.batch` deals them."""
     size = layout.micro_batch_size
@@ -128,9 +134,7 @@ def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: in
     parts = []
     for accumulated in range(layout.accumulation(len(rows))):
         first = (accumulated * layout.data_ranks + data_rank) * size
-        pieces = [
-            [Piece(d.astype(np.uint16), d[1:].astype(np.uint16)) for d in row] for row in rows[first : first + size]
-        ]
+        pieces = [[piece(document) for document in row] for row in rows[first : first + size]]
         parts.append(assemble(pieces, row_length=length, pad_id=0))
     return parts
 
@@ -138,44 +142,60 @@ def batch_of(rows: Sequence[Sequence[np.ndarray]], layout: Layout, data_rank: in
 # ---- one process, nothing of ours -----------------------------------------------------------------------------------
 
 
-def reference(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
-    """Run the case on the unmodified model, each document its own sequence."""
-    model = reference_model(case, dtype)
-    optimizers = reference_optimizers(model, case)
-    outcome = Outcome([], [], {}, {})
-    for step in range(case.steps):
-        with exact() if dtype == torch.float64 else nullcontext():
-            loss = _reference_loss(model, [d for row in documents(case, step) for d in row])
-            loss.backward()
-        if step == 0:
-            outcome.gradients = {n: gradient(p).double().numpy().copy() for n, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
-        # torch's Muon iterates in bf16; a proof needs the type of the model
-        with patch.object(Tensor, "bfloat16", Tensor.clone):
-            for optimizer in optimizers:
-                optimizer.step()
-        model.zero_grad()
-        outcome.losses.append(loss.item())
-        outcome.norms.append(norm.item())
-    outcome.weights = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
-    return outcome
+@dataclass(frozen=True, kw_only=True)
+class _Subject(ProofCase):
+    """A case as `fivefold.verification` has it."""
+
+    case: Case
+
+    def documents(self, step: int) -> list[list[Piece]]:
+        return [[piece(document) for document in row] for row in documents(self.case, step)]
 
 
-def gradient(parameter: Tensor) -> Tensor:
-    """Zeros where there is none: a correction bias that is a parameter (ERNIE 4.5) has no gradient."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+Loss = Callable[[nn.Module, list[np.ndarray]], Tensor]  # of the documents of a global batch
 
 
-def reference_optimizers(model: nn.Module, case: Case) -> list[torch.optim.Optimizer]:
-    """torch's own, for a case."""
-    return torch_optimizers(model, case.options, case.options.learning_rate)
+class _WithLoss(Reference):
+    """The reference with another loss."""
+
+    loss: Loss
+
+    def _gradients(self, step: int, inputs: list[str] | None) -> float:
+        loss = self.loss(self.model, [d for row in documents(self.subject.case, step) for d in row])
+        loss.backward()
+        if inputs is not None:
+            self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
+        return loss.item()
 
 
-def _reference_loss(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
+def reference(case: Case, *, loss: Loss | None = None) -> Outcome:
+    """Run the case in one process, in fp64, by the reference of `fivefold.verification`. `loss`: another one than the
+    mean cross entropy."""
+    kind = Reference if loss is None else type("WithLoss", (_WithLoss,), {"loss": staticmethod(loss)})
+    model = reference_model(case, torch.float32)
+    found = kind(subject(case), "fp64", "cpu", model=model).run([]).tensors
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return Outcome(
+        found["losses"].tolist(),
+        found["norms"].tolist(),
+        # zeros where there is none: a correction bias that is a parameter (ERNIE 4.5) has no gradient
+        {n: found[f"gradient/{n}"].numpy() if f"gradient/{n}" in found else np.zeros(s) for n, s in shapes.items()},
+        {name: found[f"last/{name}"].numpy() for name in shapes},
+    )
+
+
+def subject(case: Case) -> ProofCase:
+    """What its reference is asked."""
+    return _Subject(
+        case=case, folder=Path(), model_class="", vocabulary=VOCABULARY, rows=case.rows, row_length=ROW,
+        steps=case.steps, seed=0, optimizer=case.options, max_grad_norm=case.max_grad_norm,
+    )  # fmt: skip
+
+
+def cross_entropy(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
+    """The mean over all targets of some documents."""
     summed, targets = torch.zeros((), dtype=torch.float64), 0
     for doc in docs:
-        if len(doc) < 2:
-            continue
         ids = torch.from_numpy(doc)[None]
         logits = model(input_ids=ids).logits[0, :-1]
         summed = summed + nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
@@ -190,6 +210,11 @@ def build(case: Case) -> Any:
     """The model of the case, spread over the current world, with the reference's values."""
     source = ModelTensors(reference_model(case, torch.float32))
     return parallelize(build_meta(hf_config(case)), case.parsed, source=source, loss_chunks=case.loss_chunks)
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """Zeros where there is none."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def refusal(case: Case) -> str:

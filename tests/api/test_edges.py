@@ -21,7 +21,7 @@ def test_backward_passes_add_up(layout: str, name: str) -> None:
     ("layout", "what", "late"),
     [
         ("tp2", "the first half", False), ("shard2", "the first half", True), ("pp2", "the first half", False),
-        ("shard2", "but the head", False), ("pp2", "but the head", True),
+        ("shard2", "but the head", False), ("pp2", "but the head", True), ("pp2+zb", "the first half", False),
     ],
 )  # fmt: skip
 def test_frozen_parameters_stay(layout: str, what: str, late: bool) -> None:

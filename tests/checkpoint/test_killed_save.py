@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one(tmp_path: P
     save_at(tmp_path / "whole", 1, None)
     _, calls = in_child(lambda: save_at(tmp_path / "whole", 2, None), None)
     outcomes, gaps = [], 0
-    for at in (*range(0, calls - 40, 25), *range(calls - 40, calls)):  # the two renames are among the last
+    for at in (*range(0, calls - 30, 40), *range(calls - 30, calls)):  # the two renames are among the last
         folder = tmp_path / f"{at}" / "last"
         folder.parent.mkdir()
         save_at(folder, 1, None)
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one(tmp_path: P
         assert content(found) == {float(outcomes[-1])}
         if found != folder:
             gaps += 1
-            in_child(lambda: save_at(folder, 3, None), 3)  # noqa: B023 - the next save is cut off, too
+            in_child(lambda: save_at(folder, 3, None), calls // 2)  # noqa: B023 - the next save is cut off, too
             assert Checkpoint.open(saving.standing(folder)).step == 1
         save_at(folder, 3, None)
         assert content(folder) == {3.0} and [path.name for path in folder.parent.iterdir()] == ["last"]

@@ -16,7 +16,6 @@ from fivefold.parallel import capacity
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.context import row_blocks
-from tests import parity
 from tests.parallel.test_balance import balanced
 from tests.parity import Case, assert_proved, documents, outcome, reference
 from tests.pool import run_ranks
@@ -81,8 +80,7 @@ class Plain:
 def test_the_same_picks_are_dropped_as_in_one_process(text: str, family: str) -> None:
     case = Case(text, family, rows=8, steps=2)
     plain = Plain(case, BITES)
-    with patch.object(parity, "_reference_loss", plain.loss):
-        expected = reference(case)
+    expected = reference(case, loss=plain.loss)
     per_rank = run_ranks(case.parsed.world, balanced, case, BalanceOptions(capacity_factor=BITES))
     found = outcome(case, per_rank, {n: g.shape for n, g in expected.gradients.items()})
     assert_proved(found, expected, per_rank)

@@ -9,7 +9,7 @@ from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, gradient_error, refusal
 from tests.pool import run_ranks
 
-FAMILIES = list(TINY)
+FAMILIES = tuple(TINY)
 OTHER = ("pp2+mb2", "shard2.tp2+nosp+zero2+full+mb4", "cp2+allgather+mb4", "shard2+zero1+full+mb4", "cp2+ring+mb4")
 LAYOUTS = ("shard2+zero2", "tp2+full", "tp4+nosp", "dp2.tp2+nosp", "cp2.tp2+nosp+ring")
 

@@ -148,7 +148,7 @@ def test_waiting_for_a_slow_stage_is_no_work() -> None:
 
 
 class _Event:
-    """A CUDA event of a queue that takes 10 ms for each."""
+    """A CUDA event of a queue that is at 1, 4, 9, 16, ... ms."""
 
     recorded = 0
 
@@ -157,7 +157,7 @@ class _Event:
 
     def record(self) -> None:
         _Event.recorded += 1
-        self.at = 10.0 * _Event.recorded
+        self.at = float(_Event.recorded**2)
 
     def elapsed_time(self, later: "_Event") -> float:
         return later.at - self.at
@@ -177,7 +177,7 @@ def test_a_gpu_s_slots_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) 
         watch.mark()
         watch.mark()
     found = [(t.rank, t.slot, t.start, t.end, t.waited) for t in watch.timed(3)]
-    expected = [(3, slots[0], 0.02, 0.03, 0.01), (3, slots[1], 0.05, 0.06, 0.01)]
+    expected = [(3, slots[0], 0.008, 0.015, 0.005), (3, slots[1], 0.035, 0.048, 0.011)]
     for got, wanted in zip(found, expected, strict=True):
         assert got[:2] == wanted[:2] and got[2:] == pytest.approx(wanted[2:])
 

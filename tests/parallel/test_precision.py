@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.build import build_meta
@@ -20,8 +18,20 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import gradients, train_step
+from fivefold.verification.reference import Reference
 from tests.parallel.faults import on_faulty_rank
-from tests.parity import OPTIONS, Case, Outcome, batch_of, documents, hf_config, outcome, reference, reference_model
+from tests.parity import (
+    OPTIONS,
+    Case,
+    Outcome,
+    batch_of,
+    documents,
+    hf_config,
+    outcome,
+    reference,
+    reference_model,
+    subject,
+)
 from tests.pool import run_ranks
 from tests.tiers import every
 
@@ -114,20 +124,9 @@ def bf16_gradients(case: Case, seed: int | None) -> tuple[float, dict[str, np.nd
         for parameter in model.parameters():
             bits = parameter.data.view(torch.int16)
             bits += torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16) * 2 - 1
-    docs = [d for row in documents(case, 0) for d in row if len(d) > 1]
-    targets = sum(len(d) - 1 for d in docs)
-    total = torch.zeros((), dtype=torch.float64)
-    master = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    for doc in docs:
-        ids = torch.from_numpy(doc)[None]
-        logits: Tensor = model(input_ids=ids).logits[0, :-1].float()
-        loss = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / targets
-        loss.backward()
-        total += loss.detach().double()
-        for name, p in model.named_parameters():
-            master[name] += p.grad.float()
-            p.grad = None
-    return float(total), {name: g.double().numpy() for name, g in master.items()}
+    found = Reference(subject(case), "bf16", "cpu", model=model).run([]).tensors
+    names = [name for name, _ in model.named_parameters()]
+    return float(found["losses"][0]), {name: found[f"gradient/{name}"].double().numpy() for name in names}
 
 
 def distances(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:

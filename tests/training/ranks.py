@@ -10,6 +10,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
 from fivefold.training.optimizer import all_reduce_sum, build_optimizer, clip_, squared_norm
 from fivefold.training.step import train_step
+from fivefold.verification.reference import torch_optimizers
 from tests.parity import (
     OPTIONS,
     Case,
@@ -18,7 +19,6 @@ from tests.parity import (
     documents,
     pieces,
     reference_model,
-    reference_optimizers,
 )
 
 
@@ -92,7 +92,7 @@ def updated_by_torch(case: Case, steps: int) -> dict[str, np.ndarray]:
     """Weights after those steps in the optimizers of torch, untouched: its Muon iterates in bf16."""
     model = reference_model(case, torch.float32)
     parameters = dict(model.named_parameters())
-    optimizers = reference_optimizers(model, case)
+    optimizers = torch_optimizers(model, case.options, case.options.learning_rate)
     for step in range(steps):
         for parameter in parameters.values():
             parameter.grad = made_up(tuple(parameter.shape), step)

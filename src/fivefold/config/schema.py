@@ -487,18 +487,20 @@ def parse_config(text: str) -> RunConfig:
     return RunConfig.model_validate(yaml.safe_load(text))
 
 
-def check_supported(config: RunConfig, *, batch: bool = True) -> None:
+def check_supported(config: RunConfig) -> None:
     """Raise `UserError` for what the run file may say but cannot be run: not legal, not built yet, or not installed.
 
-    `batch`: its batch is what a step will have. Of the model, what a config.json at hand says.
+    Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
+    layout = config.layout
     for key, (absent, instead) in NOT_BUILT.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if value in absent:
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
-    rows = config.train.global_batch_size if batch else None
-    legality.refuse(legality.violations(config.layout, _limits(config.model), batch=rows))
+    legality.refuse(legality.violations(layout))
+    if layout.ep > 1 or layout.etp > 1:
+        legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(

@@ -142,9 +142,11 @@ def _shard(spec: ShardSpec | None, shape: tuple[int, ...]) -> str:
 
 def _closing(partition: Partition, anatomy: Anatomy) -> str:
     alone = partition.sequence_parallel_refusal
-    degrees = ", ".join(map(str, legal_degrees(partition.query, partition.kv)))
     lines = [
-        f"{partition.query} query heads, {partition.kv} key/value heads: tp {degrees}",
+        f"{query} query heads, {kv} key/value heads: tp {', '.join(map(str, legal_degrees(query, kv)))}"
+        for query, kv in partition.heads
+    ]
+    lines += [
         f"sequence parallel: {f'refused, {alone}' if alone else 'yes'}",
     ]
     if partition.across:

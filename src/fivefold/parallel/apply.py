@@ -17,7 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
-from fivefold.core import heads, legality
+from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
@@ -27,6 +27,7 @@ from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
+from fivefold.models.positions import count_behind_padding
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
@@ -80,7 +81,7 @@ def parallelize(
     limits = limits_of(model, anatomy, traced, partition, expert_tp=layout.etp > 1)
     legality.refuse(legality.violations(layout, limits))
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
-    copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
+    copies = tensor.kv_copies(model, partition, layout.tp)
     stages = assign(model, anatomy, traced, layout)
     holders = {name: stages.holders(name) for name in specs}
     tied = f"{anatomy.embedding}.weight" if anatomy.tied else None
@@ -114,6 +115,8 @@ def parallelize(
     balance = balancing.watch_routers(model, experts, fold, rows, device)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_cu_seqlens(model, traced.forgetful)
+    if traced.padding is not None:
+        count_behind_padding(model.get_submodule(anatomy.base), traced.padding)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
     compiled = Compiled() if compile_blocks else None

@@ -1,6 +1,7 @@
 """What a model that has been traced allows of a layout: the facts that `legality` asks for."""
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 from torch import nn
@@ -25,11 +26,12 @@ def limits_of(
     features = None
     if expert_tp and traced.experts:
         features, refusals["expert_tp"] = _features(model, traced.experts)
-    has_heads = partition is not None and not partition.refusal
+    counts = tuple(zip(*partition.heads, strict=True)) if partition and not partition.refusal else ()
+    query, kv = (gcd(*each) for each in counts) if counts else (None, None)  # layers may differ: tp fits all of them
     return ModelLimits(
         name=type(model).__name__,
-        query=partition.query if partition and has_heads else None,
-        kv=partition.kv if partition and has_heads else None,
+        query=query,
+        kv=kv,
         attended=_attended(traced),
         fused=_fused(partition) if partition else None,
         layers=len(anatomy.layers),

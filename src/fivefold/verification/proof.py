@@ -354,8 +354,13 @@ class Proof:
         return whole.cpu()
 
     def _norm(self) -> str:
-        """The last parameter that is a norm's: where a fault is planted."""
-        vectors = [name for name, spec in self.spread.shards.items() if len(spec.shape) == 1 and not spec.splits]
+        """The last parameter that is a norm's whose output is compared: where a fault is planted. (The head computes in
+        chunks, and a tower that no token reaches does not compute at all.)"""
+        seen, base = set(self.evidence.names("output")), f"{self.spread.anatomy.base}."
+        vectors = [
+            name for name, spec in self.spread.shards.items()
+            if len(spec.shape) == 1 and not spec.splits and name.startswith(base) and name.rpartition(".")[0] in seen
+        ]  # fmt: skip
         outside = [name for name in vectors if name.endswith("weight")]
         return (outside or vectors)[-1]
 

@@ -51,6 +51,7 @@ class ProofCase:
     prompts: int = 3
     new_tokens: int = 8
     capacity_factor: float | None = None  # of experts, as the run file has it
+    max_grad_norm: float | None = None  # 0: no clipping; None: half of the first step's norm, so that clipping bites
 
     @property
     def learning_rate(self) -> float:

@@ -4,10 +4,13 @@ Its own attention, its own loss head, torch's cross entropy, clipping and AdamW.
 each document's gradient is added in fp32, which is what mixed precision means everywhere.
 """
 
+import copy
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -31,15 +34,19 @@ CLIP = 0.5  # of the first step's gradient norm: clipping bites
 class Reference:
     """The model of a subject in one process, and everything that it computes."""
 
-    def __init__(self, subject: ProofCase, precision: str, device: str, *, noise: bool = False) -> None:
-        """`noise`: the embedding is off by one unit in the last place of `precision`."""
+    def __init__(
+        self, subject: ProofCase, precision: str, device: str, *, noise: bool = False,
+        model: torch.nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
+        which a copy is trained; None: that of the subject's folder."""
         self.subject, self.precision, self.device = subject, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
-        self.master = hf_internals.load_unmodified(subject.folder, torch.float32).to(device, master_dtype(precision))
+        self.master = self._load(model, torch.float32).to(device, master_dtype(precision))
         self.master.config.use_cache = False
         self.model = self.master
         if precision == "bf16":
-            self.model = hf_internals.load_unmodified(subject.folder, torch.bfloat16).to(device)
+            self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
         factor = subject.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
@@ -53,6 +60,11 @@ class Reference:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
+    def _load(self, model: torch.nn.Module | None, dtype: torch.dtype) -> Any:
+        if model is None:
+            return hf_internals.load_unmodified(self.subject.folder, dtype)
+        return copy.deepcopy(model).to(dtype)
+
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", dict(self.master.named_parameters()))
@@ -62,7 +74,8 @@ class Reference:
                 loss = self._gradients(step, inputs if step == 0 else None)
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.master.parameters() if p.grad is not None])
             if step == 0:
-                self.clip = CLIP * float(norm)
+                most = self.subject.max_grad_norm
+                self.clip = CLIP * float(norm) if most is None else most or math.inf
             self._update(optimizers, norm, is_first=step == 0)
             self.losses.append(loss)
             self.norms.append(float(norm))
