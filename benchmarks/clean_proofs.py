@@ -27,14 +27,14 @@ from tests.pool import run_ranks
 
 from common import RESULTS, machine
 from fivefold.config import OptimizerSection
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.legality import violations
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
 from fivefold.models.partition import derive
 from fivefold.models.trace import trace
-from fivefold.parallel import expert, tensor
+from fivefold.parallel.limits import limits_of
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase, rows_for
@@ -75,17 +75,8 @@ def layouts_of(family: str) -> list[str]:
     anatomy = Anatomy.of(model)
     traced = trace(model, anatomy)
     partition = derive(model, anatomy, traced)
-    found = []
-    for text in ALL:
-        layout = Layout.parse(text)
-        try:
-            tensor.shard_specs(model, partition, layout.tp)
-            expert.shard_specs(model, traced.experts, layout)
-        except UserError:
-            continue
-        if layout.tp == 1 or not (layout.sequence_parallel and partition.sequence_parallel_refusal):
-            found.append(text)
-    return found
+    limits = limits_of(model, anatomy, traced, partition, expert_tp=True)
+    return [text for text in ALL if not violations(Layout.parse(text), limits)]
 
 
 def make_subject(family: str, precision: str, layouts: list[str], seed: int, folder: Path) -> None:

@@ -134,7 +134,7 @@ def random_model(config: PreTrainedConfig) -> Any:
     """The unmodified model in fp32, nothing in it zero or one."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    hf_internals.select_experts(model, "eager")
+    hf_internals.select_experts(hf_internals.base_first(model), "eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():

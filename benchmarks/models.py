@@ -143,7 +143,7 @@ def _verdicts(results: Results, place: str) -> Iterator[tuple[str, str, Results]
 
 
 def _summary(results: Results) -> int:
-    names = sorted({name for _, name, _ in _verdicts(results, "layouts")}, key=[SINGLE, *SPREAD].index)
+    names = sorted({name for _, name, _ in _verdicts(results, "layouts")}, key=lambda name: [*SPREAD, name].index(name))
     for name in names:
         print(f"{name}: {_counted(v['kind'] for _, each, v in _verdicts(results, 'layouts') if each == name)}")
     print(f"switches: {_counted(verdict['kind'] for *_, verdict in _verdicts(results, 'switches'))}")

@@ -90,7 +90,7 @@ def _steps(case: Rehearsal) -> Seen:
     import torch
     from torch._dynamo.utils import counters
 
-    from fivefold.core import schedule
+    from fivefold.core.legality import micro_batches_for
     from fivefold.models.build import build_meta
     from fivefold.ops.linear import WeightGradStore
     from fivefold.parallel import apply
@@ -102,7 +102,7 @@ def _steps(case: Rehearsal) -> Seen:
     torch._dynamo.reset()
     counters.clear()
     layout = _parity_case(case, 1).parsed
-    least, unit = schedule.micro_batches_for(layout)
+    least, unit = micro_batches_for(layout)
     micro = max(least, unit, 2 * layout.pp) if layout.pp > 1 else 2
     parity_case = _parity_case(case, micro * layout.data_ranks * layout.micro_batch_size)
     compiles, graphs, put_off = torch.compile, [], set()

@@ -9,7 +9,7 @@ import pytest
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
 from fivefold.config.key import NOT_BUILT
 from fivefold.core.errors import UserError
-from fivefold.core.layout import SCHEDULES
+from fivefold.core.schedule import SCHEDULES
 from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.core.units import human, parse_count, parse_fraction, parse_length
 
@@ -67,7 +67,7 @@ def test_what_is_not_built_is_not_listed_and_says_so_when_set(here: Path, key: s
 def test_keys_say_what_may_be_chosen() -> None:
     choices = {key.name: key.choices for key in keys()}
     assert choices["scheduler.name"] == ("cosine", "linear", "wsd", "constant")
-    assert choices["layout.pp_schedule"] == SCHEDULES
+    assert choices["layout.pp_schedule"] == tuple(SCHEDULES)
     assert choices["precision.compute"] == ("bf16", "fp32", "fp64")
     assert choices["memory.recompute"] == ("none", "full")  # selective is not built
     assert choices["train.compile"] == ("auto", True, False)
@@ -135,7 +135,7 @@ run: {name: demo, dir: runs}
         ("optimizer.learning_rate=1e-4", lambda c: c.optimizer.learning_rate, 1e-4),
         ("optimizer.betas=[0.8, 0.9]", lambda c: c.optimizer.betas, (0.8, 0.9)),
         ("tokenizer.name_or_path=train:4k", lambda c: c.tokenizer.name_or_path, "train:4096"),
-        ("tokenizer.name_or_path=train:4096", lambda c: c.tokenizer.trained_size, 4096),
+        ("tokenizer.name_or_path=train:4096", lambda c: c.tokenizer.name_or_path, "train:4096"),
         ("data.train=./notes.jsonl", lambda c: [s.path for s in c.data.train], ["./notes.jsonl"]),
         ("data.train=[a.txt,b.jsonl]", lambda c: [s.path for s in c.data.train], ["a.txt", "b.jsonl"]),
         ("data.train=[{path: a, text_key: body}, b]", lambda c: c.data.train[0].text_key, "body"),
@@ -327,7 +327,7 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
     assert len(text.splitlines()) <= 45
     config = load_config(None)
     assert (config.run.name, config.model.init, config.layout.dp_shard) == ("demo", "random", -1)
-    assert config.tokenizer.trained_size and config.tokenizer.trained_size <= 4096
+    assert int(config.tokenizer.name_or_path.removeprefix("train:")) <= 4096
     check_supported(config)
     # What its last sample was judged by (README): half the parameters and Muon, at the tokens it had before.
     assert (config.optimizer.name, config.model.overrides["hidden_size"]) == ("muon", 128)
@@ -362,7 +362,7 @@ def test_what_is_built_is_not_refused(override: str) -> None:
 
 
 def test_experts_are_split_where_there_are_some() -> None:
-    with pytest.raises(UserError, match=r"expert_tp splits experts over tp, and .* has none") as caught:
+    with pytest.raises(UserError, match=r"expert_tp: .* has no experts to split over tp") as caught:
         check_supported(load_config(None, ["layout=tp2+etp"]))
     assert caught.value.fix == "set layout.expert_tp: false"
     check_supported(load_config(None, ["layout=tp2+etp", "model.name_or_path=someone/mixtral"]))

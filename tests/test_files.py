@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fivefold import files
+from fivefold.core import files
 from fivefold.core.json_lines import JsonLines
 
 

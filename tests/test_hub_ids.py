@@ -16,7 +16,8 @@ from fivefold import cli
 from fivefold.config import load_config
 from fivefold.core import hub
 from fivefold.core.errors import UserError
-from fivefold.generation.run import GenerateRequest, generate
+from fivefold.generation import GenerateRequest
+from fivefold.generation.run import generate
 from fivefold.launch.model import check_model
 from fivefold.models.build import load_model_config
 

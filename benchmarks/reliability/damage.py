@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import RESULTS, machine
-from fivefold.checkpoint import Checkpoint, Damaged, step_folder
+from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, step_folder
 
 STEPS = (2, 4)
 
@@ -85,7 +85,7 @@ def look(folder: Path) -> str:
     """What is found wrong; empty when nothing is."""
     try:
         return next(Checkpoint.open(folder).damages(), "")
-    except Damaged as damage:
+    except CorruptCheckpoint as damage:
         return damage.what
 
 

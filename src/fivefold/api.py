@@ -174,10 +174,12 @@ def generate(
     ([tokens] or [1, tokens]), of which come tokens. Raises `UserError` for what does not fit.
     """
     if isinstance(model, Run | str | Path):
-        from fivefold.generation import main
+        from fivefold.generation import GenerateRequest
+        from fivefold.generation.launch import start
 
-        options = {"quiet": True, **options}
-        return main(str(model.path if isinstance(model, Run) else model), cast(str, prompt), **options)
+        device, quiet = options.pop("device", "auto"), options.pop("quiet", True)
+        name = str(model.path if isinstance(model, Run) else model)
+        return start(GenerateRequest(model=name, prompt=cast(str, prompt), **options), device=device, quiet=quiet)
     from fivefold import own_loop
 
     return own_loop.generate(model, prompt, **options)

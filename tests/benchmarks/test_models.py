@@ -15,13 +15,18 @@ from tests.pool import run_ranks
 # Refused before: why.
 ONCE_REFUSED = {
     "BertLMHeadModel": "its head's bias has two names, and its gradient counted twice",
+    "CamembertForCausalLM": "positions behind the padding token, and a head that is made before the rest",
     "DiffLlamaForCausalLM": "parameters drawn on the CPU, whatever the device",
     "Emu3ForCausalLM": "a config that is a part of another model's",
+    "Gemma3ForConditionalGeneration": "a tower for images with as many layers",
     "Gemma3nForCausalLM": "several streams of hidden states",
+    "Gemma4ForConditionalGeneration": "a row of the embedding's weight, looked up directly",
     "Gemma4UnifiedForCausalLM": "inv_freq copied in _init_weights",
+    "Gemma4UnifiedForConditionalGeneration": "a mask that looks at what kind of token each is",
     "GotOcr2ForConditionalGeneration": "a convolution that text never runs through",
     "JetMoeForCausalLM": "several rows per token, in the order of experts",
     "Llama4ForCausalLM": "a base model under another name than its class states",
+    "MossTranscribeDiarizeForConditionalGeneration": "a tower for sound, and layers of another model",
     "LongcatFlashForCausalLM": "two attentions in a layer",
 }
 WITHOUT_TUNING = {"Llama4ForCausalLM": {"attn_temperature_tuning": False}}  # it counts tokens of the row
@@ -48,6 +53,19 @@ def test_switches_that_crashed_are_right(model_class: str, changed: dict[str, An
 @pytest.mark.parametrize("layout", ["tp2", "tp2+nosp"])
 @pytest.mark.parametrize("model_class", SHARED_EXPERTS)
 def test_shared_experts_and_their_gates_are_split(model_class: str, layout: str) -> None:
+    verdict = sweep.module("held_against").judged(run_ranks(2, sweep.on_rank, model_class, layout))
+    assert verdict.kind == "right", verdict
+
+
+@pytest.mark.parametrize(
+    ("model_class", "layout"),
+    [
+        ("Gemma3ForConditionalGeneration", "tp2"),  # a tower that no token comes to
+        ("MiMoV2FlashForCausalLM", "tp2"),  # layers with other numbers of heads
+        ("RobertaForCausalLM", "tp2+nosp"),  # what changes hidden states for the head, and its bias of two names
+    ],
+)
+def test_parameters_that_had_no_role_have_one(model_class: str, layout: str) -> None:
     verdict = sweep.module("held_against").judged(run_ranks(2, sweep.on_rank, model_class, layout))
     assert verdict.kind == "right", verdict
 

@@ -17,6 +17,8 @@ from fivefold import cli
 from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.generation import GenerateRequest
+from fivefold.generation import launch as generation_launch
 from fivefold.launch.workers import WorkerCrashed
 from fivefold.training import launch
 from fivefold.verification import before_training
@@ -66,7 +68,8 @@ def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "imported", "said"), [("fivefold", "typer", "stopped\n"), ("fivefold.worker", "fivefold.config", "")]
+    ("module", "imported", "said"),
+    [("fivefold", "typer", "stopped\n"), ("fivefold.launch.worker", "fivefold.launch.failure", "")],
 )
 def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str, imported: str, said: str) -> None:
     code = f"""
@@ -202,24 +205,14 @@ def test_overrides_from_python_arrive_as_they_are(monkeypatch: pytest.MonkeyPatc
 
 def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     calls: list[Any] = []
-    module = SimpleNamespace(main=lambda *given, **named: calls.append((given, named)))
-    monkeypatch.setitem(sys.modules, "fivefold.generation", module)
+    monkeypatch.setattr(generation_launch, "start", lambda *given, **named: calls.append((given, named)))
     done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134)
     module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)) or done)
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
     assert run("export", "runs/demo", "my out", "--step", "20", "--dtype", "bf16", "--force") == 0
-    options = {
-        "layout": "tp2",
-        "device": "auto",
-        "step": None,
-        "max_new_tokens": 100,
-        "temperature": 0.8,
-        "top_k": 5,
-        "seed": 1234,
-        "quiet": False,
-    }
-    assert calls[0] == (("runs/demo", "def "), options)
+    request = GenerateRequest(model="runs/demo", prompt="def ", layout="tp2", top_k=5)
+    assert calls[0] == ((request,), {"device": "auto"})
     assert calls[1] == (("runs/demo", Path("my out")), {"step": 20, "dtype": "bf16", "force": True})
     said = capsys.readouterr().out
     assert said.startswith("my out is a Hugging Face folder: 1.23M parameters in bfloat16, 2.47MB\n")
@@ -234,11 +227,9 @@ def test_generate_has_one_set_of_defaults() -> None:
     import fivefold
     from fivefold import own_loop
     from fivefold.cli.generate import generate
-    from fivefold.generation import main
-    from fivefold.generation.run import GenerateRequest
 
     for name in ("temperature", "top_k", "seed", "max_new_tokens"):
-        functions = (generate, main, own_loop.generate, GenerateRequest, *get_overloads(fivefold.generate))
+        functions = (generate, own_loop.generate, GenerateRequest, *get_overloads(fivefold.generate))
         assert len({inspect.signature(each).parameters[name].default for each in functions}) == 1, name
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from fivefold.core.errors import UserError
-from fivefold.generation import launch, main
+from fivefold.generation import GenerateRequest, launch
 
 
 def test_a_layout_larger_than_the_machine_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "device_kind", lambda _: "cuda")
     monkeypatch.setattr(launch, "gpus", lambda: 1)
     with pytest.raises(UserError, match="tp 2 needs 2 GPUs, but this machine has 1") as caught:
-        main("runs/demo", "def ", layout="tp2")
+        launch.start(GenerateRequest(model="runs/demo", prompt="def ", layout="tp2"))
     assert "--device cpu" in str(caught.value.fix)
 
 
@@ -36,5 +36,5 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path)
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "run.yaml").touch()
     with pytest.raises(UserError, match="neither a run folder") as caught:
-        main(str(tmp_path / "dmeo"), "def ", device="cpu")
+        launch.start(GenerateRequest(model=str(tmp_path / "dmeo"), prompt="def "), device="cpu")
     assert caught.value.fix == f"runs in {tmp_path}: demo"

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fivefold.core.errors import UserError
-from fivefold.generation import main
+from fivefold.generation import GenerateRequest
+from fivefold.generation.launch import start
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
 from tests.generation.ranks import from_folder
 from tests.parity import Case
@@ -43,17 +44,19 @@ def test_the_text_is_that_of_transformers(folder: Path, expected: str, kind: str
 
 @pytest.mark.parametrize("layout", ["single", "tp2"])
 def test_the_command(folder: Path, expected: str, layout: str, capfd: pytest.CaptureFixture[str]) -> None:
-    text = main(str(folder.parent / "run"), PROMPT, layout=layout, max_new_tokens=TOKENS, temperature=0.0)
+    run = str(folder.parent / "run")
+    request = GenerateRequest(model=run, prompt=PROMPT, layout=layout, max_new_tokens=TOKENS, temperature=0.0)
+    text = start(request)
     assert text == expected
     assert capfd.readouterr().out == f"{PROMPT}{expected}\n"
 
 
 def test_what_is_not_there(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match="neither a run folder, a model folder nor a hub id"):
-        main(str(tmp_path / "absent"), "a")
+        start(GenerateRequest(model=str(tmp_path / "absent"), prompt="a"))
     with pytest.raises(UserError, match=r"no checkpoint of step 4\nsteps: 3"):
-        main(str(folder.parent / "run"), "a", step=4)
+        start(GenerateRequest(model=str(folder.parent / "run"), prompt="a", step=4))
     with pytest.raises(UserError, match="temperature -1 is less than 0"):
-        main(str(folder), "a", temperature=-1)
+        start(GenerateRequest(model=str(folder), prompt="a", temperature=-1))
     with pytest.raises(UserError, match="is not a run folder, so it has no step 4"):
-        main(str(folder), "a", step=4)
+        start(GenerateRequest(model=str(folder), prompt="a", step=4))

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,6 +51,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_a_rank_without_a_beat_is_frozen(machine: Machine) -> None:
     assert machine.frozen_after(6, lambda: machine.beats[0].write(still=0.0, waits=False)) == set()
     assert machine.frozen_after(1, lambda: machine.beats[0].write(still=0.0, waits=False)) == {1}
+
+
+def test_each_beat_begins_the_wait_anew(machine: Machine) -> None:
+    for _ in range(3):  # eight seconds each
+        machine.beats[1].write(still=0.0, waits=False)
+        assert machine.frozen_after(4, lambda: machine.beats[0].write(still=0.0, waits=False)) == set()
 
 
 def test_one_that_computes_is_not(machine: Machine) -> None:
@@ -119,19 +126,34 @@ def test_a_thread_that_nobody_waits_for_does_not_count() -> None:
 
 
 def test_a_thread_that_goes_from_place_to_place_moves() -> None:
-    turn, ended = threading.Barrier(2), threading.Event()
+    turn = threading.Barrier(2)
 
     def walk() -> None:
-        while not ended.is_set():
-            turn.wait()
-            turn.wait()
+        with suppress(threading.BrokenBarrierError):
+            while True:
+                turn.wait()
+                turn.wait()
 
     walker = threading.Thread(target=walk)  # somebody waits for it
     walker.start()
-    assert still_while(turn.wait, looks=7) <= 0.5
-    ended.set()
-    turn.wait()
-    walker.join()
+    try:
+        assert still_while(turn.wait, looks=7) <= 0.5
+    finally:
+        turn.abort()
+        walker.join()
+
+
+def test_waiting_for_the_network_moves() -> None:
+    """Its clients end that themselves."""
+    there, scope = threading.Event(), {"__name__": "fsspec.implementations.http"}
+    exec("def fetch(there): there.wait()", scope)
+    client = threading.Thread(target=cast(Any, scope["fetch"]), args=(there,))
+    client.start()
+    try:
+        assert still_while(lambda: time.sleep(0.005)) == 0
+    finally:
+        there.set()
+        client.join()
 
 
 # ---- the first cause ------------------------------------------------------------------------------------------------

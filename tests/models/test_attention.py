@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 
 from fivefold.core.errors import UserError
 from fivefold.models import kernels, packed
-from fivefold.models.attention import attention_forward, reference_attention
+from fivefold.models.attention import attention_forward
 from fivefold.models.build import build_meta
+from tests.plain_attention import reference_attention
 
 # Rows x positions, and the bounds of the documents in them: prime lengths, documents of 1 token, a padding tail.
 PACKINGS = {

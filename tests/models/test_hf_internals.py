@@ -51,7 +51,8 @@ def test_contract_plan(case):
     anatomy = Anatomy.of(model)
     partition = derive(model, anatomy, trace(model, anatomy))
     assert partition.refusal is None and partition.is_proved
-    assert partition.query == model.config.num_attention_heads and partition.kv in (2, partition.query)
+    ((query, kv),) = partition.heads
+    assert query == model.config.num_attention_heads and kv in (2, query)
     said = {key: style for key, style in plan.items() if style in ("colwise", "rowwise")}
     for key, style in said.items():
         names = [f"{key.replace('*', str(layer))}.weight" for layer in range(3)]

@@ -45,7 +45,7 @@ def test_llama():
     assert Counter(role.kind for role in found.roles.values()) == {
         "vocab_embedding": 1, "vocab_head": 1, "column": 3 * 10, "row": 3 * 2, "row_bias": 3 * 2, "norm": 3 * 2 + 1,
     }  # fmt: skip
-    assert (found.query, found.kv) == (6, 2)
+    assert found.heads == ((6, 2),)
     layer = "model.layers.2"
     assert found.roles[f"{layer}.self_attn.q_proj.bias"].deal == tuple(
         FeatureGroup(8 * head, 8 * head + 8, "query", head) for head in range(6)
@@ -112,7 +112,7 @@ def test_latents_serve_all_heads():
     region = next(region for region in found.regions if region.owner == attention)
     assert region.columns == (f"{attention}.q_b_proj", f"{attention}.kv_b_proj")
     assert [entry.modules for entry in region.entries] == [(attention,)]
-    assert (found.query, found.kv) == (4, 4) and found.refusal is None
+    assert found.heads == ((4, 4),) and found.refusal is None
 
 
 def test_a_projection_behind_a_latent_is_no_row_though_it_is_as_wide_as_the_residual():
@@ -268,7 +268,7 @@ def test_any_number_of_heads_is_traced(heads):
     query, kv = heads
     sizes = {"num_attention_heads": query, "num_key_value_heads": kv, "hidden_size": 4 * query, "head_dim": 4}
     found = partition_of(build_meta(tiny.llama(**sizes)))
-    assert found.refusal is None and (found.query, found.kv) == heads
+    assert found.refusal is None and found.heads == (heads,)
 
 
 def test_numbers_per_head_are_refused():

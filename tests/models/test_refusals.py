@@ -9,7 +9,6 @@ from transformers import (
     MiniMaxM3VLTextConfig,
     OPTConfig,
     PhimoeConfig,
-    RobertaConfig,
     Starcoder2Config,
 )
 from transformers.models.llama import modeling_llama
@@ -74,10 +73,6 @@ def sparse_minimax():
     ("config", "said"),
     [
         (sparse_minimax(), "MiniMaxM3VLAttention passes its attention block_indices"),
-        (
-            RobertaConfig(**tiny.SIZES, is_decoder=True, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
-            "positions that it counts",
-        ),
         (DogeConfig(**tiny.SIZES, hidden_dropout=0.0), "look into the attention mask"),
         (OPTConfig(**OPT, dropout=0.0, is_decoder=False), None),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod, context_method
 from fivefold.core.layout import Layout
-from fivefold.models.attention import reference_attention
+from fivefold.core.legality import ModelLimits, refuse, violations
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
 from fivefold.parallel.collectives import by_group, record
@@ -21,6 +21,7 @@ from fivefold.parallel.context import ContextParallel, _add_first, _groups, row_
 from fivefold.parallel.kv_exchange import carried
 from fivefold.parallel.mesh import Mesh, build_mesh
 from tests.parity import Case, refusal
+from tests.plain_attention import reference_attention
 from tests.pool import run_ranks
 
 METHODS = ("ring", "allgather", "ulysses", "2x2")
@@ -111,9 +112,9 @@ def test_auto_sends_the_least(cp: int, query: int, kv: int, expected: CPMethod) 
 
 def test_methods_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(UserError, match="2 x 3 = 6 ranks, but cp is 4"):
-        context_method("2x3", 4, 12, 12)
+        refuse(violations(Layout.parse("cp4+2x3"), ModelLimits(query=12, kv=12)))
     with pytest.raises(UserError, match="deals 6 query and 2 key/value heads of a rank out to 4") as caught:
-        context_method("ulysses", 4, 6, 2)
+        refuse(violations(Layout.parse("cp4+ulysses"), ModelLimits(query=6, kv=2)))
     assert "2x2" in str(caught.value.fix)
     assert context_method("ulysses", 4, 8, 2) == CPMethod(1, 4)  # two ranks share each key/value head
     error = run_ranks(4, refusal, Case("cp4+ulysses", kv_heads=1, overrides=(("num_attention_heads", 2),)))[0]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.parallel.loss import CACHE_BYTES, IGNORE, MOST_BYTES, chunk_sizes, chunked_loss, head_only
+from fivefold.models.head import head_only
+from fivefold.parallel.loss import CACHE_BYTES, IGNORE, MOST_BYTES, chunk_sizes, chunked_loss
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.spread import spread_of
 from fivefold.parallel.tensor import TensorParallel

@@ -10,6 +10,7 @@ from tests.pool import run_ranks
 from tests.tiers import every
 
 LEARNT = (("learnt_scale", True),)
+OWN_LINEARS = (("own_linears", True),)
 
 
 @lru_cache
@@ -31,6 +32,12 @@ def check(case: Case, *, listed: bool) -> None:
 @pytest.mark.parametrize("listed", every([False, True], 2), ids=["tried", "listed"])
 def test_a_model_that_nobody_knows(layout: str, tied: bool, listed: bool) -> None:
     check(Case(f"{layout}+mb4+fp64", family="toy", tied=tied, loss_chunks=3), listed=listed)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+nosp+full", "pp2+zb"])
+def test_a_class_derived_from_linear_is_one_and_keeps_its_own_forward(layout: str) -> None:
+    """Split as columns and rows; a row's bias is added once."""
+    check(Case(f"{layout}+mb4+fp64", family="toy", overrides=OWN_LINEARS), listed=True)
 
 
 @pytest.mark.parametrize("layout", every(["shard2", "dp2", "single"], 3))

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch.distributed.pipelining.schedules as torchs
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import Plan, Slot, Transfer, balanced, check, layers_for, micro_batches_for, read_split
+from fivefold.core.legality import ModelLimits, layers_for, micro_batches_for, refuse, violations
+from fivefold.core.schedule import SCHEDULES as RECORDS
+from fivefold.core.schedule import Plan, Slot, Transfer, balanced
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zb", 2), ("zbv", 2),
              ("dualpipev", 2)]  # fmt: skip
@@ -133,7 +136,7 @@ def test_a_timeline_is_json_and_transfers_take_time() -> None:
 )
 def test_refusals(text: str, micro_batches: int | None, layers: int | None, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check(Layout.parse(text), micro_batches=micro_batches, layers=layers)
+        refuse(violations(Layout.parse(text), ModelLimits(layers=layers), micro_batches=micro_batches))
 
 
 @pytest.mark.parametrize("text", ["single", "pp2", "pp3+zbv", "pp2+dualpipev", "pp4+interleaved+v2", "pp4+zb"])
@@ -142,7 +145,7 @@ def test_what_a_proof_needs_is_accepted(text: str) -> None:
     fewest, unit = micro_batches_for(layout)
     for count in range(1, 40):
         if count >= fewest and count % unit == 0:
-            check(layout, micro_batches=count, layers=layers_for(layout))
+            assert not violations(layout, ModelLimits(layers=layers_for(layout)), micro_batches=count)
 
 
 def test_stages_are_balanced_with_the_head_counted() -> None:
@@ -150,4 +153,10 @@ def test_stages_are_balanced_with_the_head_counted() -> None:
     assert balanced((1.0,) * 12, 4, last=2.2) == (3, 4, 4, 1)
     assert balanced((3.0, 1.0, 1.0, 1.0, 5.0), 3) == (1, 3, 1)
     assert balanced((1.0,) * 3, 3, last=50.0) == (1, 1, 1)  # every stage has a layer
-    assert read_split(Layout.parse("pp3+split4-3-5"), 12) == (4, 3, 5)
+    assert Layout.parse("pp3+split4-3-5").split == (4, 3, 5)
+
+
+def test_the_guide_names_every_schedule() -> None:
+    guide = Path("docs/pipeline.md").read_text()
+    for name, record in RECORDS.items():
+        assert f"| `{name}`" in guide and record.help in guide and record.source in guide

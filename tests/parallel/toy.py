@@ -36,12 +36,14 @@ class ToyConfig(PreTrainedConfig):
     def __init__(
         self, vocab_size: int = 101, hidden_size: int = 32, intermediate_size: int = 53, num_hidden_layers: int = 2,
         num_attention_heads: int = 4, num_key_value_heads: int = 2, head_dim: int = 8, logit_cap: float = 1.3,
-        logit_scale: float = 2.1, learnt_scale: bool = False, **rest: Any,
+        logit_scale: float = 2.1, learnt_scale: bool = False, own_linears: bool = False,
+        **rest: Any,
     ) -> None:  # fmt: skip
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
         self.logit_cap, self.logit_scale, self.learnt_scale = logit_cap, logit_scale, learnt_scale
+        self.own_linears = own_linears
         super().__init__(**rest)
 
 
@@ -54,6 +56,17 @@ class ToyNorm(nn.Module):
         return nn.functional.layer_norm(x_BTD, x_BTD.shape[-1:], self.weight, self.bias)
 
 
+class ToyLinear(nn.Linear):
+    """A linear with a forward of its own, as an adapter's or a quantised one's is: without it, results are others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * 1.25, self.bias)
+
+
+def linear_class(config: ToyConfig) -> type[nn.Linear]:
+    return ToyLinear if config.own_linears else nn.Linear
+
+
 class ToyMixer(nn.Module):
     is_causal = True
 
@@ -62,9 +75,10 @@ class ToyMixer(nn.Module):
         self.config, self.size = config, config.head_dim
         queries, keys = (n * self.size for n in (config.num_attention_heads, config.num_key_value_heads))
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.wq = nn.Linear(config.hidden_size, queries, bias=True)
-        self.wk, self.wv = (nn.Linear(config.hidden_size, keys, bias=False) for _ in range(2))
-        self.wo = nn.Linear(queries, config.hidden_size, bias=True)
+        linear = linear_class(config)
+        self.wq = linear(config.hidden_size, queries, bias=True)
+        self.wk, self.wv = (linear(config.hidden_size, keys, bias=False) for _ in range(2))
+        self.wo = linear(queries, config.hidden_size, bias=True)
 
     def forward(self, states: Tensor, angles: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         q, k, v = (w(states).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
@@ -83,8 +97,9 @@ def _turn(x_BHTD: Tensor, angles_BTD: Tensor) -> Tensor:
 class ToyGate(nn.Module):
     def __init__(self, config: ToyConfig) -> None:
         super().__init__()
-        self.w1, self.w3 = (nn.Linear(config.hidden_size, config.intermediate_size, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=True)
+        linear = linear_class(config)
+        self.w1, self.w3 = (linear(config.hidden_size, config.intermediate_size, bias=False) for _ in range(2))
+        self.w2 = linear(config.intermediate_size, config.hidden_size, bias=True)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.w2(torch.tanh(self.w1(x_BTD)) * self.w3(x_BTD))

@@ -19,8 +19,9 @@ from fivefold.parallel.spread import spread_of
 from fivefold.training import checks
 from fivefold.training import run as run_module
 from fivefold.training.checks.bits import hashes
-from fivefold.training.muon import Muon, matrices
 from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import rule_of
+from fivefold.training.optimizers.muon import Muon, matrices
 from fivefold.training.step import train_step
 from tests.parity import Case, build
 from tests.training.bodies import Ran, on_rank
@@ -57,7 +58,8 @@ def findings(
             assert not result.skipped
         found += checks.replicas(model, optimizer) + checks.finite(model, optimizer)
         found += checks.ledger(model, batch, rows, step=step, global_batch_size=case.rows)
-        found += checks.moved(model, optimizer, update) + checks.rates(model, optimizer, rate, updates=step + 1)
+        found += checks.moved(model, optimizer, update, rule=rule_of(case.optimizer))
+        found += checks.rates(model, optimizer, rate, updates=step + 1)
     return found
 
 

@@ -65,7 +65,7 @@ def export(
     _check_free(out, force)
     files = {path.name: path.read_bytes() for path in sorted(checkpoint.model_folder.iterdir())}
     files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
-    known = _known(checkpoint.model_folder)
+    known = known_of(checkpoint.model_folder)
     size = write_folder(source, out, files, target, known, publish=_publish, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
     return Exported(out, checkpoint.manifest.step, parameters, size, target)
@@ -200,17 +200,10 @@ class Known:
     buffers: Mapping[str, torch.Tensor]
 
 
-def _known(folder: Path) -> Known:
-    try:
-        return known_of(load_model_config(folder))
-    except UserError:  # a class that is registered only where it was trained
-        return Known({}, {}, {})
-
-
 def known_of(config: Any) -> Known:
-    """What the class of the model of `config` says."""
+    """What the class of the model of `config`, which may be a model folder, says."""
     try:
-        model = build_meta(config)
+        model = build_meta(load_model_config(config) if isinstance(config, Path) else config)
         return Known(hf_internals.saved_names(model), hf_internals.saved_pieces(model), stored_buffers(model))
     except UserError:  # a class that is registered only where it was trained
         return Known({}, {}, {})

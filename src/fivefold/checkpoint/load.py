@@ -267,12 +267,12 @@ def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 found |= {key: str(value.dtype).removeprefix("torch.")} if value.ndim == 0 else {}
-            elif value is not None:
-                found[key] = type(value).__name__
+            elif kinds := [kind for kind, number in _NUMBERS.items() if isinstance(value, number)]:
+                found[key] = kinds[0]
     return found
 
 
-_NUMBERS: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
+_NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float}  # True is an int, too, and numpy's a float
 
 
 def _scalar(value: float, kind: str, device: torch.device) -> Any:

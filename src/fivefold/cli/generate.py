@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug
-from fivefold.generation import SEED, TEMPERATURE, TOP_K
+from fivefold.generation import SEED, TEMPERATURE, TOP_K, GenerateRequest
 
 
 class Device(StrEnum):
@@ -36,17 +36,10 @@ def generate(
 
     Example: fivefold generate runs/demo --prompt "def "
     """
-    from fivefold.generation import main
+    from fivefold.generation.launch import start
 
-    main(
-        model,
-        prompt,
-        layout=layout,
-        device=device.value,
-        step=step,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        quiet=False,
-    )
+    request = GenerateRequest(
+        model=model, prompt=prompt, layout=layout, step=step, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_k=top_k, seed=seed,
+    )  # fmt: skip
+    start(request, device=device.value)

@@ -47,7 +47,7 @@ def _tidy(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     tidy = {key: _tidy(value) for key, value in node.items() if key != "title" and key not in _BOUNDS}
-    for bound in _BOUNDS.keys() & node.keys():
+    for bound in [each for each in _BOUNDS if each in node]:
         for each in tidy.get("anyOf", []):
             each |= {_BOUNDS[bound]: node[bound]} if each.get("type") in ("integer", "number") else {}
     return tidy

@@ -6,7 +6,7 @@ What the keys mean is `config`'s; this module only knows where each one was writ
 
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,12 @@ import yaml
 
 from fivefold.core import plain_yaml
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
+from fivefold.core.layout import SAID, Layout
 from fivefold.core.nearby import is_run, run_files, runs
 from fivefold.core.plain_yaml import Path as Path_
 
 COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"
-
-# Options of a layout's text that the run file keeps in another section.
-_KEPT_ELSEWHERE = {
-    "micro_batch_size": ("train", "micro_batch_size"),
-    "recompute": ("memory", "recompute"),
-    "offload_activations": ("memory", "offload_activations"),
-    "offload_optimizer": ("memory", "offload_optimizer"),
-    "precision": ("precision", "compute"),
-    "fp8": ("precision", "fp8"),
-}
 
 _PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
 
@@ -215,13 +205,12 @@ class RunFile:
         except UserError as error:
             raise UserError(f"{place} {error.what}", fix=error.fix, more=error.more or "docs/layouts.md") from None
         section: dict[str, Any] = {}
-        for option in fields(Layout):
-            value = getattr(layout, option.name)
-            elsewhere = _KEPT_ELSEWHERE.get(option.name)
-            if elsewhere is None:
-                section[option.name] = value
-            elif value != option.default:
-                self._set_elsewhere(elsewhere, value, place, text)
+        for name, said in SAID.items():
+            value = getattr(layout, name)
+            if said.section == "layout":
+                section[said.key] = value
+            elif value != said.file_default:
+                self._set_elsewhere((said.section, said.key), value, place, text)
         self.tree["layout"] = section
         self.places = {path: written for path, written in self.places.items() if path[:1] != ("layout",)}
         self.places[("layout",)] = place

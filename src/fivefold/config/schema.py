@@ -20,18 +20,20 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import NOT_BUILT, Key, keys_of
 from fivefold.config.messages import explained
 from fivefold.config.runfile import READ_MORE, RunFile
+from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
-from fivefold.core.heads import check_method
-from fivefold.core.layout import SCHEDULES, Layout
-from fivefold.core.schedule import check as check_pipeline
+from fivefold.core.layout import FP8, SAID, Compute, Layout, RecomputeMode
+from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 
@@ -42,7 +44,6 @@ MOST_NAME_BYTES = 240  # of a file; file systems take 255, and what is written g
 MOST_PATH_BYTES = 3000  # Linux takes 4096
 MOST_ROWS = 2**31  # of a step; larger numbers are slips of the keyboard that take minutes to fail
 MOST_VOCABULARY = 2**22
-MUON_DEFAULTS = {"momentum": 0.95, "ns_steps": 5}
 SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
 
 
@@ -67,6 +68,13 @@ def _findable(path: str) -> str:
             f"it has {len(path.encode())} bytes; a path has {MOST_PATH_BYTES} and each part {MOST_NAME_BYTES}"
         )
     return path
+
+
+def _known_optimizer(name: str) -> str:
+    if name not in OPTIMIZERS:
+        *others, last = map(repr, OPTIMIZERS)
+        raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+    return name
 
 
 def _sources(value: Any) -> Any:
@@ -101,6 +109,14 @@ class Section(BaseModel):
     )
 
 
+def of_layout(name: str, **options: Any) -> Any:
+    """The key of the run file that says a field of `Layout`: its default and its description are the field's."""
+    said = SAID[name]
+    if said.choices and said.section == "layout":
+        options["json_schema_extra"] = {"enum": list(said.choices)}
+    return Field(default=said.file_default, description=said.help, **options)
+
+
 class ModelSection(Section):
     name_or_path: PathText = Field(
         default="demo", description="hub id, local Hugging Face folder, config.json or built-in shape"
@@ -129,12 +145,6 @@ class TokenizerSection(Section):
         if parse_length(size) > MOST_VOCABULARY:
             raise ValueError(f"{value} is too large: at most {MOST_VOCABULARY} tokens")
         return f"train:{parse_length(size)}"
-
-    @property
-    def trained_size(self) -> int | None:
-        """Vocabulary size, in tokens, of a tokenizer to be trained on the corpus; None when it exists already."""
-        kind, colon, size = self.name_or_path.partition(":")
-        return int(size) if kind == "train" and colon else None
 
 
 class DataSource(Section):
@@ -184,7 +194,7 @@ class TrainSection(Section):
     global_batch_size: Whole = Field(
         default=64, ge=1, le=MOST_ROWS, description="rows per optimizer step, over all devices"
     )
-    micro_batch_size: Whole = Field(default=1, ge=1, le=MOST_ROWS, description="rows per forward pass of one data rank")
+    micro_batch_size: Whole = of_layout("micro_batch_size", ge=1, le=MOST_ROWS)
     seed: Whole = Field(default=1234, ge=0, description="fixes the initial weights and the order of the rows")
     compile: Literal["auto"] | bool = Field(
         default="auto", description="torch.compile of each block: auto, true, false"
@@ -212,8 +222,10 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    name: Literal["adamw", "muon"] = Field(
-        default="adamw", description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest"
+    name: Annotated[str, AfterValidator(_known_optimizer)] = Field(
+        default="adamw",
+        description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest",
+        json_schema_extra={"enum": list(OPTIMIZERS), "type": "string"},
     )
     learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
@@ -231,15 +243,16 @@ class OptimizerSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_muon_s(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
+    def _own_keys(cls, values: Any) -> Any:
+        """Keys that not every optimizer has are set for those that have them, and refused for the others."""
+        facts = OPTIMIZERS.get(str(values.get("name", "adamw"))) if isinstance(values, dict) else None
+        if facts is None:
             return values
-        given = {key: values[key] for key in MUON_DEFAULTS if values.get(key) is not None}
-        if values.get("name") == "muon":
-            return {**values, **MUON_DEFAULTS, **given}
-        if given:
-            raise ValueError(f"{next(iter(given))} is set, which only muon has; set name: muon, or leave it out")
-        return values
+        for key in values:
+            if values[key] is not None and key not in facts.keys and (owners := with_key(key)):
+                whose = f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
+                raise ValueError(f"{key} is set, which only {whose}; set name: {owners[0]}, or leave it out")
+        return {**values, **{key: default for key, default in facts.keys.items() if values.get(key) is None}}
 
 
 class SchedulerSection(Section):
@@ -253,40 +266,31 @@ class SchedulerSection(Section):
     min_lr_ratio: Number = Field(default=0.1, ge=0, le=1, description="last learning rate as a part of the peak")
 
 
-class LayoutSection(Section):
-    """The part of a `Layout` written under `layout:`; `Layout` itself checks the values."""
+def _layout_keys() -> dict[str, Any]:
+    """Key -> (type, field) of the fields of `Layout` that the run file has under `layout:`."""
+    types = {int: Whole, bool: bool, str: str}
+    own = {name: said for name, said in SAID.items() if said.section == "layout"}
+    return {said.key: (types[type(said.file_default)], of_layout(name)) for name, said in own.items()}
 
-    dp_replicate: Whole = Field(default=1, description="full copies of the shards, all-reduced once a step; devices")
-    dp_shard: Whole = Field(default=-1, description="FSDP shards; devices, -1 = the rest")
-    tp: Whole = Field(default=1, description="tensor parallel; devices")
-    cp: Whole = Field(default=1, description="context parallel; devices")
-    pp: Whole = Field(default=1, description="pipeline stages; devices")
-    ep: Whole = Field(default=1, description="expert parallel; devices, taken from dp_shard, cp and tp")
-    zero: Whole = Field(default=3, description="ZeRO stage inside dp_shard x cp", json_schema_extra={"enum": [1, 2, 3]})
-    sequence_parallel: bool = Field(default=True, description="split the sequence over tp between the matmuls")
-    expert_tp: bool = Field(default=False, description="split each expert over tp; ep then takes dp_shard and cp alone")
-    pp_schedule: str = Field(
-        default="1f1b",
-        description="order of the micro batches in the pipeline",
-        json_schema_extra={"enum": list(SCHEDULES)},
-    )
-    pp_virtual: Whole = Field(default=1, description="stages per pipeline rank")
-    pp_split: str = Field(default="auto", description="layers per stage, as 8-8-8-6")
-    cp_method: str = Field(default="auto", description="auto, ring, allgather, ulysses or RxU")
+
+LayoutSection = create_model(
+    "LayoutSection",
+    __base__=Section,
+    __doc__="The part of a `Layout` written under `layout:`; `Layout` itself checks the values.",
+    **_layout_keys(),
+)
 
 
 class PrecisionSection(Section):
-    compute: Literal["bf16", "fp32", "fp64"] = Field(
-        default="bf16", description="dtype of the forward and backward pass"
-    )
+    compute: Compute = of_layout("precision")
     reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the gradient reduction")
-    fp8: Literal["none", "tensorwise", "rowwise"] = Field(default="none", description="scaling of fp8 matmuls")
+    fp8: FP8 = of_layout("fp8")
 
 
 class MemorySection(Section):
-    recompute: Literal["none", "selective", "full"] = Field(default="none", description="activations computed twice")
-    offload_activations: bool = Field(default=False, description="keep saved activations in host memory")
-    offload_optimizer: bool = Field(default=False, description="keep optimizer state in host memory")
+    recompute: RecomputeMode = of_layout("recompute")
+    offload_activations: bool = of_layout("offload_activations")
+    offload_optimizer: bool = of_layout("offload_optimizer")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
 
     @field_validator("loss_chunks")
@@ -385,7 +389,7 @@ class RunConfig(Section):
     train: TrainSection = Field(default=TrainSection())
     optimizer: OptimizerSection = Field(default=OptimizerSection())
     scheduler: SchedulerSection = Field(default=SchedulerSection())
-    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
+    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")  # type: ignore[valid-type]
     precision: PrecisionSection = Field(default=PrecisionSection())
     memory: MemorySection = Field(default=MemorySection())
     balance: BalanceSection = Field(default=BalanceSection())
@@ -414,15 +418,8 @@ class RunConfig(Section):
     @cached_property
     def layout(self) -> Layout:
         """How the run is spread and executed. Raises `UserError` when a degree or an option is out of its range."""
-        return Layout(
-            **self.layout_section.model_dump(),
-            micro_batch_size=self.train.micro_batch_size,
-            recompute=self.memory.recompute,
-            offload_activations=self.memory.offload_activations,
-            offload_optimizer=self.memory.offload_optimizer,
-            precision=self.precision.compute,
-            fp8=self.precision.fp8,
-        )
+        sections = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
+        return Layout(**{name: getattr(sections[said.section], said.key) for name, said in SAID.items()})
 
     @property
     def run_dir(self) -> Path:
@@ -490,28 +487,20 @@ def parse_config(text: str) -> RunConfig:
     return RunConfig.model_validate(yaml.safe_load(text))
 
 
-def check_supported(config: RunConfig, *, batch: bool = True) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not built yet, or not installed.
+def check_supported(config: RunConfig) -> None:
+    """Raise `UserError` for what the run file may say but cannot be run: not legal, not built yet, or not installed.
 
-    `batch`: its batch is what a step will have.
+    Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
     layout = config.layout
-    check_method(layout.cp_method, layout.cp)
     for key, (absent, instead) in NOT_BUILT.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if value in absent:
             raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
-    known = batch and layout.pp > 1 and layout.dp_shard != -1
-    check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size) if known else None)
-    for of_experts, does, fix in (
-        (layout.ep > 1, f"ep {layout.ep} deals experts to ranks", "ep: 1"),
-        (layout.etp > 1, "expert_tp splits experts over tp", "expert_tp: false"),
-    ):
-        if of_experts and _is_dense(config.model):
-            raise UserError(
-                f"layout.{does}, and {config.model.name_or_path} has none", fix=f"set layout.{fix}", more=READ_MORE
-            )
+    legality.refuse(legality.violations(layout))
+    if layout.ep > 1 or layout.etp > 1:
+        legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(
@@ -525,13 +514,12 @@ def check_supported(config: RunConfig, *, batch: bool = True) -> None:
         )
 
 
-def _is_dense(model: ModelSection) -> bool:
-    """Whether a config.json at hand names no experts. What is not at hand is told later."""
+def _limits(model: ModelSection) -> legality.ModelLimits:
+    """What a config.json at hand says; of a hub id that is found later."""
     path = Path(shape_folder(model.name_or_path) or model.name_or_path)
     if not path.exists():
-        return False
-    values = read_folder_config(path) | dict(model.overrides)
-    return not any("experts" in key for key in values)
+        return legality.UNKNOWN
+    return legality.ModelLimits.of_config(read_folder_config(path) | model.overrides, model.name_or_path)
 
 
 def keys() -> Iterator[Key]:

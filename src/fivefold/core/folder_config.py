@@ -7,10 +7,10 @@ from typing import Any
 
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError
+from fivefold.core.legality import LAYERS
 
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
 MOST_NUMBER = 2**53
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _MORE = "fivefold train --keys"
 
 
@@ -39,7 +39,7 @@ def check_counts(values: Mapping[str, Any], name: str) -> None:
         most = MOST_LAYERS if "layer" in key and not key.endswith(("_id", "_idx")) else MOST_NUMBER
         if number > most:
             raise UserError(f"{name}: {key} is {number}, and at most {most} can be built", more=_MORE)
-        least = 1 if key in _LAYERS else 0 if re.search("(layers?|size|heads?|experts|dim)$", key) else -MOST_NUMBER
+        least = 1 if key in LAYERS else 0 if re.search("(layers?|size|heads?|experts|dim)$", key) else -MOST_NUMBER
         if number < least:
             raise UserError(f"{name}: {key} is {number}, and the least is {least}", more=_MORE)
 

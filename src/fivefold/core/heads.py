@@ -1,10 +1,7 @@
 """Attention heads and how many ranks can share them: arithmetic alone, done before torch is loaded."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
-
-from fivefold.core.errors import UserError
 
 
 def head_counts(config: Any) -> tuple[int, int, int]:
@@ -22,18 +19,6 @@ def kv_copies(kv: int, tp: int) -> int:
 def legal_degrees(query: int, kv: int) -> list[int]:
     """Tensor parallel degrees that deal `query` and `kv` heads evenly."""
     return [n for n in range(1, query + 1) if query % n == 0 and (kv % n == 0 or n % kv == 0)]
-
-
-def check_heads(query: int, kv: int, tp: int) -> None:
-    """Raise `UserError` with the arithmetic when `tp` cannot deal the heads evenly."""
-    legal = legal_degrees(query, kv)
-    if tp not in legal:
-        raise UserError(
-            f"tp={tp} does not fit num_attention_heads={query}, num_key_value_heads={kv}: "
-            f"tp must divide the first, and divide or be a multiple of the second",
-            fix=f"try tp {', '.join(map(str, legal))}",
-            more="docs/layouts.md",
-        )
 
 
 @dataclass(frozen=True)
@@ -54,32 +39,11 @@ def context_method(text: str, cp: int, query: int, kv: int) -> CPMethod:
     heads speak for the ring, and many ranks for dealing out. Of equals the latter: its work is equal for all, whatever
     the documents. Keys and values are never gathered unless asked: they would be whole on every rank.
 
-    Raises `UserError` with the arithmetic where the ranks or the heads do not fit.
+    Whether ranks and heads fit what is named is asked of `legality`.
     """
     if text == "auto":
         sizes = [u for u in range(1, cp + 1) if cp % u == 0 and query % u == 0 and kv % u == 0]
         u = min(sizes, key=lambda u: (kv * (cp // u - 1) + (query + kv) * (u - 1) / u, -u))
         return CPMethod(cp // u, u)
     named = {"ring": CPMethod(cp, 1), "allgather": CPMethod(cp, 1, gathers=True), "ulysses": CPMethod(1, cp)}
-    check_method(text, cp)
-    method = named[text] if text in named else CPMethod(*map(int, text.split("x")))  # type: ignore[arg-type]
-    u = method.ulysses
-    if query % u or (kv % u and u % kv):
-        fit = [n for n in legal_degrees(query, kv) if cp % n == 0]
-        raise UserError(
-            f"cp_method {text} deals {query} query and {kv} key/value heads of a rank out to {u}: "
-            f"{u} must divide the first, and divide or be a multiple of the second",
-            fix=f"use auto, ring, or {' or '.join(f'{cp // n}x{n}' for n in fit)}",
-            more="docs/context.md",
-        )
-    return method
-
-
-def check_method(text: str, cp: int) -> None:
-    """Raise `UserError` where `cp_method` RxU is not of `cp` ranks."""
-    if (sizes := re.fullmatch(r"(\d+)x(\d+)", text)) and int(sizes[1]) * int(sizes[2]) != cp:
-        raise UserError(
-            f"cp_method {text} is {sizes[1]} x {sizes[2]} = {int(sizes[1]) * int(sizes[2])} ranks, but cp is {cp}",
-            fix=f"use auto, or {' or '.join(f'{cp // n}x{n}' for n in range(1, cp + 1) if cp % n == 0)}",
-            more="docs/context.md",
-        )
+    return named[text] if text in named else CPMethod(*map(int, text.split("x")))  # type: ignore[arg-type]

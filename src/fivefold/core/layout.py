@@ -10,11 +10,14 @@ Degrees of 1 are left out (`single` when all are 1), and so are options at their
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal, get_args
 
+from fivefold.core import legality
 from fivefold.core.errors import UserError
+from fivefold.core.schedule import SCHEDULES, Schedule
 
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
@@ -24,39 +27,46 @@ MOST_RANKS = 2**20  # of one degree: far above every machine, and small enough t
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb", "zbv", "dualpipev")
+RecomputeMode = Literal["none", "selective", "full"]
+Compute = Literal["bf16", "fp32", "fp64"]
+FP8 = Literal["none", "tensorwise", "rowwise"]
 CP_METHODS = ("auto", "ring", "allgather", "ulysses")
-RECOMPUTE = ("none", "selective", "full")
-COMPUTE = ("bf16", "fp32", "fp64")
-FP8 = ("none", "tensorwise", "rowwise")
+COMPUTE = get_args(Compute)
 
-# Options that are one bare word in the text form: word -> (field, value).
-_WORDS: dict[str, tuple[str, Any]] = {
-    "nosp": ("sequence_parallel", False),
-    "etp": ("expert_tp", True),
-    "offload": ("offload_activations", True),
-    "offload_optimizer": ("offload_optimizer", True),
-    "fp8": ("fp8", "tensorwise"),
-    "fp8_rowwise": ("fp8", "rowwise"),
-    **{name: ("pp_schedule", name) for name in SCHEDULES},
-    **{name: ("cp_method", name) for name in CP_METHODS[1:]},
-    **{name: ("recompute", name) for name in RECOMPUTE[1:]},
-    **{name: ("precision", name) for name in COMPUTE[1:]},
-}
-# Options that carry a number or a list: pattern -> (field, how it is read, how it is written).
-_VALUED = (
-    (re.compile(r"zero([123])"), "zero", int, "zero{}"),
-    (re.compile(r"v([0-9]{1,9})"), "pp_virtual", int, "v{}"),
-    (re.compile(r"mb([0-9]{1,9})"), "micro_batch_size", int, "mb{}"),
-    (re.compile(r"split([0-9]{1,9}(?:-[0-9]{1,9})*)"), "pp_split", str, "split{}"),
-    (re.compile(r"([0-9]{1,9}x[0-9]{1,9})"), "cp_method", str, "{}"),
-)
 
-# Options in the order of the text form.
-_OPTION_ORDER = (
-    "zero", "pp_schedule", "pp_virtual", "pp_split", "cp_method", "micro_batch_size", "recompute",
-    "offload_activations", "offload_optimizer", "precision", "fp8", "sequence_parallel", "expert_tp",
-)  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """How a field of `Layout` is said in the run file and in the text form. All else is made from this.
+
+    `section`, `key`: where the run file has it. `file_default`: its default there, where that is another one.
+    `choices`: its values; none: any number, or a text that is checked elsewhere. `words`: options of the text form that
+    are one bare word, and their values. `prefix`, `pattern`, `shown`: of an option with a value after its name, such as
+    `zero1`; `shown` is how an error writes that value. `is_last`: it stands at the end of the text.
+    """
+
+    help: str
+    section: str
+    key: str
+    file_default: Any
+    choices: tuple[Any, ...] = ()
+    words: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str | None = None
+    pattern: str = r"[0-9]{1,9}"
+    shown: str = "N"
+    is_last: bool = False
+
+
+def _said(default: Any, place: str, help: str, *, file_default: Any = None, **options: Any) -> Any:
+    """A field of `Layout` that the run file has at `place`, such as `layout.tp`."""
+    section, key = place.split(".")
+    in_file = default if file_default is None else file_default
+    said = Said(help=help, section=section, key=key, file_default=in_file, **options)
+    return field(default=default, metadata={"said": said})
+
+
+def _each(*values: str) -> dict[str, str]:
+    """Words that are their own values."""
+    return {value: value for value in values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +80,55 @@ class Layout:
     Raises `UserError` on construction when a value is out of its range.
     """
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-    zero: int = 3
-    sequence_parallel: bool = True
-    expert_tp: bool = False
-    pp_schedule: str = "1f1b"
-    pp_virtual: int = 1
-    pp_split: str = "auto"
-    cp_method: str = "auto"
-    micro_batch_size: int = 1
-    recompute: str = "none"
-    offload_activations: bool = False
-    offload_optimizer: bool = False
-    precision: str = "bf16"
-    fp8: str = "none"
+    dp_replicate: int = _said(1, "layout.dp_replicate", "full copies of the shards, all-reduced once a step; devices")
+    dp_shard: int = _said(1, "layout.dp_shard", "FSDP shards; devices, -1 = the rest", file_default=-1)
+    tp: int = _said(1, "layout.tp", "tensor parallel; devices")
+    cp: int = _said(1, "layout.cp", "context parallel; devices")
+    pp: int = _said(1, "layout.pp", "pipeline stages; devices")
+    ep: int = _said(1, "layout.ep", "expert parallel; devices, taken from dp_shard, cp and tp")
+    zero: int = _said(
+        3, "layout.zero", "ZeRO stage inside dp_shard x cp", choices=(1, 2, 3), prefix="zero", pattern="[123]"
+    )
+    sequence_parallel: bool = _said(
+        True, "layout.sequence_parallel", "split the sequence over tp between the matmuls",
+        words={"nosp": False}, is_last=True,
+    )  # fmt: skip
+    expert_tp: bool = _said(
+        False, "layout.expert_tp", "split each expert over tp; ep then takes dp_shard and cp alone",
+        words={"etp": True}, is_last=True,
+    )  # fmt: skip
+    pp_schedule: str = _said(
+        "1f1b", "layout.pp_schedule", "order of the micro batches in the pipeline",
+        choices=tuple(SCHEDULES), words=_each(*SCHEDULES),
+    )  # fmt: skip
+    pp_virtual: int = _said(1, "layout.pp_virtual", "stages per pipeline rank", prefix="v")
+    pp_split: str = _said(
+        "auto", "layout.pp_split", "layers per stage, as 8-8-8-6",
+        prefix="split", pattern=r"[0-9]{1,9}(?:-[0-9]{1,9})*", shown="A-B",
+    )  # fmt: skip
+    cp_method: str = _said(
+        "auto", "layout.cp_method", "auto, ring, allgather, ulysses or RxU",
+        words=_each(*CP_METHODS[1:]), prefix="", pattern=r"[0-9]{1,9}x[0-9]{1,9}", shown="RxU",
+    )  # fmt: skip
+    micro_batch_size: int = _said(1, "train.micro_batch_size", "rows per forward pass of one data rank", prefix="mb")
+    recompute: str = _said(
+        "none", "memory.recompute", "activations computed twice",
+        choices=get_args(RecomputeMode), words=_each("selective", "full"),
+    )  # fmt: skip
+    offload_activations: bool = _said(
+        False, "memory.offload_activations", "keep saved activations in host memory", words={"offload": True}
+    )
+    offload_optimizer: bool = _said(
+        False, "memory.offload_optimizer", "keep optimizer state in host memory", words={"offload_optimizer": True}
+    )
+    precision: str = _said(
+        "bf16", "precision.compute", "dtype of the forward and backward pass",
+        choices=COMPUTE, words=_each("fp32", "fp64"),
+    )  # fmt: skip
+    fp8: str = _said(
+        "none", "precision.fp8", "scaling of fp8 matmuls",
+        choices=get_args(FP8), words={"fp8": "tensorwise", "fp8_rowwise": "rowwise"},
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in DEGREES.values():
@@ -98,15 +138,9 @@ class Layout:
                     f"{name} {degree} is not a degree",
                     fix=f"degrees are 1 to {MOST_RANKS:,}; dp_shard may be -1",
                 )
-        for name, allowed in (
-            ("zero", (1, 2, 3)),
-            ("pp_schedule", SCHEDULES),
-            ("recompute", RECOMPUTE),
-            ("precision", COMPUTE),
-            ("fp8", FP8),
-        ):
-            if getattr(self, name) not in allowed:
-                choices = ", ".join(map(str, allowed))
+        for name, said in SAID.items():
+            if said.choices and getattr(self, name) not in said.choices:
+                choices = ", ".join(map(str, said.choices))
                 raise UserError(f"{name} {getattr(self, name)!r} is not known", fix=f"choose one of {choices}")
         if self.cp_method not in CP_METHODS and not re.fullmatch(r"\d+x\d+", self.cp_method):
             raise UserError(f"cp_method {self.cp_method!r} is not known", fix=f"one of {', '.join(CP_METHODS)} or RxU")
@@ -134,9 +168,8 @@ class Layout:
         return "+".join([".".join(degrees) or "single", *self._options()])
 
     def _options(self) -> list[str]:
-        default = {f.name: f.default for f in fields(self)}
-        changed = [name for name in _OPTION_ORDER if getattr(self, name) != default[name]]
-        return [_option_text(name, getattr(self, name)) for name in changed]
+        values = [(name, getattr(self, name)) for name in _OPTIONS]
+        return [_option_text(name, value) for name, value in values if value != _DEFAULTS[name]]
 
     @property
     def world(self) -> int:
@@ -158,10 +191,10 @@ class Layout:
     @property
     def expert_shards(self) -> int:
         """How many ranks FSDP shards an expert's parameters over: what `ep` leaves of those that it is taken from."""
-        return self._expert_ranks // self.ep
+        return self.expert_ranks // self.ep
 
     @property
-    def _expert_ranks(self) -> int:
+    def expert_ranks(self) -> int:
         """The ranks that experts are dealt to, and sharded over."""
         return self.dp_shard * self.cp * self.tp // self.etp
 
@@ -169,6 +202,16 @@ class Layout:
     def shape(self) -> tuple[int, ...]:
         """Mesh shape in `MESH_AXES` order."""
         return tuple(getattr(self, axis) for axis in MESH_AXES)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The mesh axes of more than one rank, outermost first, and their sizes."""
+        return {axis: size for axis, size in zip(MESH_AXES, self.shape, strict=True) if size != 1}
+
+    @property
+    def product(self) -> str:
+        """The degrees as a product, such as `pp 2 x tp 4`; empty for one process."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.degrees.items())
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank of the world on every axis of more than one rank, innermost first."""
@@ -184,71 +227,74 @@ class Layout:
         """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`."""
         return 2 * self.cp * self.tp
 
-    def resolve(self, world: int) -> "Layout":
-        """The same layout with `dp_shard: -1` replaced, checked against `world` devices.
+    @property
+    def schedule(self) -> Schedule:
+        """What is known of the pipeline's schedule."""
+        return SCHEDULES[self.pp_schedule]
 
-        Raises `UserError` showing the arithmetic when the product is not `world`.
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of a pipeline rank: 2 where the schedule is a V, else `pp_virtual`."""
+        return self.schedule.stages_per_rank(self.pp_virtual)
+
+    @property
+    def stages(self) -> int:
+        """Stages that the layers are cut into."""
+        return self.pp * self.stages_per_rank if self.pp > 1 else 1
+
+    @property
+    def split(self) -> tuple[int, ...] | None:
+        """The layers of each stage that `pp_split` names, such as 4-3-5; None where it is auto."""
+        return None if self.pp_split == "auto" else tuple(map(int, self.pp_split.split("-")))
+
+    def resolve(self, world: int) -> "Layout":
+        """The same layout with `dp_shard: -1` replaced, for `world` devices.
+
+        Raises `UserError` showing the arithmetic when the product is not `world`, or `ep` does not divide its ranks.
         """
-        fixed = prod(getattr(self, axis) for axis in MESH_AXES if axis != "dp_shard")
+        fixed = prod(size for axis, size in self.degrees.items() if axis != "dp_shard")
         if self.dp_shard == -1 and world % fixed == 0:
             return replace(self, dp_shard=world // fixed).resolve(world)
-        if self.dp_shard != -1 and self.world == world:
-            self._check_experts()
-            return self
-        product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in MESH_AXES if getattr(self, axis) != 1)
-        total = "" if self.dp_shard == -1 else f" = {self.world}"
-        fits = f"dp_shard {world // fixed} fits" if world % fixed == 0 else f"{fixed} does not divide {world}"
-        only_ep = self.ep > 1 and self.world == 1
-        raise UserError(
-            f"{product or 'single'}{total}, but {world} workers started; {fits}",
-            fix=f"ep deals experts to the ranks of dp_shard and cp, and adds none: shard{world}.ep{self.ep}"
-            if only_ep
-            else None,
-        )
-
-    def _check_experts(self) -> None:
-        """Raise `UserError` with the arithmetic when `ep` does not divide the ranks that it is taken from."""
-        ranks = self._expert_ranks
-        if ranks % self.ep:
-            fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
-            over_tp = "" if self.expert_tp else f" x tp {self.tp}"
-            raise UserError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp}{over_tp} = {ranks}, the "
-                f"ranks that experts are dealt to{' with expert_tp' if self.expert_tp else ''}",
-                fix=f"try ep {', '.join(map(str, fits))}",
-            )
+        legality.refuse(legality.of_world(self, world))
+        return self
 
     def accumulation(self, global_batch_size: int) -> int:
         """Micro batches per optimizer step: `global_batch_size / (micro_batch_size * data ranks)`.
 
         Raises `UserError` with the nearest batch sizes that divide.
         """
-        per_pass = self.micro_batch_size * self.data_ranks
-        if global_batch_size % per_pass == 0 and global_batch_size > 0:
-            return global_batch_size // per_pass
-        lower, upper = global_batch_size // per_pass * per_pass, -(-global_batch_size // per_pass) * per_pass
-        near = " or ".join(str(n) for n in sorted({lower, upper}) if n > 0) or str(per_pass)
-        raise UserError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size} "
-            f"x dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} = {per_pass}",
-            fix=f"set train.global_batch_size to {near}",
-        )
+        legality.refuse(legality.of_batch(self, global_batch_size))
+        return global_batch_size // (self.micro_batch_size * self.data_ranks)
+
+
+# How each field is said, and its default.
+SAID: dict[str, Said] = {each.name: each.metadata["said"] for each in fields(Layout)}
+_DEFAULTS = {each.name: each.default for each in fields(Layout)}
+# Fields that are options of the text form, in its order.
+_OPTIONS = sorted((name for name in SAID if name not in DEGREES.values()), key=lambda name: SAID[name].is_last)
+# Options that are one bare word: word -> (field, value).
+_WORDS = {word: (name, value) for name, said in SAID.items() for word, value in said.words.items()}
 
 
 def _option_text(name: str, value: Any) -> str:
     """An option as the text form writes it."""
     words = [word for word, option in _WORDS.items() if option == (name, value)]
-    return words[0] if words else next(form.format(value) for _, field, _, form in _VALUED if field == name)
+    return words[0] if words else f"{SAID[name].prefix}{value}"
 
 
 def _read_option(option: str, text: str) -> tuple[str, Any]:
     if option in _WORDS:
         return _WORDS[option]
-    for pattern, name, read, _ in _VALUED:
-        if match := pattern.fullmatch(option):
-            return name, read(match[1])
-    known = ", ".join(["zeroN", "vN", "mbN", "splitA-B", "RxU", *_WORDS])
+    for name, said in _valued():
+        if match := re.fullmatch(f"{said.prefix}({said.pattern})", option):
+            return name, int(match[1]) if isinstance(_DEFAULTS[name], int) else match[1]
+    known = ", ".join([*(f"{said.prefix}{said.shown}" for _, said in _valued()), *_WORDS])
     raise UserError(f"layout {text!r}: +{option} is not an option", fix=f"options are {known}")
+
+
+def _valued() -> Iterator[tuple[str, Said]]:
+    """Options that carry a number or a list."""
+    return ((name, said) for name, said in SAID.items() if said.prefix is not None)
 
 
 def _set_once(values: dict[str, Any], name: str, value: Any, text: str) -> None:

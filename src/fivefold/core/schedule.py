@@ -1,31 +1,22 @@
-"""The pipeline's schedule as data: what every rank does in which order, when it is done, and what is sent. No torch.
+"""A pipeline's schedule as data: what every rank does in which order, when it is done, and what is sent. No torch.
 
-A pipeline runs `stages` groups of layers over `ranks`; each micro batch goes forward (F) through all stages and back. A
+A pipeline runs `stages` groups of layers over `ranks`. Each micro batch goes forward (F) through all stages and back. A
 backward pass is one slot (B), or two: the gradient of the stage's input (I), which the stage before waits for, and
 that of its weights (W), which nobody waits for.
 
-| schedule | stages a rank | order | after |
-|---|---|---|---|
-| `gpipe` | 1 | all forward, then all backward | arXiv:1811.06965 |
-| `1f1b` | 1 | one forward, one backward, as early as can be | arXiv:1806.03377 |
-| `interleaved` | `pp_virtual` | 1F1B over stages r, r + pp, ... | arXiv:2104.04473 |
-| `zb` | `pp_virtual` | that, with W filling the gaps | arXiv:2401.10241 |
-| `zbv` | 2, as a V: r and 2 pp - 1 - r | no gaps where F, I and W take as long | arXiv:2401.10241 |
-| `dualpipev` | 2, as a V | forward and backward side by side | DeepSeek-V3, arXiv:2412.19437 |
+Each way to order the slots is one `Schedule` record of `SCHEDULES`, at the end of this file. Everything else asks the
+record; a new schedule is a function that yields slots, and a record.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
+if TYPE_CHECKING:
+    from fivefold.core.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
-V_SHAPED = ("zbv", "dualpipev")
-ONE_STAGE = ("gpipe", "1f1b")
-SPLITTING = ("zb", *V_SHAPED)  # the gradients of weights come apart from those of the inputs
 TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
 
 
@@ -100,35 +91,34 @@ class Plan:
     micro_batches: int
 
     @staticmethod
-    def of(layout: Layout, micro_batches: int) -> "Plan":
-        """The plan of a layout. Raises `UserError` where the schedule cannot be run so."""
-        check(layout, micro_batches=micro_batches)
-        return Plan(layout.pp_schedule, layout.pp, stages_per_rank(layout), micro_batches)
+    def of(layout: "Layout", micro_batches: int) -> "Plan":
+        """The plan of a layout that is legal for `micro_batches` (`legality.violations`)."""
+        return Plan(layout.pp_schedule, layout.pp, layout.stages_per_rank, micro_batches)
+
+    @property
+    def record(self) -> "Schedule":
+        """What is known of the schedule."""
+        return SCHEDULES[self.schedule]
 
     @property
     def stages(self) -> int:
         return self.ranks * self.virtual
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the gradients of weights come apart from those of the inputs."""
-        return self.schedule in SPLITTING
-
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
-        return rank_of(self.schedule, self.ranks, stage)
+        return self.record.rank_of(stage, self.ranks)
 
     @cached_property
     def orders(self) -> tuple[tuple[Slot, ...], ...]:
         """Of each rank: its slots in order."""
-        return tuple(tuple(_ORDERS[self.schedule](self, rank)) for rank in range(self.ranks))
+        return tuple(tuple(self.record.order(self, rank)) for rank in range(self.ranks))
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Of each rank: its slots in order, with what is sent and received between them.
 
-        A transfer stands on both ranks where, by the typical durations, its slot ends: two ranks have those between
-        them in the same order, so that none waits for one which the other comes to later.
+        Transfers stand in the order in which their slots end, by the typical durations. So both ranks of a pair issue
+        the transfers between them in the same order, and neither waits for one that the other issues later.
         """
         events: list[tuple[float, int, int, int, Action]] = []
         for number, timed in enumerate(self.simulate().slots):
@@ -182,100 +172,12 @@ class Plan:
     @property
     def ideal_bubble(self) -> float | None:
         """The closed form where a backward is one slot: (p - 1) / (v m + p - 1); None for the others."""
-        if self.schedule not in (*ONE_STAGE, "interleaved"):
+        if self.record.splits_backward or self.record.is_v:
             return None
         return (self.ranks - 1) / (self.virtual * self.micro_batches + self.ranks - 1)
 
 
-# ---- which stages a rank has -----------------------------------------------------------------------------------------
-
-
-def stages_per_rank(layout: Layout) -> int:
-    """2 where the schedule is a V, else `pp_virtual`."""
-    return 2 if layout.pp_schedule in V_SHAPED else layout.pp_virtual
-
-
-def rank_of(schedule: str, ranks: int, stage: int) -> int:
-    """The pipeline rank that runs a stage."""
-    if schedule in V_SHAPED:
-        return stage if stage < ranks else 2 * ranks - 1 - stage
-    return stage % ranks
-
-
-def check(layout: Layout, *, micro_batches: int | None = None, layers: int | None = None) -> None:
-    """Raise `UserError` where the pipeline of `layout` cannot run `micro_batches` or be cut from `layers`."""
-    if layout.pp == 1:
-        if layout.pp_virtual > 1:
-            raise UserError(f"pp_virtual {layout.pp_virtual} needs a pipeline", fix="set pp to 2 or more")
-        return
-    name, virtual, pp = layout.pp_schedule, layout.pp_virtual, layout.pp
-    if name in ONE_STAGE and virtual > 1:
-        raise UserError(
-            f"pp_schedule {name} has one stage a rank, so pp_virtual is 1, not {virtual}",
-            fix="use interleaved or zb, or leave pp_virtual out",
-        )
-    if name == "interleaved" and virtual == 1:
-        raise UserError("pp_schedule interleaved has two stages a rank or more", fix="set pp_virtual to 2 (+v2)")
-    if name in V_SHAPED and virtual > 2:
-        raise UserError(f"pp_schedule {name} has two stages a rank, not {virtual}", fix="leave pp_virtual out")
-    stages = pp * stages_per_rank(layout)
-    if layers is not None and stages > layers:
-        raise UserError(
-            f"pp {pp} x {stages_per_rank(layout)} stages a rank = {stages}, but the model has {layers} layers",
-            fix=f"at most {layers} stages",
-        )
-    if layout.pp_split != "auto":
-        read_split(layout, layers)
-    if micro_batches is not None:
-        _check_micro_batches(name, pp, micro_batches)
-
-
-def _check_micro_batches(name: str, pp: int, count: int) -> None:
-    more = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
-    if name == "dualpipev" and count < 2 * pp:
-        raise UserError(
-            f"pp_schedule dualpipev needs 2 x pp = {2 * pp} micro batches or more, and a step has {count}",
-            fix=f"raise train.global_batch_size, or lower micro_batch_size, for {2 * pp} or more", more=more,
-        )  # fmt: skip
-    rounds = max(1, count // pp)
-    if name in ("interleaved", "zb") and count % rounds:
-        raise UserError(
-            f"pp_schedule {name} runs micro batches in rounds of pp = {pp}, and a step has {count}",
-            fix=f"a multiple of {pp}, such as {count // pp * pp} or {-(-count // pp) * pp}", more=more,
-        )  # fmt: skip
-
-
-def micro_batches_for(layout: Layout) -> tuple[int, int]:
-    """(the fewest micro batches, what they must be a multiple of) that the schedule of a layout surely takes."""
-    unit = layout.pp if layout.pp_schedule in ("interleaved", "zb") and layout.pp > 1 else 1
-    return (2 * layout.pp if layout.pp_schedule == "dualpipev" and layout.pp > 1 else 1), unit
-
-
-def layers_for(layout: Layout) -> int:
-    """The fewest layers, and at least 2, that a model is cut to where the pipeline of a layout is proved."""
-    if layout.pp == 1:
-        return 2
-    return max(2, layout.pp * stages_per_rank(layout) if layout.pp_split == "auto" else sum(read_split(layout)))
-
-
-def read_split(layout: Layout, layers: int | None = None) -> tuple[int, ...]:
-    """The layers of each stage as `pp_split` says, such as 4-3-5. Raises `UserError` where they do not fit."""
-    stages = layout.pp * stages_per_rank(layout)
-    try:
-        split = tuple(int(part) for part in layout.pp_split.split("-"))
-    except ValueError:
-        raise UserError(f"pp_split {layout.pp_split!r} is not understood", fix="write auto, or as 8-8-8-6") from None
-    if len(split) != stages or min(split) < 1:
-        raise UserError(
-            f"pp_split {layout.pp_split} names {len(split)} stages, and there are {stages}, of a layer or more each",
-            fix=f"write {stages} numbers of 1 or more, or auto",
-        )
-    if layers is not None and sum(split) != layers:
-        raise UserError(
-            f"pp_split {layout.pp_split} has {sum(split)} layers, but the model has {layers}",
-            fix=f"numbers that add up to {layers}, or auto",
-        )
-    return split
+# ---- how layers are cut into stages ----------------------------------------------------------------------------------
 
 
 def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
@@ -316,10 +218,10 @@ def _gpipe(plan: Plan, rank: int) -> Iterator[Slot]:
 
 def _rounds(plan: Plan, rank: int) -> Iterator[Slot]:
     """1F1B, interleaved, and these with their weights' gradients apart."""
-    split = plan.schedule == "zb"
+    split = plan.record.splits_backward
     total = plan.virtual * plan.micro_batches
     of_round = plan.micro_batches // max(1, plan.micro_batches // plan.ranks)
-    ahead = 2 if plan.schedule == "interleaved" else 1
+    ahead = 2 if plan.virtual > 1 and not split else 1
     warm = min(total, (plan.virtual - 1) * of_round + ahead * (plan.ranks - 1 - rank))
     forward, backward, weights = ([0] * plan.virtual for _ in range(3))
 
@@ -436,6 +338,77 @@ def _dualpipev(plan: Plan, rank: int) -> Iterator[Slot]:
     yield from v.order
 
 
-_ORDERS: dict[str, Callable[[Plan, int], Iterator[Slot]]] = {
-    "gpipe": _gpipe, "1f1b": _rounds, "interleaved": _rounds, "zb": _rounds, "zbv": _zbv, "dualpipev": _dualpipev,
+# ---- the records -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One way to order the slots of a pipeline, and all that is particular to it.
+
+    `order`: the slots of a rank. `stages`: the fewest and the most stages a rank may have; None: any number.
+    `is_v`: of pp ranks, rank r has the stages r and 2 pp - 1 - r; else r, r + pp, r + 2 pp...
+    `in_rounds`: micro batches come in equal rounds of about pp. `fewest_per_rank`: micro batches that a step has at
+    least, for each pipeline rank. `source`: where it is described.
+    """
+
+    name: str
+    help: str
+    source: str
+    order: Callable[[Plan, int], Iterator[Slot]]
+    stages: tuple[int, int | None]
+    is_v: bool = False
+    splits_backward: bool = False  # the gradients of weights (W) come apart from those of the inputs (I)
+    in_rounds: bool = False
+    fewest_per_rank: int = 0
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The pipeline rank that runs a stage. Of 4 ranks, stage 5 is on rank 1; of a V, on rank 2."""
+        if self.is_v:
+            return stage if stage < ranks else 2 * ranks - 1 - stage
+        return stage % ranks
+
+    def stages_per_rank(self, virtual: int) -> int:
+        """Stages a rank has where a layout says `pp_virtual`: of a V two, said or not."""
+        return 2 if self.is_v else virtual
+
+    def fewest(self, ranks: int) -> int:
+        """The fewest micro batches of a step."""
+        return max(1, self.fewest_per_rank * ranks)
+
+    def multiple(self, ranks: int) -> int:
+        """Any multiple of this many micro batches comes in equal rounds."""
+        return ranks if self.in_rounds else 1
+
+    def takes(self, micro_batches: int, ranks: int) -> bool:
+        """Whether so many micro batches come in equal rounds: of 4 ranks 5, 7 and 8 do, and 9 do not."""
+        return not self.in_rounds or micro_batches % max(1, micro_batches // ranks) == 0
+
+
+SCHEDULES: dict[str, Schedule] = {
+    each.name: each
+    for each in (
+        Schedule(
+            name="1f1b", help="one forward, one backward, as early as can be", source="arXiv:1806.03377",
+            order=_rounds, stages=(1, 1),
+        ),
+        Schedule(
+            name="gpipe", help="all forward, then all backward", source="arXiv:1811.06965", order=_gpipe, stages=(1, 1)
+        ),
+        Schedule(
+            name="interleaved", help="1F1B over several stages a rank", source="arXiv:2104.04473", order=_rounds,
+            stages=(2, None), in_rounds=True,
+        ),
+        Schedule(
+            name="zb", help="interleaved, with W filling the gaps", source="arXiv:2401.10241", order=_rounds,
+            stages=(1, None), splits_backward=True, in_rounds=True,
+        ),
+        Schedule(
+            name="zbv", help="a V without gaps where F, I and W take as long", source="arXiv:2401.10241", order=_zbv,
+            stages=(2, 2), is_v=True, splits_backward=True,
+        ),
+        Schedule(
+            name="dualpipev", help="a V with forward and backward side by side", source="arXiv:2412.19437",
+            order=_dualpipev, stages=(2, 2), is_v=True, splits_backward=True, fewest_per_rank=2,
+        ),
+    )
 }  # fmt: skip

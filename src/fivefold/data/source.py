@@ -100,6 +100,14 @@ class Format:
 
 
 @dataclass(frozen=True)
+class Records(Format):
+    """A format whose documents are a field of records: the one that the source's `text_key` names."""
+
+    def options(self, source: Source) -> dict[str, str]:
+        return {"text_key": source.text_key}
+
+
+@dataclass(frozen=True)
 class FileList:
     """The files of one source, each with its format, in the order in which their documents stand; what was left out."""
 
@@ -205,6 +213,16 @@ def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError
     if is_binary(head):
         return UserError(f"{what}, and it is not text", fix="write its texts to a .jsonl or .txt file", more=MORE)
     return UserError(what, fix=f"say what it holds: {source.option('format', 'txt')} (or jsonl)", more=MORE)
+
+
+def not_utf8(where: str, error: UnicodeDecodeError, offset: str, *, fix: str = "write the file as UTF-8") -> UserError:
+    """What to say of a byte that is in no text; `offset`: where it is."""
+    return UserError(f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x} at {offset}", fix=fix)
+
+
+def no_documents(where: str, what: str = "the file is empty") -> UserError:
+    """What to say of a file that gives nothing."""
+    return UserError(f"{where}: {what}", fix="remove it, or name the files with a glob")
 
 
 def is_binary(head: bytes) -> bool:

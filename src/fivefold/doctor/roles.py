@@ -9,13 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.core.errors import UserError
+from fivefold.core import legality
 from fivefold.core.heads import legal_degrees
+from fivefold.core.layout import Layout
 from fivefold.core.units import human
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.partition import Partition, derive
 from fivefold.models.trace import Untraceable, trace
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.tensor import shard_specs
 from fivefold.report.table import Report
@@ -88,16 +90,14 @@ def examine(model: str | Path, *, tp: int) -> RoleReport:
     anatomy = Anatomy.of(built)
     title = f"{anatomy.model_class} under tp {tp}"
     try:
-        partition = derive(built, anatomy, trace(built, anatomy))
+        traced = trace(built, anatomy)
+        partition = derive(built, anatomy, traced)
     except Untraceable as error:
         closing = f"it cannot be trained here: {error}"
         return RoleReport(title=title, rows=(), ok=False, closing=closing, gib_per_rank={})
-    try:
-        specs = shard_specs(built, partition, tp)
-    except UserError as error:
-        specs, refusal = {}, str(error)
-    else:
-        refusal = ""
+    found = legality.violations(Layout(tp=tp, sequence_parallel=False), limits_of(built, anatomy, traced, partition))
+    refusal = str(found[0].error) if found else ""
+    specs = {} if refusal else shard_specs(built, partition, tp)
     rows: dict[tuple[str, str], RoleRow] = {}
     for name, parameter in built.named_parameters():
         role = partition.roles.get(name)
@@ -142,9 +142,11 @@ def _shard(spec: ShardSpec | None, shape: tuple[int, ...]) -> str:
 
 def _closing(partition: Partition, anatomy: Anatomy) -> str:
     alone = partition.sequence_parallel_refusal
-    degrees = ", ".join(map(str, legal_degrees(partition.query, partition.kv)))
     lines = [
-        f"{partition.query} query heads, {partition.kv} key/value heads: tp {degrees}",
+        f"{query} query heads, {kv} key/value heads: tp {', '.join(map(str, legal_degrees(query, kv)))}"
+        for query, kv in partition.heads
+    ]
+    lines += [
         f"sequence parallel: {f'refused, {alone}' if alone else 'yes'}",
     ]
     if partition.across:

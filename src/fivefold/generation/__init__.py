@@ -1,31 +1,37 @@
 """Text from a trained model, under any layout. No torch until it is asked for."""
 
+from dataclasses import dataclass
+
+from fivefold.core.errors import UserError
+
 # The defaults of the command and of the Python API. Small models repeat themselves when they always take the likeliest.
 TEMPERATURE, TOP_K, SEED = 0.8, 50, 1234
 
 
-def main(
-    model: str,
-    prompt: str,
-    *,
-    layout: str = "single",
-    device: str = "auto",
-    step: int | None = None,
-    max_new_tokens: int = 100,
-    temperature: float = TEMPERATURE,
-    top_k: int = TOP_K,
-    seed: int = SEED,
-    quiet: bool = False,
-) -> str:
-    """Continue `prompt`, on the screen unless `quiet`, over as many workers as `layout` says; returns the new text.
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """What to continue, with what, and how far. `model`: a run folder or the address of its
+    copy, a Hugging Face folder or a hub id.
 
-    `model`, `step` and the rest are those of `GenerateRequest`; `device`: auto, cpu or cuda. Inside a world that is
-    there already (torchrun), uses that world. Raises `UserError` when the model, the layout or an option does not fit.
+    `layout` is its text form; without a precision in it, the model computes in the type its weights are stored in.
+    `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all.
+    Raises `UserError` for a number out of its range.
     """
-    from fivefold.generation.launch import start
 
-    request = {
-        "model": model, "prompt": prompt, "layout": layout, "step": step, "max_new_tokens": max_new_tokens,
-        "temperature": temperature, "top_k": top_k, "seed": seed,
-    }  # fmt: skip
-    return start(request, device=device, quiet=quiet)
+    model: str
+    prompt: str
+    layout: str = "single"
+    step: int | None = None
+    max_new_tokens: int = 100
+    temperature: float = TEMPERATURE
+    top_k: int = TOP_K
+    seed: int = SEED
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
+            if not getattr(self, name) >= least:
+                raise UserError(
+                    f"{name} {getattr(self, name)} is less than {least}",
+                    fix=f"write {least} or more",
+                    more="fivefold generate --help",
+                )

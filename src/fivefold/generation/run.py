@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fivefold.core.nearby import runs
 from fivefold.core.terminal import shown
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import Bos, find_tokenizer
-from fivefold.generation import SEED, TEMPERATURE, TOP_K
+from fivefold.generation import GenerateRequest
 from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
@@ -28,35 +28,6 @@ from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.apply import parallelize
 
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
-    """What to continue, with what, and how far. `model`: a run folder or the address of
-    its copy, a Hugging Face folder or a hub id.
-
-    `layout` is its text form; without a precision in it, the model computes in the type its weights are stored in.
-    `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all.
-    Raises `UserError` for a number out of its range.
-    """
-
-    model: str
-    prompt: str
-    layout: str = "single"
-    step: int | None = None
-    max_new_tokens: int = 100
-    temperature: float = TEMPERATURE
-    top_k: int = TOP_K
-    seed: int = SEED
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
-            if not getattr(self, name) >= least:
-                raise UserError(
-                    f"{name} {getattr(self, name)} is less than {least}",
-                    fix=f"write {least} or more",
-                    more="fivefold generate --help",
-                )
 
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:

@@ -10,20 +10,20 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.folder_config import read_folder_config
-from fivefold.core.heads import check_heads, context_method
 from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.layout import Layout
+from fivefold.core.legality import ModelLimits, refuse, violations
 from fivefold.core.nearby import runs
-from fivefold.core.schedule import check as check_pipeline
 from fivefold.core.shapes import shape_folder, shape_names
 
 READ_MORE = "fivefold train --keys"
 
 
-def check_model(config: RunConfig, *, weights: bool = True) -> None:
+def check_model(config: RunConfig, *, layout: Layout | None = None, weights: bool = True) -> None:
     """Raise `UserError` where the model cannot run as asked. Of a hub id, config.json is fetched.
 
-    `weights`: those that it starts from are looked for as well.
+    `layout`: that of the run, with every degree known; its micro batches are looked at as well. `weights`: those that
+    it starts from are looked for.
     """
     name = config.model.name_or_path
     path = shape_folder(name) or expanded(name)
@@ -36,25 +36,11 @@ def check_model(config: RunConfig, *, weights: bool = True) -> None:
             )
         path, weights = config_file(name), False
     values = read_folder_config(path) | config.model.overrides
-    _check_heads(values, config.layout)
-    _check_layers(values, config.layout)
+    limits, rows = ModelLimits.of_config(values, name), None if layout is None else config.train.global_batch_size
+    refuse(violations(layout or config.layout, limits, batch=rows))
     _check_positions(values, config.data.seq_length)
     if weights and config.model.init == "pretrained":
         _check_weights(name, path)
-
-
-def _check_heads(values: dict[str, Any], layout: Layout) -> None:
-    query = values.get("num_attention_heads")
-    kv = values.get("num_key_value_heads") or query
-    if isinstance(query, int) and isinstance(kv, int) and query > 0 and kv > 0:
-        check_heads(query, kv, layout.tp)
-        context_method(layout.cp_method, layout.cp, query // layout.tp, max(1, kv // layout.tp))
-
-
-def _check_layers(values: dict[str, Any], layout: Layout) -> None:
-    count = next((values[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in values), None)
-    if isinstance(count, int):
-        check_pipeline(layout, layers=count)
 
 
 def _check_positions(values: dict[str, Any], seq_length: int) -> None:

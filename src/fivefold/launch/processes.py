@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fivefold.launch.restart import WorkerDied
 from fivefold.launch.world import worker_environment
 
 PAUSE_SECONDS = 0.05
@@ -141,6 +142,21 @@ def private_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def kept_if_one_dies(what: str) -> Iterator[Path]:
+    """A `scratch_folder` that is removed afterwards; where a worker has died it stays, for the message names it."""
+    folder = scratch_folder(what)
+    try:
+        yield folder
+    except WorkerDied:
+        keep(folder)
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
 def scratch_folder(what: str) -> Path:
     """A temporary folder that only this user may enter. It is this process's to remove, or to `keep`; where it was
     killed before it could, the next one does."""
@@ -153,11 +169,6 @@ def scratch_folder(what: str) -> Path:
 def keep(folder: Path) -> None:
     """Leave a `scratch_folder` to the user."""
     (folder / _OWNER).unlink(missing_ok=True)
-
-
-def is_scratch(folder: Path) -> bool:
-    """Whether nobody has kept a `scratch_folder`."""
-    return (folder / _OWNER).exists()
 
 
 def _sweep(place: Path) -> None:

@@ -3,14 +3,14 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.layout import MESH_AXES, Layout
+from fivefold.core.layout import Layout
 from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
 from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
 from fivefold.launch.processes import Workers, private_folder
@@ -41,11 +41,10 @@ def worker_count(
         workers = nproc
     else:
         workers = devices if kind == "cuda" else -(-CPU_WORKERS // fixed) * fixed
-    with layout_advice():
-        layout.resolve(workers if nproc is None else nproc)
+    layout.resolve(workers if nproc is None else nproc)
     if kind == "cuda" and workers > devices:
         raise UserError(
-            f"{_product(layout)} needs {workers} GPUs, but this machine has {devices}",
+            f"{layout.product} needs {workers} GPUs, but this machine has {devices}",
             fix=f"choose a layout of {devices}, or {on_cpu}",
             more="docs/layouts.md",
         )
@@ -68,25 +67,11 @@ def start_workers(body: str, request: Mapping[str, Any], *, workers: int, logs: 
     _run_workers(command, workers=workers, logs=logs, patience=patience)
 
 
-@contextmanager
-def layout_advice() -> Iterator[None]:
-    """Adds to the sums of a layout what to do about them and where to read more."""
-    try:
-        yield
-    except UserError as error:
-        fix = error.fix or "change the layout, or the number of workers: --nproc; dp_shard -1 takes those that are left"
-        raise type(error)(error.what, fix=fix, more=error.more or "docs/layouts.md") from None
-
-
 def gpus() -> int:
     """GPUs that torch sees on this machine."""
     from torch import cuda
 
     return cuda.device_count()
-
-
-def _product(layout: Layout) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, layout.shape, strict=True) if size != 1)
 
 
 def _run_workers(command: Sequence[str], *, workers: int, logs: Path, patience: float) -> None:

@@ -31,10 +31,13 @@ _NO_DROPOUT = ("classifier_", "summary_")
 _ALWAYS = {"dtype", "torch_dtype", *_OLD_ROPE}
 
 
-def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+def load_model_config(
+    name_or_path: str | Path, overrides: Mapping[str, Any] | None = None, *, of_text: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
     """The config of a local Hugging Face folder, a `config.json`, a built-in shape name, or a hub id.
 
     `overrides` replace keys of that `config.json`; values that it leaves to the class are derived afterwards.
+    `of_text`: what they replace of the language model, whose keys a model for images and text keeps in `text_config`.
     Raises `UserError` for a name that cannot be read, an unknown model type or override, and for folders that want
     their own code run.
     """
@@ -49,8 +52,11 @@ def load_model_config(name_or_path: str | Path, overrides: Mapping[str, Any] | N
     cls = hf_internals.config_class(model_type) if isinstance(model_type, str) else None
     if cls is None:
         raise UserError(f"{name_or_path}: transformers has no model type {model_type!r}")
+    known = hf_internals.config_keys(cls) | set(values) | _ALWAYS
+    if of_text:
+        overrides = _merge({"text_config": of_text} if "text_config" in known else of_text, overrides or {})
     check_counts(overrides or {}, "model.overrides")
-    _check_keys(overrides or {}, hf_internals.config_keys(cls) | set(values) | _ALWAYS)
+    _check_keys(overrides or {}, known)
     try:
         config = hf_internals.make_config(model_type, _merge(values, overrides or {}))
     except Exception as error:  # the validators of transformers raise several kinds
@@ -142,6 +148,7 @@ def use_our_attention(model: PreTrainedModel) -> None:
     own_attention.register()
     own_experts.register()
     _refuse_dropout(model)
+    hf_internals.base_first(model)
     hf_internals.select_attention(model, own_attention.NAME)
     hf_internals.select_experts(model, own_experts.NAME)
     if any(_rope_limits(model.config)):

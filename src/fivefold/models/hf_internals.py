@@ -86,7 +86,7 @@ def causal_lm_on_meta(
     )
     with torch.device("meta"):
         model: PreTrainedModel = make(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
-    return _all_on_meta(model)
+    return _all_on_meta(base_first(model))
 
 
 def causal_class_name(config: PreTrainedConfig) -> str:
@@ -103,7 +103,16 @@ def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     """Its class made once more, in fp32 unless `options` say otherwise."""
     made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), **{"dtype": torch.float32, **options})
-    return made
+    return base_first(made)
+
+
+def base_first(model: PreTrainedModel) -> PreTrainedModel:
+    """Its head stands behind the rest, as most classes have it: a tied weight has the embedding's name in all of them
+    (of XLM-RoBERTa it would have the head's)."""
+    base = base_prefix(model)
+    for name in [each for each in model._modules if each != base and base in model._modules]:
+        model._modules[name] = model._modules.pop(name)
+    return model
 
 
 def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
@@ -136,7 +145,7 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
         trust_remote_code=False,
     )
     select_experts(model, "eager")
-    return model
+    return base_first(model)
 
 
 def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -147,7 +156,7 @@ def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         use_safetensors=True, trust_remote_code=False,
     )  # fmt: skip
     select_experts(model, "eager")
-    return model
+    return base_first(model)
 
 
 def no_progress_bars() -> None:

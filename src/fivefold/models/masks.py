@@ -101,20 +101,34 @@ def asked_for(
     return Mask(chunk=local_size, start=int(kv_offset))
 
 
+class NeedsTokens(UserError):
+    """A mask's function looks at what there is of each token, beyond those of the row that it was made for."""
+
+
 def check(mask: Mask, function: MaskFunction) -> None:
-    """Raise `UserError` unless `function` sees what `mask` sees, at the edges of windows and chunks."""
-    size = mask.window or mask.chunk or 5
-    places = {max(0, turn * size + step) for turn in range(4) for step in range(-2, 3)}
-    position = torch.tensor(sorted(places | {0, 1, 2, 3, 7, 29, 61}))
+    """Raise `UserError` unless `function` sees what `mask` sees, at the edges of windows and chunks. `NeedsTokens`: it
+    can be asked in a row of `shown_in(mask)` tokens alone."""
+    position = _edges(mask)
     query, key, zero = position[:, None], position[None, :], torch.zeros(1, 1, dtype=torch.long)
     try:
         seen = function(zero, zero, query, key).expand(len(position), len(position))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError("its attention mask depends on more than the positions of tokens") from error
+        raise NeedsTokens("its attention mask depends on more than the positions of tokens") from error
     if bool((seen & (key > query)).any()):
         raise UserError("its attention mask lets tokens see those that come later")
     if not torch.equal(seen, mask.sees(query, key)):
         raise UserError("its attention mask is neither causal, nor a sliding window, nor of chunks")
+
+
+def shown_in(mask: Mask) -> int:
+    """Tokens of a row that holds every place that `check` looks at."""
+    return int(_edges(mask).max()) + 1
+
+
+def _edges(mask: Mask) -> Tensor:
+    size = mask.window or mask.chunk or 5
+    places = {max(0, turn * size + step) for turn in range(4) for step in range(-2, 3)}
+    return torch.tensor(sorted(places | {0, 1, 2, 3, 7, 29, 61}))
 
 
 def in_chunks(cu_seqlens: Tensor, chunk: int) -> Tensor:

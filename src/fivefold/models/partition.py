@@ -33,6 +33,7 @@ RoleKind = Literal[
     "across",
     "router",
     "experts",
+    "idle",
     "replicated",
 ]
 
@@ -54,6 +55,7 @@ class Role:
     | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
     | `router` | whole on every rank | says where tokens go, of which a rank has a part under sequence parallelism |
     | `experts` | dealt to the ranks of ep, expert by expert | acts on the tokens that come to it |
+    | `idle` | whole on every rank | no token comes to it (a tower for images): it has no gradient |
     | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
 
     `deal` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
@@ -77,13 +79,14 @@ class TPInput:
 @dataclass(frozen=True)
 class TPBlock:
     """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
-    latent projections that some columns read. `is_last`: nothing with weights runs after the row in its layer."""
+    latent projections that some columns read. `heads`: query and key/value heads, where it attends. `is_last`: nothing
+    with weights runs after the row in its layer."""
 
     owner: str
     columns: tuple[str, ...]
     row: str
     entries: tuple[TPInput, ...]
-    attends: bool
+    heads: tuple[int, int] | None
     is_last: bool
 
 
@@ -91,18 +94,20 @@ class TPBlock:
 class Partition:
     """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
 
-    `query`, `kv`: heads. `across`: modules that need all features -> how those are dealt. A refusal says why something
-    cannot be done, or is None.
+    `heads`: query and key/value heads, of each kind of layers (MiMo-V2's have several). `across`: modules that need all
+    features -> how those are dealt.
+    `to_logits`: the module that is given the last hidden states, the head or what changes them for it. A refusal says
+    why something cannot be done, or is None.
     """
 
     roles: Mapping[str, Role]
     regions: tuple[TPBlock, ...]
-    query: int
-    kv: int
+    heads: tuple[tuple[int, int], ...]
     across: Mapping[str, FeatureGroups]
     refusal: str | None
     sequence_parallel_refusal: str | None
     is_proved: bool
+    to_logits: str = ""
 
     @cached_property
     def entries(self) -> tuple[TPInput, ...]:
@@ -126,7 +131,7 @@ def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition
     except Untraceable as error:
         refusal = f"{name}: {error}"
         return Partition(
-            roles={}, regions=(), query=0, kv=0, across={}, refusal=refusal,
+            roles={}, regions=(), heads=(), across={}, refusal=refusal,
             sequence_parallel_refusal=refusal, is_proved=False,
         )  # fmt: skip
 
@@ -138,11 +143,13 @@ class _Derivation:
     traced: Trace
     regions: list[TPBlock] = field(default_factory=list)
     across: dict[str, FeatureGroups] = field(default_factory=dict)
-    heads: tuple[int, int] = (0, 0)
+    heads: dict[tuple[int, int], None] = field(default_factory=dict)
 
     def partition(self) -> Partition:
         if self.traced.streams:
             raise Untraceable(self.traced.streams)
+        if self.anatomy.embedding in self.traced.looked_into:
+            raise Untraceable(f"it reads the weights of {self.anatomy.embedding} directly, of which a rank has a part")
         roles = self._outside()
         known: dict[object, dict[str, FeatureGroups]] = {}
         for block in self.traced.blocks:
@@ -150,7 +157,7 @@ class _Derivation:
         plan = hf_internals.tensor_parallel_plan(self.model)
         contradicted = {}
         for name, _ in self.model.named_parameters():
-            role = roles.get(name) or Role("replicated", "nothing in its forward says what it does")
+            role = roles.get(name) or self._unknown(name)
             roles[name], contradiction = _compared(name, role, plan)
             if contradiction:
                 contradicted[name] = contradiction
@@ -164,8 +171,9 @@ class _Derivation:
         alone = f"{_listing(position)} of {self._name} adds to the embeddings of all tokens" if position else None
         return Partition(
             roles={name: roles[name] for name, _ in self.model.named_parameters()},
-            regions=tuple(self.regions), query=self.heads[0], kv=self.heads[1], across=self.across,
-            refusal=refusal, sequence_parallel_refusal=refusal or alone, is_proved=self._name in PROVED,
+            regions=tuple(self.regions), heads=tuple(self.heads), across=self.across,
+            refusal=refusal, sequence_parallel_refusal=refusal or alone,
+            is_proved=self._name in PROVED, to_logits=(*self.traced.to_logits, self.anatomy.head)[0],
         )  # fmt: skip
 
     @property
@@ -183,12 +191,26 @@ class _Derivation:
         for name in (*self.traced.before, *self.traced.after):
             if name not in (self.anatomy.embedding, self.anatomy.head):
                 roles |= self._roles_of(name, Role("norm", "acts on the residual, outside the blocks"))
+        for name in self.traced.to_logits:
+            if name != self.anatomy.head:
+                roles |= self._roles_of(name, Role("latent", "changes the last hidden states, for all tokens"))
         return roles
 
+    def _unknown(self, name: str) -> Role:
+        """Of a parameter that no event speaks of."""
+        module = name.rpartition(".")[0]
+        if is_within(name, [self.anatomy.base]) and module not in self.traced.entered:
+            return Role("idle", "no token comes to it")
+        return Role("replicated", "nothing in its forward says what it does")
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
     def _roles_of(self, module: str, role: Role) -> dict[str, Role]:
-        return {
-            f"{module}.{leaf}": role for leaf, _ in self.model.get_submodule(module).named_parameters(recurse=False)
-        }
+        """Of the parameters of a module alone, by the first of the names that they have."""
+        own = self.model.get_submodule(module).named_parameters(recurse=False)
+        return {self._names[id(parameter)]: role for _, parameter in own}
 
     def _untrained(self, module: str) -> dict[str, Role]:
         """What a module that holds experts keeps beside them without training it: a bias on who is picked."""
@@ -212,11 +234,11 @@ class _Derivation:
                 known[key] = {_within(block, name): deal for name, deal in deals.items()}
             deals = {f"{block.layer}.{name}": deal for name, deal in known[key].items()}
             if called:
-                self._count_heads(called, block)
+                self.heads[_heads(called)] = None
                 for name in called.parameters:
-                    parts = tuple(FeatureGroup(h, h + 1, "query", h) for h in range(self.heads[0]))
+                    parts = tuple(FeatureGroup(h, h + 1, "query", h) for h in range(called.inputs[0].shape[1]))
                     roles[name] = Role("column", "one number per query head, passed to attention", 0, parts)
-            self.regions.append(self._region(block, pair, deals))
+            self.regions.append(self._region(block, pair, _heads(called) if called else None))
             for name in pair.latents:
                 roles |= self._roles_of(name, Role("latent", "reads the residual, for all heads at once"))
             for name in columns:
@@ -242,12 +264,6 @@ class _Derivation:
         ]
         return (_within(block, row), block.linear(row).inputs[0].shape, *sizes)
 
-    def _count_heads(self, called: Event, block: BlockTrace) -> None:
-        heads = (called.inputs[0].shape[1], called.inputs[1].shape[1])
-        if self.heads not in ((0, 0), heads):
-            raise Untraceable(f"{block.layer} has {heads} query and key/value heads, the layers before {self.heads}")
-        self.heads = heads
-
     def _linear_roles(self, name: str, pair: Pair, deal: FeatureGroups) -> dict[str, Role]:
         is_row = name == pair.row
         reads = "a latent" if name in pair.behind else "the residual"
@@ -261,20 +277,22 @@ class _Derivation:
             roles[f"{name}.bias"] = bias
         return roles
 
-    def _region(self, block: BlockTrace, pair: Pair, deals: Mapping[str, FeatureGroups]) -> TPBlock:
+    def _region(self, block: BlockTrace, pair: Pair, heads: tuple[int, int] | None) -> TPBlock:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
-        attends = any(part.owner == "query" for part in deals[row])
+        adds = any(  # what it gives back to the residual, within (BERT): what it is given is not for projections alone
+            {RESIDUAL, row} <= event.sources and event.name.startswith(f"{owner}.") for event in block.events
+        )
         is_last = block.linear(row) is block.events[-1]
-        if owner != block.layer and owner.startswith(block.layer):
+        if owner != block.layer and owner.startswith(block.layer) and not adds:
             where = block.hidden_arguments.get(owner, [])
             if len(where) != 1:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
-            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), attends, is_last)
+            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), heads, is_last)
         shared: dict[int, list[str]] = {}
         for name in pair.entered:
             shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
-        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), attends, is_last)
+        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), heads, is_last)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""
@@ -304,6 +322,12 @@ class _Derivation:
             if sources <= {*region.columns, region.owner}:
                 return roles[f"{region.row}.weight"].deal or ()
         raise Untraceable(f"{event.name} mixes the features of {', '.join(sorted(sources))}")
+
+
+def _heads(called: Event) -> tuple[int, int]:
+    """Query and key/value heads of an attention."""
+    query, key, _ = called.inputs
+    return query.shape[1], key.shape[1]
 
 
 def _is_spread(deal: FeatureGroups) -> bool:

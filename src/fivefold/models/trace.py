@@ -9,7 +9,7 @@ rely on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from fivefold.core.errors import UserError
 from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.head import head_only
+from fivefold.models.positions import behind_padding
 from fivefold.models.recipe import buffer_values
 from fivefold.torch_internals import TorchDispatchMode, is_convolution
 
@@ -103,6 +105,9 @@ class Trace:
     `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
     `in_tuples`: layers that give their hidden states in a tuple. `carried`: why hidden states are not all that a layer
     has from those before it, if so. `streams`: that there are several of them, if so. `counted`: see there.
+    `padding`: the padding token, where the model counts its tokens from behind it (`positions.py`). `entered`: modules
+    of the base that tokens come to. `to_logits`: modules with parameters from the last hidden states to the logits, in
+    order. `looked_into`: embeddings whose weights the model reads directly.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
@@ -113,6 +118,10 @@ class Trace:
     carried: str | None = None
     streams: str | None = None
     counted: Counted | None = None
+    padding: int | None = None
+    entered: set[str] = field(default_factory=set)
+    to_logits: tuple[str, ...] = ()
+    looked_into: set[str] = field(default_factory=set)
 
     @property
     def read(self) -> list[Tensor]:
@@ -176,7 +185,7 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     recorder = _Recorder(copy, anatomy, tokens)
     hand_on_cu_seqlens(copy, forgetful)
     try:
-        base = copy.get_submodule(anatomy.base)
+        base = cast(PreTrainedModel, copy.get_submodule(anatomy.base))
     except AttributeError as error:
         raise Untraceable(f"it has no part {anatomy.base!r}, where its class says that its layers are") from error
     ids = torch.arange(tokens).unsqueeze(0) % model.config.get_text_config().vocab_size
@@ -184,6 +193,8 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     recorder.begin(stops_at_block=True)
     _follow(recorder, base, **inputs)
     counted = recorder.places
+    if recorder.longest:
+        _check_masks(recorder, base, inputs)
     recorder.begin()
     _follow(recorder, base, position_ids=ids, **inputs)
     traced, noisy, places = recorder.trace, recorder.draws, recorder.places
@@ -191,7 +202,8 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     if len(traced.blocks) != len(anatomy.layers):
         raise Untraceable("its forward does not run every layer once")
     if not _same(counted, places):
-        raise Untraceable("the positions that it counts for itself are not 0, 1, 2 and so on from a document's start")
+        traced.padding = _padding(recorder, base, inputs)
+    traced.to_logits = _to_logits(recorder, copy, anatomy)
     if counts:
         inputs["position_ids"] = ids
         traced.counted = Counted(counts[0], _same_up_to(recorder, lambda: _follow(recorder, base, **inputs), traced))
@@ -202,6 +214,41 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
             fix = "set its dropout, jitter or noise to 0 in model.overrides"
             raise Untraceable(f"{noisy[0]} computes with random numbers in training", fix=fix)
     return traced
+
+
+def _to_logits(recorder: "_Recorder", copy: PreTrainedModel, anatomy: Anatomy) -> tuple[str, ...]:
+    """The modules with parameters that hidden states come to behind the base; the head alone where they cannot be
+    followed."""
+    recorder.begin()
+    hidden = torch.zeros(1, recorder.tokens, recorder.hidden)
+    with head_only(copy, anatomy) as logits_of, suppress(Untraceable):
+        _follow(recorder, logits_of, hidden=hidden)
+        return tuple(recorder.trace.before)
+    return (anatomy.head,)
+
+
+def _padding(recorder: "_Recorder", base: PreTrainedModel, inputs: dict[str, Any]) -> int:
+    """The padding token, where the model counts its tokens from behind it. Raises `Untraceable` where it does not."""
+    padding, ids = base.config.get_text_config().pad_token_id, inputs["input_ids"].clone()
+    if padding is not None:
+        ids[0, _ONE] = padding
+        places = []
+        for given in (None, behind_padding(ids, torch.arange(ids.shape[1]).unsqueeze(0), padding)):
+            recorder.begin(stops_at_block=True)
+            _follow(recorder, base, **{**inputs, "input_ids": ids, "position_ids": given})
+            places.append(recorder.places)
+        if _same(*places):
+            return int(padding)
+    raise Untraceable("the positions that it counts for itself are not 0, 1, 2 and so on from a document's start")
+
+
+def _check_masks(recorder: "_Recorder", base: nn.Module, inputs: dict[str, Any]) -> None:
+    """Hold masks against functions that look at tokens (Gemma 4's, for images) in a row of text that is long enough."""
+    tokens, recorder.tokens = recorder.tokens, recorder.longest
+    recorder.begin(stops_at_block=True)
+    ids = inputs["input_ids"]
+    _follow(recorder, base, **{**inputs, "input_ids": ids[:, torch.arange(recorder.tokens) % ids.shape[1]]})
+    recorder.tokens = tokens
 
 
 def _same_up_to(recorder: "_Recorder", run: Callable[[], None], traced: Trace) -> int:
@@ -231,7 +278,7 @@ class _Enough(Exception):
     """A run has shown what it was for."""
 
 
-def _follow(recorder: "_Recorder", base: nn.Module, **inputs: Any) -> None:
+def _follow(recorder: "_Recorder", base: Callable[..., Any], **inputs: Any) -> None:
     """Run the copy. Raises `Untraceable`, in words, whatever happens."""
     with _recording(recorder), torch.random.fork_rng(devices=[]), torch.enable_grad(), _Watch(recorder):
         torch.manual_seed(recorder.noise)
@@ -259,6 +306,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._note_tables(args)
         made = func(*args, **kwargs)
         if func._overloadpacket is torch.ops.aten.arange and len(made) == self.recorder.tokens:
             self.recorder.counts.append(self.recorder.innermost)
@@ -269,6 +317,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.zeros_like(made)
         self.recorder.draws.append(self.recorder.innermost)
         return made
+
+    def _note_tables(self, args: Any) -> None:
+        read = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and not each.is_meta]
+        self.recorder.trace.looked_into |= {
+            self.recorder.tables[place] for place in read if place in self.recorder.tables
+        }
 
 
 def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -336,8 +390,12 @@ class _Recorder:
         self.convolutions: list[str] = []
         self.rows: dict[str, tuple[int, Tensor]] = {}  # leaf -> the dimension of its tokens, and the token of each row
         self.random = torch.Generator()
+        self.tables: dict[int, str] = {}  # where the stand-in of an embedding's weight lies -> the embedding
+        self.longest = 0  # tokens of a row in which every mask can be checked, where some look at tokens
         self.begin()
-        self.hidden = model.config.get_text_config().hidden_size
+        self.hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0))
+        if not self.hidden:
+            raise Untraceable("its config has no hidden_size")
         self.names = {id(module): name for name, module in model.named_modules()}
         self.layers = set(anatomy.layers)
         values = buffer_values(model)
@@ -350,6 +408,7 @@ class _Recorder:
 
     def _begin(self, name: str, *_: Any) -> None:
         self.under_way.append(name)
+        self.trace.entered.add(name)
 
     def _end(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
         self.under_way.pop()
@@ -368,6 +427,9 @@ class _Recorder:
             return
         elif isinstance(module, nn.Embedding):
             module.forward = self._embedding(name, module.embedding_dim)  # type: ignore[method-assign]
+            rows = self._drawn(1, module.embedding_dim).expand_as(module.weight)  # some models look a row up themselves
+            module.weight = nn.Parameter(rows, requires_grad=False)
+            self.tables[rows.untyped_storage().data_ptr()] = name
             return
         else:
             module.register_forward_pre_hook(self._note_arguments(name), with_kwargs=True)
@@ -728,6 +790,11 @@ def _attention(
 
 
 def _mask(*args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> masks.Mask:
-    mask = masks.asked_for(*args, **kwargs)
-    masks.check(mask, mask_function)
+    mask, recorder = masks.asked_for(*args, **kwargs), _recorders[-1]
+    try:
+        masks.check(mask, mask_function)
+    except masks.NeedsTokens:
+        if recorder.tokens >= masks.shown_in(mask):
+            raise
+        recorder.longest = max(recorder.longest, masks.shown_in(mask))
     return mask

@@ -108,43 +108,41 @@ class _Matmul(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Linears:
-    """How the linears of one model multiply. `store`: of a schedule that splits backward. `recipe`: role -> its
-    products, given whether the weight is stored [I, O]; a role that is not in it multiplies in the compute dtype."""
+    """How the linears of one model multiply. `store`: of a schedule that splits backward. `recipe`: role -> what makes
+    its products from the fields of `Dense` (`expert`: of `Grouped`); a role that is not in it multiplies in the compute
+    dtype."""
 
     store: WeightGradStore | None = None
-    recipe: Mapping[Role, Callable[[bool], Products]] = field(default_factory=dict)
+    recipe: Mapping[Role, Callable[..., Products]] = field(default_factory=dict)
 
     def place(
         self, linear: Any, role: Role, *, is_transposed: bool, is_plain: bool, reduce: Multiply | None = None
     ) -> None:
         """Let `linear` multiply as its role asks. `is_transposed`: its weight is [I, O]. `is_plain`: its forward is
         that of a linear and does nothing else. `reduce`: sums up the partial products of a row."""
-        if is_plain and (role in self.recipe or self._waits(role)):
+        waits = self.store is not None and role in LATER
+        multiply = _plain_product(linear, is_transposed) if is_plain else _own_product(linear)
+        if is_plain and (waits or role in self.recipe):
             products = self.recipe.get(role, Dense)(is_transposed)
-            multiply: Multiply = torch.compiler.disable(  # type: ignore[no-untyped-call]
-                lambda x: self._multiply(x, linear.weight, products, role), reason="weight gradients are stored outside"
-            )
+            multiply = lambda x: self._multiply(x, linear.weight, products, role)  # noqa: E731
+            if waits:  # a graph cannot put anything into a store: it ends before a linear, and another begins behind
+                multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
         elif reduce is None:
             return
-        else:
-            multiply = _plain_product(linear, is_transposed) if is_plain else _own_product(linear)
         linear.forward = _biased(linear, multiply, reduce or _nothing)
 
     def grouped(self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool) -> Tensor:
         """Rows sorted by expert, each times its expert's matrix of `weight` [E, O, I], or [E, I, O] where
         `is_transposed`: [S, O]. One kernel where it serves these tensors."""
-        products = Grouped(counts_E, is_transposed, _is_served(x_SI, weight))
-        x_SI = x_SI.to(weight.dtype)
-        if products.is_served and not self._is_put_off("expert", weight):
-            return products.output(x_SI, weight)
+        is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
+        products = self.recipe.get("expert", Grouped)(counts_E, is_transposed, is_served)
+        if is_served and not ("expert" in self.recipe or self._is_put_off("expert", weight)):
+            return products.output(x_SI, weight)  # the kernel has a backward of its own
         return self._multiply(x_SI, weight, products, "expert")
 
     def _multiply(self, x: Tensor, weight: Tensor, products: Products, role: Role) -> Tensor:
         queue = self.store.queue if self.store and self._is_put_off(role, weight) else None
         return _Matmul.apply(x, weight, products, queue)  # type: ignore[no-any-return,no-untyped-call]
-
-    def _waits(self, role: Role) -> bool:
-        return self.store is not None and role in LATER
 
     def _is_put_off(self, role: Role, weight: Tensor) -> bool:
         return (

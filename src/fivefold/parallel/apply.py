@@ -17,17 +17,17 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
-from fivefold.core import heads
+from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import SPLITTING
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import check_rows, use_our_attention
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.models.partition import Partition, derive
+from fivefold.models.positions import count_behind_padding
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import RandomInit, TensorSource
 from fivefold.models.trace import Trace, Untraceable, hand_on_cu_seqlens, trace
@@ -35,6 +35,7 @@ from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.sharding import ShardSpec
 from fivefold.parallel.spread import Spread, fill
@@ -77,9 +78,10 @@ def parallelize(
         check = partial(check_rows, traced.counted.name, traced.counted.most, layout.cp)
         model.get_submodule(anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     partition = derive(model, anatomy, traced) if layout.tp > 1 else None
-    _check_sequence_parallel(partition, layout)
+    limits = limits_of(model, anatomy, traced, partition, expert_tp=layout.etp > 1)
+    legality.refuse(legality.violations(layout, limits))
     specs = tensor.shard_specs(model, partition, layout.tp) | expert.shard_specs(model, traced.experts, layout)
-    copies = heads.kv_copies(partition.kv, layout.tp) if partition else 1
+    copies = tensor.kv_copies(model, partition, layout.tp)
     stages = assign(model, anatomy, traced, layout)
     holders = {name: stages.holders(name) for name in specs}
     tied = f"{anatomy.embedding}.weight" if anatomy.tied else None
@@ -94,7 +96,7 @@ def parallelize(
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, anatomy)
-    splits_backward = layout.pp > 1 and layout.pp_schedule in SPLITTING
+    splits_backward = layout.pp > 1 and layout.schedule.splits_backward
     linears = Linears(store=WeightGradStore() if splits_backward else None)
     _place_linears(model, anatomy, traced, partition, linears)
     fold = _tensor_parallel(model, anatomy, partition, specs, mesh, linears)
@@ -113,6 +115,8 @@ def parallelize(
     balance = balancing.watch_routers(model, experts, fold, rows, device)
     router_state = {name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)}
     hand_on_cu_seqlens(model, traced.forgetful)
+    if traced.padding is not None:
+        count_behind_padding(model.get_submodule(anatomy.base), traced.padding)
     staged = _staged(model, stages, mesh, anatomy, traced, fold, rows) if layout.pp > 1 else None
     own_layers = staged.layers if staged else anatomy.layers
     compiled = Compiled() if compile_blocks else None
@@ -166,17 +170,6 @@ def _traced(model: Any, anatomy: Anatomy) -> Trace:
             fix=error.fix
             or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
-
-
-def _check_sequence_parallel(partition: Partition | None, layout: Layout) -> None:
-    """Before the partition is tried: raise `UserError` where it cannot split tokens."""
-    if partition is None or partition.refusal or not layout.sequence_parallel:
-        return
-    if partition.sequence_parallel_refusal:
-        raise UserError(
-            f"sequence parallel is refused: {partition.sequence_parallel_refusal}",
-            fix="set layout.sequence_parallel: false",
-        )
 
 
 def _tensor_parallel(

@@ -280,10 +280,7 @@ def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
 
 
 def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, mesh: Mesh) -> ContextParallel | None:
-    """Hook the base, the head and the attention modules of `model`; None for a layout without the fold.
-
-    Raises `UserError` where the layout's `cp_method` does not fit the heads.
-    """
+    """Hook the base, the head and the attention modules of `model`; None for a layout without the fold."""
     layout = mesh.layout
     if layout.cp == 1:
         return None

@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
@@ -43,25 +42,14 @@ from fivefold.parallel.tensor import TensorParallel
 
 
 def shard_specs(model: nn.Module, experts: Sequence[Experts], layout: Layout) -> dict[str, ShardSpec]:
-    """The shards of the experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too.
-
-    Raises `UserError` for more ranks than experts, features that cannot be split, or a model that has no experts.
-    """
+    """The shards of the experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too."""
     ep, pieces = layout.ep, layout.etp
-    if ep > 1 and not experts:
-        raise UserError(f"ep {ep}: {type(model).__name__} has no experts to deal to ranks", fix="set layout.ep: 1")
-    if pieces > 1 and not experts:
-        fix = "set layout.expert_tp: false"
-        raise UserError(f"expert_tp: {type(model).__name__} has no experts to split over tp", fix=fix)
     specs = {}
     for each in experts:
         module = model.get_submodule(each.name)
         features = feature_splits(each.name, module, pieces) if pieces > 1 else {}
         for leaf, parameter in module.named_parameters():
             name, shape = f"{each.name}.{leaf}", tuple(parameter.shape)
-            if shape[0] < ep:
-                fix = f"use ep {shape[0]} or less"
-                raise UserError(f"ep {ep} is more than the {shape[0]} experts of {each.name}", fix=fix)
             splits = [Split(0, tuple((block,) for block in split_even(shape[0], ep)))]
             splits += [features[leaf]] if leaf in features else []
             specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")

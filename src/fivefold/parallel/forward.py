@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fivefold.models.head import head_only
 from fivefold.parallel import loss, pipeline
 from fivefold.parallel.spread import spread_of
 
@@ -84,5 +85,5 @@ def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | 
     with ExitStack() as stack:
         for each in (fold, spread.context):
             stack.enter_context(each.chunked_head() if each else nullcontext())
-        logits_of = stack.enter_context(loss.head_only(model, spread.anatomy))
+        logits_of = stack.enter_context(head_only(model, spread.anatomy))
         return loss.chunked_loss(logits_of, hidden, labels, head_parameters, sizes, fold, inputs.scale)

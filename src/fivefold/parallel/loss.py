@@ -8,14 +8,12 @@ head under tensor parallelism).
 Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
@@ -156,34 +154,6 @@ def parameters_after_base(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
     prefix = f"{anatomy.base}."
     named = model.named_parameters(remove_duplicate=False)
     return list(dict.fromkeys(p for name, p in named if p.requires_grad and not name.startswith(prefix)))
-
-
-@contextmanager
-def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Logits]:
-    """The model's own forward from hidden states to logits: its base is a pass-through inside the block."""
-    base = model.get_submodule(anatomy.base)
-    model._modules[anatomy.base] = _PassThrough()
-    try:
-        yield lambda hidden: type(model).forward(model, inputs_embeds=hidden, use_cache=False).logits
-    finally:
-        model._modules[anatomy.base] = base
-
-
-class _PassThrough(nn.Module):
-    def __getattr__(self, name: str) -> Any:
-        """Some models call a part of their base (`self.model.decoder(...)`): it passes through as well."""
-        return self
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
-        return _Output(last_hidden_state=inputs_embeds)
-
-
-class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
-    def __getattr__(self, name: str) -> None:
-        """What else a base gives back (router logits, cross attentions) is not there."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
 
 
 def declare(shape: StepShape) -> list[Collective]:

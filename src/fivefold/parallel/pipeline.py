@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fivefold.core import legality
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.ops.linear import WeightGradStore
@@ -57,6 +58,7 @@ class Pipeline:
     def plan(self, micro_batches: int) -> Plan:
         """The schedule of a step, made once. Raises `UserError` where it does not take so many micro batches."""
         if micro_batches not in self.plans:
+            legality.refuse(legality.of_micro_batches(self.layout, micro_batches))
             self.plans[micro_batches] = Plan.of(self.layout, micro_batches)
         return self.plans[micro_batches]
 
@@ -153,7 +155,7 @@ class _Step:
         if hidden is not None:
             assert hidden.grad is not None, f"no gradient reached the input of stage {stage}"
             self._give("B", stage - 1, at, hidden.grad)
-        if self.plan.splits_backward and slot.kind == "B":
+        if self.plan.record.splits_backward and slot.kind == "B":
             self._weights(slot)
 
     def _weights(self, slot: Slot) -> None:
@@ -254,7 +256,7 @@ class _Flags:
     hooks, it reduces when they have."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
-        self._zero, self._splits = pipeline.layout.zero, plan.splits_backward
+        self._zero, self._splits = pipeline.layout.zero, plan.record.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
             (model.get_submodule(unit.name), pipeline.users(unit)) for unit in pipeline.units if unit.parameters
         ]

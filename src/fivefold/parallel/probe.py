@@ -54,9 +54,10 @@ def check(model: Any, layout: Layout, device: torch.device, parallelize: Paralle
         raise
     except Exception as error:  # the model's own code met parts of tensors that it cannot do with
         raise UserError(
-            f"tensor parallel of {name} is refused: split over {layout.tp} ranks its forward fails "
-            f"({type(error).__name__}: {error})",
+            f"tensor parallel of {name} is refused: its own code cannot do with the parts of tensors that "
+            f"{layout.tp} ranks have",
             fix="use dp_shard instead (FSDP needs no roles)",
+            more=f"tried before training: {type(error).__name__}: {error}",
         ) from error
     everyone = plain.everywhere(found)  # and no rank uses a group of the proof from here on
     _end_groups(small)
@@ -80,17 +81,18 @@ def _first_experts(model: Any) -> int:
 
 def cut(config: Any, *, ranks: int, least: int = 0) -> Any:
     """A copy of a config with a layer of each kind, `least` at least, and a small vocabulary."""
-    small = copy.deepcopy(config)
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ["all", "all"]))
-    layers = min(config.num_hidden_layers, max(len(kinds), least))
+    whole = copy.deepcopy(config)
+    small = whole.get_text_config()
+    kinds = list(dict.fromkeys(getattr(small, "layer_types", None) or ["all", "all"]))
+    layers = min(small.num_hidden_layers, max(len(kinds), least))
+    if getattr(small, "layer_types", None):
+        small.layer_types = [*kinds, *small.layer_types[len(kinds) :]][:layers]
     small.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        small.layer_types = [*kinds, *config.layer_types[len(kinds) :]][:layers]
     small.vocab_size = 8 * ranks + 3
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(config, key, None) is not None:
+        if getattr(small, key, None) is not None:
             setattr(small, key, 0)
-    return small
+    return whole
 
 
 def _probed(layout: Layout) -> Layout:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.core import schedule
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.schedule import balanced
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.trace import Experts, Trace
 
 
@@ -46,7 +46,7 @@ class StagePlan:
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank of a stage."""
-        return schedule.rank_of(self.layout.pp_schedule, self.layout.pp, stage)
+        return self.layout.schedule.rank_of(stage, self.layout.pp)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank."""
@@ -65,19 +65,10 @@ class StagePlan:
 
 
 def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> StagePlan:
-    """Cut `model` into the stages of `layout`.
-
-    Raises `UserError` when layers do not suffice, or something would have to travel besides hidden states.
-    """
-    schedule.check(layout, layers=len(anatomy.layers))
+    """Cut `model` into the stages of `layout`, which is legal for it."""
     if layout.pp == 1:
         return StagePlan(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
-    if traced.carried:
-        raise UserError(
-            f"pp {layout.pp} is refused: in {type(model).__name__}, {traced.carried}, and a stage is sent no more",
-            fix="use dp_shard and tp instead",
-        )
-    count = layout.pp * schedule.stages_per_rank(layout)
+    count = layout.stages
     split = _split(model, anatomy, traced.experts, layout, count)
     splits = tuple(pairwise(accumulate(split, initial=0)))
     places: dict[str, tuple[int, ...]] = {}
@@ -86,7 +77,6 @@ def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> Stage
     first_too = (count - 1,) if anatomy.tied else ()
     places |= dict.fromkeys(traced.before, (0,)) | dict.fromkeys((*traced.after, anatomy.head), (count - 1,))
     places[anatomy.embedding] = (0, *first_too)
-    _check_places(model, places, twice=set(traced.before) & set(traced.after))
     return StagePlan(layout, anatomy.layers, splits, places)
 
 
@@ -95,10 +85,10 @@ def _split(
 ) -> tuple[int, ...]:
     """Layers of each stage; `auto`: by what a token is multiplied with in them, and in the head. (An embedding is
     looked up, and costs nothing.)"""
-    if layout.pp_split != "auto":
-        return schedule.read_split(layout, len(anatomy.layers))
+    if layout.split is not None:
+        return layout.split
     costs = multiplied(model, (*anatomy.layers, anatomy.head), experts)
-    return schedule.balanced(costs[:-1], count, last=costs[-1])
+    return balanced(costs[:-1], count, last=costs[-1])
 
 
 def multiplied(model: nn.Module, modules: Sequence[str], experts: Sequence[Experts]) -> tuple[float, ...]:
@@ -111,19 +101,18 @@ def multiplied(model: nn.Module, modules: Sequence[str], experts: Sequence[Exper
     return tuple(sum(size for name, size in matrices.items() if name.startswith(f"{module}.")) for module in modules)
 
 
-def _check_places(model: nn.Module, places: Mapping[str, Any], *, twice: set[str]) -> None:
-    for name, _ in model.named_parameters():
-        if not any(name.startswith(f"{each}.") for each in places):
-            raise UserError(
-                f"pp is refused: {name} of {type(model).__name__} is in none of its layers, and not of the modules "
-                "that run before or after them",
-                fix="use dp_shard and tp instead",
-            )
-    if twice:
-        raise UserError(
-            f"pp is refused: {sorted(twice)[0]} of {type(model).__name__} runs both before and after its layers",
-            fix="use dp_shard and tp instead",
-        )
+def refusal(model: nn.Module, anatomy: Anatomy, traced: Trace) -> str | None:
+    """Why `model` cannot be cut into stages whatever the layout; None where it can."""
+    name = type(model).__name__
+    if traced.carried:
+        return f"in {name}, {traced.carried}, and a stage is sent no more"
+    places = (*anatomy.layers, *traced.before, *traced.after, anatomy.head, anatomy.embedding)
+    for parameter, _ in model.named_parameters():
+        if not is_within(parameter, places):
+            return f"{parameter} of {name} is in none of its layers, nor in the modules before or after them"
+    if twice := set(traced.before) & set(traced.after):
+        return f"{sorted(twice)[0]} of {name} runs both before and after its layers"
+    return None
 
 
 # ---- what stands in for a module of another stage --------------------------------------------------------------------

@@ -48,47 +48,55 @@ from fivefold.parallel.temporarily import temporarily
 
 
 def shard_specs(model: nn.Module, partition: Partition | None, tp: int) -> dict[str, ShardSpec]:
-    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have).
-
-    Raises `UserError` when tensor parallelism is refused for this model or heads do not divide.
-    """
+    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have)."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if tp == 1 or partition is None:
         return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    if partition.refusal:
-        raise UserError(f"tp {tp} is refused: {partition.refusal}", fix="use dp_shard instead (FSDP needs no roles)")
-    heads.check_heads(partition.query, partition.kv, tp)
-    return {name: _shard(name, shape, partition, tp, type(model).__name__) for name, shape in shapes.items()}
+    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
 
 
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int, model_class: str) -> ShardSpec:
+def kv_copies(model: nn.Module, partition: Partition | None, tp: int) -> int:
+    """How many tp ranks share each key/value head. Raises `UserError` where layers differ in that."""
+    copies = {heads.kv_copies(kv, tp) for _, kv in partition.heads} if partition else set()
+    if partition and len(copies) > 1:
+        fewest = min(kv for _, kv in partition.heads)
+        raise UserError(
+            f"tp={tp} is more than the {fewest} key/value heads that some layers of {type(model).__name__} have, and "
+            "others have more",
+            fix=f"use tp {fewest} or less",
+        )
+    return next(iter(copies), 1)
+
+
+def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
     role = partition.roles[name]
     if role.dim is None:
         return whole(name, shape, tp)
     if role.deal is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    if tp > partition.kv and {"query", "kv"} <= {part.owner for part in role.deal}:
-        raise UserError(
-            f"tp={tp} is more than num_key_value_heads={partition.kv} of {model_class}, and {name} makes all heads at "
-            "once",
-            fix=f"use tp {partition.kv} or less",
-        )
-    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, partition, tp))
+    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, tp))
 
 
-def dealt(deal: FeatureGroups, partition: Partition, tp: int) -> tuple[tuple[Block, ...], ...]:
+def _counted(deal: FeatureGroups) -> tuple[int, int]:
+    """The query and key/value heads whose features are dealt."""
+    query, kv = (max((part.index + 1 for part in deal if part.owner == owner), default=0) for owner in ("query", "kv"))
+    return query, kv
+
+
+def dealt(deal: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks of features that each tp rank holds, in their global order, neighbours joined.
 
     A rank has an equal number of whole query heads and the key/value heads that these attend to.
     """
-    return tuple(tuple(_joined(_blocks(deal, partition, rank, tp))) for rank in range(tp))
+    return tuple(tuple(_joined(_blocks(deal, rank, tp))) for rank in range(tp))
 
 
-def _blocks(deal: FeatureGroups, partition: Partition, rank: int, tp: int) -> Iterator[Block]:
-    copies = heads.kv_copies(partition.kv, tp)
+def _blocks(deal: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
+    query, kv = _counted(deal)
+    copies = heads.kv_copies(kv, tp) if kv else 1
     mine = {
-        "query": range(rank * partition.query // tp, (rank + 1) * partition.query // tp),
-        "kv": range(rank // copies * partition.kv * copies // tp, (rank // copies + 1) * partition.kv * copies // tp),
+        "query": range(rank * query // tp, (rank + 1) * query // tp),
+        "kv": range(rank // copies * kv * copies // tp, (rank // copies + 1) * kv * copies // tp),
     }
     for part in deal:
         if part.owner == "even":
@@ -174,7 +182,8 @@ def apply_tensor_parallel(
     embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
     _replace_forward(embedding, _vocabulary_lookup(embedding, fold))
     head = model.get_submodule(anatomy.head)
-    head.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
+    first = model.get_submodule(partition.to_logits)  # the head, or what changes hidden states for it
+    first.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
     head.register_forward_hook(lambda _, args, logits: logits if fold.head_in_chunks else fold.whole_logits(logits))
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
     for region in partition.regions:
@@ -182,11 +191,11 @@ def apply_tensor_parallel(
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
         place(row, "row", linears, reduce=fold.leave)
-        if region.attends:
-            _count_own_heads(model.get_submodule(region.owner), row, partition, size)
+        if region.heads:
+            _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
     for name, deal in partition.across.items():
         module = model.get_submodule(name)
-        _replace_forward(module, _over_all_features(module.forward, dealt(deal, partition, size), fold))
+        _replace_forward(module, _over_all_features(module.forward, dealt(deal, size), fold))
     return fold
 
 
@@ -268,10 +277,10 @@ def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor])
     return hook
 
 
-def _count_own_heads(module: nn.Module, row: Any, partition: Partition, size: int) -> None:
+def _count_own_heads(module: nn.Module, row: Any, of_layer: tuple[int, int], size: int) -> None:
     """Tell an attention module that shapes its tensors by numbers of heads how many this rank has."""
-    counts = {"query": partition.query, "kv": partition.kv}
-    own = {"query": partition.query // size, "kv": max(1, partition.kv // size)}
+    counts = dict(zip(("query", "kv"), of_layer, strict=True))
+    own = {which: max(1, number // size) for which, number in counts.items()}
     features = row.weight.shape[(hf_internals.linear_dims(row) or (0, 1))[1]]
     config = copy.copy(module.config) if hasattr(module, "config") else None
     for name, which in hf_internals.HEAD_COUNTS.items():
@@ -374,15 +383,13 @@ def declare(
         for kind, count in per_pass.items()
     ]
     for name, deal in partition.across.items():
-        passes += _across(deal, partition, fold.size, shape, forwards=forwards(Site(name)))
+        passes += _across(deal, fold.size, shape, forwards=forwards(Site(name)))
     return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
 
 
-def _across(
-    deal: FeatureGroups, partition: Partition, size: int, shape: StepShape, *, forwards: int
-) -> list[Collective]:
+def _across(deal: FeatureGroups, size: int, shape: StepShape, *, forwards: int) -> list[Collective]:
     """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
-    blocks = dealt(deal, partition, size)
+    blocks = dealt(deal, size)
     feature = (
         shape.rows * shape.tokens * shape.compute_bytes * shape.micro_batches
     )  # bytes of one feature of all tokens

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,35 +30,7 @@ Row = Mapping[str, Any]
 Line = tuple[str, str]  # (label, text); an empty label goes on with the line above
 
 
-class Display(Protocol):
-    """A context manager: `header` first, then steps, evaluations and samples as they come, `closing` last."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
-
-    def header(self, lines: Sequence[Line]) -> None:
-        """Say what is about to run."""
-
-    def step(self, row: Row) -> None:
-        """Show one row of metrics."""
-
-    def evaluated(self, step: int, loss: float) -> None:
-        """Show a validation loss, in nats per token."""
-
-    def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Show how the model continues `prompt`; `text` is what it wrote, with or without the prompt before it."""
-
-    def note(self, text: str) -> None:
-        """Say something that needs attention, such as a skipped step."""
-
-    def closing(self, lines: Sequence[Line]) -> None:
-        """Say where everything is and what to type next."""
-
-
-def open_display(*, total_steps: int, start: int = 0, console: Console | None = None) -> "Display":
+def open_display(*, total_steps: int, start: int = 0, console: Console | None = None) -> "PlainDisplay":
     """A live panel when standard output is a terminal, plain lines otherwise. `start` steps are done already."""
     console = console or Console(file=sys.stdout, highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
@@ -86,12 +58,15 @@ class Pace:
 
 
 class PlainDisplay:
-    """One line for the first step, the last, and every few seconds between them."""
+    """A context manager: `header` first, then steps, evaluations and samples as they come, `closing` last.
+
+    Here each is a line; of steps the first one, the last, and one every few seconds between them.
+    """
 
     def __init__(
         self, console: Console, *, total_steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console, self._total, self._clock = console, total_steps, clock
+        self._console, self._total, self._start, self._clock = console, total_steps, start, clock
         self._pace = Pace(total_steps, start, clock)
         self._said: float | None = None
 
@@ -102,9 +77,11 @@ class PlainDisplay:
         pass
 
     def header(self, lines: Sequence[Line]) -> None:
+        """Say what is about to run."""
         self._say(*(f"{label:<9}{text}" for label, text in lines))
 
     def step(self, row: Row) -> None:
+        """Show one row of metrics."""
         self._pace.mark(row["step"])
         now = self._clock()
         if self._said is None or now - self._said >= PLAIN_SECONDS or row["step"] >= self._total:
@@ -114,15 +91,19 @@ class PlainDisplay:
             self._say(f"step {row['step']}/{self._total}  {loss}  " + "  ".join(details(row)) + f"  {left} left")
 
     def evaluated(self, step: int, loss: float) -> None:
+        """Show a validation loss, in nats per token."""
         self._say(f"step {step}/{self._total}  validation loss {loss:.4f}")
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Show how the model continues `prompt`; `text` is what it wrote, with or without the prompt before it."""
         self._say(f"sample @{step}  {(prompt + continuation(prompt, text))!r}")
 
     def note(self, text: str) -> None:
+        """Say something that needs attention, such as a skipped step."""
         self._say(f"note: {text}")
 
     def closing(self, lines: Sequence[Line]) -> None:
+        """Say where everything is and what to type next."""
         self._say(*(f"{label:<9}{text}" for label, text in lines))
 
     def _say(self, *lines: str) -> None:
@@ -131,23 +112,19 @@ class PlainDisplay:
         self._console.file.flush()
 
 
-class LiveDisplay:
+class LiveDisplay(PlainDisplay):
     """A panel that stays at the bottom of the terminal; evaluations, samples and notes scroll above it."""
 
     def __init__(
         self, console: Console, *, total_steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console, self._total, self._start = console, total_steps, start
-        self._pace = Pace(total_steps, start, clock)
+        super().__init__(console, total_steps=total_steps, start=start, clock=clock)
         self._row: Row = {}
         self._losses: list[float] = []
         self._validation: tuple[int, float] | None = None
         self._live = Live(get_renderable=self.panel, console=console, refresh_per_second=4)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def header(self, lines: Sequence[Line]) -> None:

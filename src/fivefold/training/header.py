@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
-from fivefold.core.layout import MESH_AXES
 from fivefold.core.units import human
 from fivefold.launch.world import multiplies_bf16
 from fivefold.parallel.spread import spread_of
@@ -25,7 +24,7 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/
 def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
     config, layout, world = job.config, spread_of(job.model).layout, job.world
-    on = " ".join(f"{axis} {getattr(layout, axis)}" for axis in MESH_AXES if getattr(layout, axis) > 1) or "one process"
+    on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
     device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"

@@ -19,7 +19,7 @@ from fivefold.launch.model import check_model
 from fivefold.launch.report_once import one_voice, said_once
 from fivefold.launch.restart import with_restarts
 from fivefold.launch.worker import execute
-from fivefold.launch.workers import gpus, layout_advice, start_workers, worker_count
+from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import World, device_kind, find_world, join
 
 BODY = "fivefold.training.run:on_worker"
@@ -50,10 +50,8 @@ def _run_here(
 ) -> Path:
     kind = device_kind(config.train.device)
     workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
-    with layout_advice():
-        layout = config.layout.resolve(workers)
-        layout.accumulation(config.train.global_batch_size)
-    check_model(config)
+    layout = config.layout.resolve(workers)
+    check_model(config, layout=layout)
     if prove:
         prove(config, layout)
     _prepare(config, show=True)
@@ -91,10 +89,8 @@ def _run_inside(
     with one_voice(world):
         if nproc is not None and nproc != world.size:
             raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
-        with layout_advice():
-            layout = config.layout.resolve(world.size)
-            layout.accumulation(config.train.global_batch_size)
-        check_model(config)
+        layout = config.layout.resolve(world.size)
+        check_model(config, layout=layout)
         _prepare(config, show=world.is_first)
     from fivefold import checkpoint  # imports torch
 

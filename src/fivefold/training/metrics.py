@@ -22,8 +22,9 @@ def open_sinks(config: RunConfig, *, last_step: int, say: Callable[[str], None])
     Raises `UserError` when a tracker that a new run asks for cannot be started.
     """
     logged = last_logged_step(config)
-    return [
-        JsonLines(config.run_dir / "metrics.jsonl", last_step=last_step, say=say),
-        *(TrackerSink(name, config, last_step=last_step, logged=logged, say=say) for name in TRACKERS
-          if name in config.log.to),
-    ]  # fmt: skip
+    trackers = [  # first: where one does not start, no row has been written
+        TrackerSink(name, config, last_step=last_step, logged=logged, say=say)
+        for name in TRACKERS
+        if name in config.log.to
+    ]
+    return [JsonLines(config.run_dir / "metrics.jsonl", last_step=last_step, say=say), *trackers]

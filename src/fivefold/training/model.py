@@ -28,13 +28,12 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     Raises `UserError` when the tokenizer makes tokens the model does not have, or rows are longer than its positions
     or than its rotary frequencies allow.
     """
-    overrides: dict[str, Any] = dict(config.model.overrides)
+    own: dict[str, Any] = {}
     if config.tokenizer.name_or_path != "auto":
-        own: dict[str, Any] = {"eos_token_id": data.eos_token_id}
+        own = {"eos_token_id": data.eos_token_id}
         if config.model.init == "random":
             own |= {"vocab_size": data.vocab_size, "bos_token_id": None, "pad_token_id": None}
-        overrides = own | overrides
-    hf_config = load_model_config(config.model.name_or_path, overrides)
+    hf_config = load_model_config(config.model.name_or_path, config.model.overrides, of_text=own)
     vocabulary = hf_config.get_text_config().vocab_size
     if data.vocab_size > vocabulary:
         raise UserError(
@@ -42,7 +41,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
             fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
             f"or set model.overrides.vocab_size: {data.vocab_size} with model.init: random",
         )
-    positions = getattr(hf_config, "max_position_embeddings", None)
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if positions and config.data.seq_length > positions:
         raise UserError(
             f"data.seq_length {config.data.seq_length} is more than the model's max_position_embeddings {positions}",

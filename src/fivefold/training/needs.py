@@ -8,11 +8,10 @@ import torch
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.launch.memory import GIB, Needs, room
 from fivefold.launch.world import World
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
-
-MOMENTS = {"adamw": 2, "muon": 1}  # numbers per weight that an optimizer keeps
 
 
 def check_memory(model: Any, config: RunConfig, layout: Layout, world: World) -> str | None:
@@ -52,7 +51,7 @@ def needs_of(model: Any, config: RunConfig, layout: Layout, *, ranks: int) -> Ne
         ranks=ranks,
         weights=held,
         gradients=held,
-        optimizer=MOMENTS[config.optimizer.name] * held,
+        optimizer=OPTIMIZERS[config.optimizer.name].per_weight * held,
         activations=ranks * _activations(model.config.get_text_config(), config, layout),
     )
 

@@ -1,6 +1,4 @@
-"""The optimizer over a parallelized model, decay on matrices only, and the norm of a spread gradient."""
-
-from collections.abc import Collection
+"""The optimizer over a parallelized model, and the norm of a spread gradient."""
 
 import torch
 import torch.distributed as dist
@@ -10,34 +8,12 @@ from fivefold.config import OptimizerSection
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import spread_of
 from fivefold.torch_internals import norms, scale_
-from fivefold.training.muon import Muon, matrices
+from fivefold.training.optimizers import rule_of
 
 
 def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
-    """Fused AdamW over every parameter of `model`, or Muon over the matrices of its blocks and AdamW over the rest."""
-    if options.momentum is None or options.ns_steps is None:
-        return _adamw(model, options)
-    names = matrices(spread_of(model))
-    return Muon(
-        model, names, _adamw(model, options, but=names), learning_rate=options.learning_rate,
-        weight_decay=options.weight_decay, momentum=options.momentum, ns_steps=options.ns_steps,
-    )  # fmt: skip
-
-
-def _adamw(model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
-    """Norms and biases (one dimension, seen whole, per expert) do not decay."""
-    shards = spread_of(model).shards
-    parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
-    decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
-    others = [p for name, p in parameters.items() if shards[name].dims <= 1]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=options.learning_rate,
-        betas=options.betas,
-        eps=options.eps,
-        fused=True,
-    )
+    """The optimizer that `options` name, over every parameter of a parallelized `model`."""
+    return rule_of(options.name).build(model, options)
 
 
 def local_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.units import human_bytes
 from fivefold.parallel.spread import spread_of
-from fivefold.training.muon import matrices
+from fivefold.training.optimizers import rule_of
 
 
 def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
@@ -44,10 +44,11 @@ def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of the weights and of what the optimizer keeps of them: two tensors of AdamW's, one of Muon's."""
+    """Bytes of the weights and of what the optimizer keeps of them, in their shape."""
     spread = spread_of(model)
-    muon = set(matrices(spread)) if config.optimizer.name == "muon" else set()
-    elements = sum(prod(spec.shape) * (2 if name in muon else 3) for name, spec in spread.shards.items())
+    sizes = {name: prod(spec.shape) for name, spec in spread.shards.items()}
+    kept = rule_of(config.optimizer.name).state(spread).values()
+    elements = sum(sizes.values()) + sum(sizes[name] for names in kept for name in names)
     return elements * next(model.parameters()).dtype.itemsize
 
 

@@ -21,9 +21,8 @@ from tokenizers import Tokenizer
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported, parse_config
-from fivefold.core import history
+from fivefold.core import history, legality
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.schedule import check as check_pipeline
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.generation.text import encode_prompt, pieces
@@ -40,6 +39,7 @@ from fivefold.training.memory import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.needs import check_memory
 from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import rule_of
 from fivefold.training.run_log import RunLog
 from fivefold.training.same_everywhere import check_ranks_agree
 from fivefold.training.schedule import learning_rate
@@ -108,7 +108,7 @@ class Trainer:
         check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
-        check_pipeline(layout, micro_batches=layout.accumulation(config.train.global_batch_size))
+        legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(model)
         total_steps = length.total_steps(config, data)
@@ -317,7 +317,7 @@ class Trainer:
         findings += checks.ledger(model, batch, self.data.train, step=self.step - 1, global_batch_size=size)
         if not result.skipped:
             rate, updates = self._learning_rate(self.step - 1), self.step - self.skipped
-            findings += checks.moved(model, optimizer, update)
+            findings += checks.moved(model, optimizer, update, rule=rule_of(self.config.optimizer.name))
             findings += checks.rates(model, optimizer, rate, updates=updates)
         checks.fail_on(findings, step=self.step, passed=self.checked)
         self.checked = self.step

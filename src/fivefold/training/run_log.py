@@ -16,7 +16,7 @@ from fivefold.core.files import replace
 from fivefold.core.json_lines import JsonLines
 from fivefold.launch.events import Events
 from fivefold.training import record
-from fivefold.training.display import Display, Line, open_display
+from fivefold.training.display import Line, PlainDisplay, open_display
 from fivefold.training.held_folder import HeldFolder
 from fivefold.training.metrics import Row, Sink, open_sinks
 from fivefold.training.stop import Stopped
@@ -30,7 +30,7 @@ class RunLog:
         self.events: Events | None = None
         self.seconds_before = 0.0
         self._folder, self._run_dir = folder, folder.run_dir
-        self._display: Display | None = None
+        self._display: PlainDisplay | None = None
         self._sinks: list[Sink] = []
         self._history: history.Log | None = None
         self._samples: JsonLines | None = None

@@ -16,9 +16,9 @@ from fivefold.parallel.collectives import Collective, StepShape, total
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.loss import chunk_sizes
 from fivefold.parallel.spread import Spread, spread_of
-from fivefold.training import muon
 from fivefold.training.flops import squared_lengths
 from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
+from fivefold.training.optimizers import rule_of
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
 
 
 def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[Collective, ...]:
-    """Every collective of `train_step` on this rank: the folds' own, the token counts, loss with norm, and Muon's."""
+    """Every collective of `train_step` on this rank: of the folds, token counts, loss with norm, optimizer."""
     spread = spread_of(model)
     own = [Collective("world", "all_reduce", 2, 40 + 16)] if spread.layout.world > 1 else []
-    of_optimizer = muon.declare(spread, shape) if optimizer == "muon" else []
-    return total([*spread.declare(shape), *own, *of_optimizer])
+    return total([*spread.declare(shape), *own, *rule_of(optimizer).declare(spread, shape)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.launch.processes import is_scratch, keep, scratch_folder
+from fivefold.launch.processes import kept_if_one_dies
 from fivefold.launch.report_once import said_once
 from fivefold.launch.restart import WorkerDied
 from fivefold.launch.workers import gpus, start_workers
@@ -51,21 +51,17 @@ def _over_workers(request: VerifyRequest, layouts: Mapping[str, Layout], kind: s
             fix="prove it on the CPU: train.device=cpu, with --thin for a large model",
             more=MORE,
         )
-    scratch = scratch_folder("verify")
-    request = replace(request, scratch=str(scratch))
     if not request.quiet:
         print(f"starting {workers} worker{'s' * (workers > 1)} on {kind} ...", flush=True)
-    body = {"verify": asdict(request), "device": kind}
-    try:
-        start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=scratch / "logs")
+    with kept_if_one_dies("verify") as scratch:
+        request = replace(request, scratch=str(scratch))
+        body = {"verify": asdict(request), "device": kind}
+        try:
+            start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=scratch / "logs")
+        except WorkerDied:
+            _remove_all_but(scratch / "logs")
+            raise
         return _report(request)
-    except WorkerDied:
-        keep(scratch)
-        _remove_all_but(scratch / "logs")
-        raise
-    finally:
-        if is_scratch(scratch):
-            shutil.rmtree(scratch)
 
 
 def _remove_all_but(kept: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, restore, save
 from fivefold.core.layout import Layout
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
 from fivefold.models.build import build_meta, load_model_config
@@ -36,7 +37,6 @@ from fivefold.verification.proof_case import ProofCase, micro_batches, row_numbe
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
 from fivefold.verification.results import LayoutResult, Row
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
 
 
@@ -165,7 +165,7 @@ class Proof:
         updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
         self.compare.pieces("update", updates)
         states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
-        for kind in MOMENTS:
+        for kind in OPTIMIZERS[self.subject.optimizer.name].state:
             self.compare.pieces(
                 kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False
             )
@@ -329,7 +329,7 @@ class Proof:
         found = {}
         for name, parameter in self.model.named_parameters():
             found[f"weight/{name}"] = parameter.detach()
-            for kind in MOMENTS:
+            for kind in OPTIMIZERS[self.subject.optimizer.name].state:
                 if kind in self.optimizer.state.get(parameter, {}):
                     found[f"{kind}/{name}"] = self.optimizer.state[parameter][kind]
         return found

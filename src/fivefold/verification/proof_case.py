@@ -16,7 +16,7 @@ import numpy as np
 
 from fivefold.config import OptimizerSection
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import micro_batches_for
+from fivefold.core.legality import micro_batches_for
 from fivefold.data.batch import MicroBatch, Piece, assemble
 
 ROW = 61  # tokens of a row, unless asked otherwise

@@ -20,7 +20,7 @@ import torch
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import layers_for
+from fivefold.core.legality import layers_for
 from fivefold.core.terminal import say
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.models import hf_internals

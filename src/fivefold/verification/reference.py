@@ -21,6 +21,7 @@ from torch import Tensor
 from fivefold.config import OptimizerSection
 from fivefold.models import hf_internals
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
+from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification.drops import Drops, routers
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import first_tensor
@@ -196,25 +197,15 @@ class Reference:
 def torch_optimizers(
     model: torch.nn.Module, options: OptimizerSection, learning_rate: float
 ) -> list[torch.optim.Optimizer]:
-    """torch's own: AdamW without decay of vectors, or Muon for the matrices of the blocks and AdamW for the rest."""
+    """What updates a whole model in one process: the reference of the optimizer that `options` name."""
     parameters: Mapping[str, Tensor] = dict(model.named_parameters())
     experts = tuple(f"{name}." for name, module in model.named_modules() if hf_internals.is_experts(module))
     dims = {name: p.ndim - name.startswith(experts) for name, p in parameters.items()}  # of one expert
     in_blocks = [p for n, p in parameters.items() if p.ndim == dims[n] == 2 and _IN_BLOCK.search(n)]
-    own = {id(p) for p in in_blocks} if options.name == "muon" else set()
+    own = {id(p) for p in in_blocks}
     matrices = [p for name, p in parameters.items() if dims[name] > 1 and id(p) not in own]
     vectors = [p for name, p in parameters.items() if dims[name] <= 1]
-    adamw = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=learning_rate, betas=options.betas, eps=options.eps,
-    )  # fmt: skip
-    if not own:
-        return [adamw]
-    muon = torch.optim.Muon(
-        in_blocks, lr=learning_rate, weight_decay=options.weight_decay, momentum=options.momentum or 0.95,
-        nesterov=True, ns_steps=options.ns_steps or 5, adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
-    return [muon, adamw]
+    return rule_of(options.name).reference(Weights(in_blocks, matrices, vectors), options, learning_rate)
 
 
 class Watch:

@@ -58,7 +58,7 @@ def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], p
     found: dict[str, Layout] = {}
     for text in texts:
         config = load_config(path, [*overrides, f"layout={text}"])
-        check_supported(config, batch=False)
+        check_supported(config)
         check_model(config, weights=False)
         layout = config.layout
         if precision != "run" and Layout.parse(text).precision == Layout().precision:

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from fivefold.core.layout import Layout
+from fivefold.core.optimizers import state_words
 from fivefold.verification.reference_tensors import Distance
 
 FACTOR = 10.0  # tolerances over the floor that was measured
@@ -16,8 +17,7 @@ SMALL = 1e-6  # a gradient this much smaller than the whole has no relative erro
 WORDS = {
     "weight": "weight", "output": "output", "backward": "gradient of output", "raw": "gradient, raw",
     "gradient": "gradient, reduced", "clipped": "gradient, clipped", "update": "update",
-    "exp_avg": "first moment", "exp_avg_sq": "second moment", "momentum_buffer": "momentum",
-    "last": "weight, last step",
+    **state_words(), "last": "weight, last step",
 }  # fmt: skip
 # Kinds without an allowance.
 BITWISE = ("weight",)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE
-from fivefold.parallel import loss
+from fivefold.parallel import forward, loss
 from fivefold.training import step
 from fivefold.verification import proof_case
 from tests.verification.faults.fault import Model, fault
@@ -115,14 +115,14 @@ def _rounded(values: Tensor) -> Tensor:
     expects=LOSS,
 )
 def soft_cap_of_logits_lost() -> Any:
-    plain = loss.head_only
+    plain = forward.head_only
 
     def head_only(model: Any, anatomy: Any) -> Any:
         manager = plain(model, anatomy)
         head = model.get_submodule(anatomy.head)
         return _Entered(manager, lambda hidden: head(hidden))
 
-    return patch.object(loss, "head_only", head_only)
+    return patch.object(forward, "head_only", head_only)
 
 
 class _Entered:
@@ -245,7 +245,7 @@ def head_gradient_of_a_tied_embedding_doubled() -> Any:
     expects=[("losses of .* steps", r"step 2"), ("gradient, raw", r"embed_tokens")],
 )
 def tied_head_keeps_its_first_values() -> Any:
-    plain = loss.head_only
+    plain = forward.head_only
     kept: dict[int, Tensor] = {}
 
     def head_only(model: Any, anatomy: Any) -> Any:
@@ -257,4 +257,4 @@ def tied_head_keeps_its_first_values() -> Any:
 
         return _Entered(plain(model, anatomy), logits)
 
-    return patch.object(loss, "head_only", head_only)
+    return patch.object(forward, "head_only", head_only)

@@ -12,7 +12,7 @@ from fivefold.config import OptimizerSection
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import spread_of
-from fivefold.training import muon, optimizer
+from fivefold.training.optimizers import adamw, muon
 from tests.verification.faults.fault import Model, fault
 
 ANY_UPDATE = [("update", r"")]
@@ -20,7 +20,7 @@ ANY_UPDATE = [("update", r"")]
 
 def _adamw(change: Callable[[nn.Module, OptimizerSection], torch.optim.Optimizer]) -> Any:
     """The optimizer is what `change(model, options)` gives."""
-    return patch.object(optimizer, "_adamw", lambda model, options, but=(): change(model, options))
+    return patch.object(adamw, "adamw", lambda model, options, but=(): change(model, options))
 
 
 def _after_step(change: Callable[[torch.optim.Optimizer], None]) -> Any:
@@ -75,7 +75,7 @@ def nothing_decays() -> Any:
 def _adamw_with_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     plain = torch.optim.AdamW
     return patch.object(
-        optimizer.torch.optim, "AdamW", lambda groups, **options: plain([change(each) for each in groups], **options)
+        adamw.torch.optim, "AdamW", lambda groups, **options: plain([change(each) for each in groups], **options)
     )
 
 
@@ -86,7 +86,7 @@ def _adamw_with_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> An
     expects=[("update", r"layers\.1\.mlp\.down_proj\.weight")],
 )
 def parameter_missing_from_the_optimizer() -> Any:
-    plain = optimizer._adamw
+    plain = adamw.adamw
     return _adamw(lambda model, options: plain(model, options, but=["model.layers.1.mlp.down_proj.weight"]))
 
 
@@ -97,7 +97,7 @@ def parameter_missing_from_the_optimizer() -> Any:
     expects=[("update", r"model\.norm\.weight")],
 )
 def norm_missing_from_the_optimizer() -> Any:
-    plain = optimizer._adamw
+    plain = adamw.adamw
     return _adamw(lambda model, options: plain(model, options, but=["model.norm.weight"]))
 
 
@@ -108,7 +108,7 @@ def norm_missing_from_the_optimizer() -> Any:
     expects=[("update", r"tp rank 1")],
 )
 def updated_on_one_tensor_rank() -> Any:
-    plain = optimizer._adamw
+    plain = adamw.adamw
 
     def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
         made = plain(model, options)
@@ -160,7 +160,7 @@ def another_beta2() -> Any:
     def build(groups: Any, *, betas: tuple[float, float], **options: Any) -> torch.optim.AdamW:
         return plain(groups, betas=(betas[0], 0.999), **options)
 
-    return patch.object(optimizer.torch.optim, "AdamW", build)
+    return patch.object(adamw.torch.optim, "AdamW", build)
 
 
 @fault(
@@ -170,7 +170,7 @@ def another_beta2() -> Any:
     expects=ANY_UPDATE,
 )
 def decay_through_the_moments() -> Any:
-    return patch.object(optimizer.torch.optim, "AdamW", torch.optim.Adam)
+    return patch.object(adamw.torch.optim, "AdamW", torch.optim.Adam)
 
 
 @fault(

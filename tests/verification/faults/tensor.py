@@ -265,9 +265,9 @@ def positions_restart_per_sequence_shard() -> Any:
 def wrong_key_value_heads() -> Any:
     plain = tensor._blocks
 
-    def blocks(deal: Any, partition: Any, rank: int, tp: int) -> Iterator[Any]:
+    def blocks(deal: Any, rank: int, tp: int) -> Iterator[Any]:
         only_kv = {part.owner for part in deal} == {"kv"}
-        return plain(deal, partition, (rank + 1) % tp if only_kv else rank, tp)
+        return plain(deal, (rank + 1) % tp if only_kv else rank, tp)
 
     return patch.object(tensor, "_blocks", blocks)
 
@@ -276,10 +276,10 @@ def _in_halves(owners: set[str]) -> Any:
     """Projections of several parts, of these owners, are cut once in the middle."""
     plain = tensor.dealt
 
-    def dealt(deal: Any, partition: Any, tp: int) -> Any:
+    def dealt(deal: Any, tp: int) -> Any:
         if {part.owner for part in deal} == owners and len(deal) > 1:
             return tuple((block,) for block in split_even(max(part.stop for part in deal), tp))
-        return plain(deal, partition, tp)
+        return plain(deal, tp)
 
     return patch.object(tensor, "dealt", dealt)
 

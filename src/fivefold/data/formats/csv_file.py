@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
+from fivefold.core.units import many
 from fivefold.data.compression import MOST_BYTES, ending, lines_of, opened
 from fivefold.data.records import no_text, text_of
-from fivefold.data.source import Format, Source
+from fivefold.data.source import Records, Source, no_documents, not_utf8
 
 
 @dataclass(frozen=True)
-class Csv(Format):
+class Csv(Records):
     """As Excel and pandas write it: fields in double quotes may hold line ends, a quote is doubled. UTF-8. Read row by
     row: memory holds one. Every row has the fields of the first one."""
 
@@ -24,29 +25,24 @@ class Csv(Format):
             for line, row in rows:
                 if len(row) != len(header):
                     raise UserError(
-                        f"{where}:{line}: {_fields(len(row))}, and the first row has {len(header)}",
+                        f"{where}:{line}: {many(len(row), 'field')}, and the first row has {len(header)}",
                         fix='put a field that holds the separator or a line end in quotes: "..."',
                     )
                 documents += 1
                 yield text_of(dict(zip(header, row, strict=True)), source, f"{where}:{line}", noun="column")
         if not documents:
-            raise UserError(
-                f"{where}: no row below the names of the columns", fix="remove it, or name the files with a glob"
-            )
+            raise no_documents(where, "no row below the names of the columns")
 
     def columns(self, path: Path, source: Source) -> tuple[str, ...]:
         with closing(_rows(path, f"{source.label}: {path}")) as rows:
             return tuple(next(rows, (1, []))[1])
-
-    def options(self, source: Source) -> dict[str, str]:
-        return {"text_key": source.text_key}
 
 
 def _header(path: Path, names: list[str], source: Source) -> list[str]:
     """The names of the columns, in which the text's is once."""
     where = f"{source.label}: {path}:1"
     if not names:
-        raise UserError(f"{where}: the file is empty", fix="remove it, or name the files with a glob")
+        raise no_documents(where)
     if source.text_key not in names:
         other = next((each for each in (";", "\t", "|") if len(names) == 1 and each in names[0]), None)
         if other:
@@ -84,10 +80,7 @@ def _decoded(lines: Iterator[tuple[int, bytes]], where: str) -> Iterator[str]:
         try:
             yield line.decode("utf-8-sig" if row == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{where}:{row}: not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start} of the line",
-                fix="write the file as UTF-8",
-            ) from error
+            raise not_utf8(f"{where}:{row}", error, f"offset {error.start} of the line") from error
 
 
 @contextmanager
@@ -98,10 +91,6 @@ def _long_fields() -> Iterator[None]:
         yield
     finally:
         csv.field_size_limit(before)
-
-
-def _fields(number: int) -> str:
-    return f"{number} field{'s' * (number != 1)}"
 
 
 FORMAT = Csv(name="csv", suffixes=(".csv", ".tsv"))

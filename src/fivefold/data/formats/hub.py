@@ -18,7 +18,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.data.cache import entry, key_of, write_atomically
 from fivefold.data.records import text_of
-from fivefold.data.source import HUB, Format, Source
+from fivefold.data.source import HUB, Records, Source
 
 _MORE = "docs/data.md; the form is hub:org/name?config=C&split=S&revision=R, what follows the name being optional"
 _OFFLINE = "the network may be down: try again; what was tokenised once needs none"
@@ -56,7 +56,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Hub(Format):
+class Hub(Records):
     """A row is a document, its text in the column `text_key`. Nothing but the tokens stays on this machine."""
 
     def matches(self, path: Path) -> bool:
@@ -93,9 +93,6 @@ class Hub(Format):
         with _readable(where := f"{source.label}: {HUB}{address.name}"):
             rows = _stream(address, where)
             return tuple(rows.column_names or next(iter(rows), ()))
-
-    def options(self, source: Source) -> dict[str, str]:
-        return {"text_key": source.text_key}
 
 
 def _no_dataset(name: str, where: str) -> UserError:

@@ -9,11 +9,11 @@ from fivefold.core.errors import UserError
 from fivefold.data.compression import MOST_BYTES, opened, read_most
 from fivefold.data.formats.jsonl import refuse_surrogates
 from fivefold.data.records import text_of
-from fivefold.data.source import Format, Source
+from fivefold.data.source import Records, Source, not_utf8
 
 
 @dataclass(frozen=True)
-class Json(Format):
+class Json(Records):
     """Memory holds the file and its records, several times its size: hence a limit, and JSON Lines beyond it."""
 
     def documents(self, path: Path, source: Source) -> Iterator[str]:
@@ -29,9 +29,6 @@ class Json(Format):
     def columns(self, path: Path, source: Source) -> tuple[str, ...]:
         first = next(iter(_records(path, source)))
         return tuple(first) if isinstance(first, dict) else ()
-
-    def options(self, source: Source) -> dict[str, str]:
-        return {"text_key": source.text_key}
 
 
 def _records(path: Path, source: Source) -> list[object]:
@@ -49,10 +46,7 @@ def _records(path: Path, source: Source) -> list[object]:
         tree = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{where}:{line}: not UTF-8: byte 0x{raw[error.start]:02x} at byte offset {error.start}",
-            fix="write the file as UTF-8",
-        ) from error
+        raise not_utf8(f"{where}:{line}", error, f"byte offset {error.start}") from error
     except json.JSONDecodeError as error:
         what = "more than one JSON value" if error.msg == "Extra data" else f"not JSON: {error.msg}"
         raise UserError(f"{where}:{error.lineno}: {what} at column {error.colno}", fix=as_lines) from error

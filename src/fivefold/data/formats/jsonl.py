@@ -9,11 +9,11 @@ from pathlib import Path
 from fivefold.core.errors import UserError
 from fivefold.data.compression import lines_of, opened
 from fivefold.data.records import text_of
-from fivefold.data.source import Format, Source
+from fivefold.data.source import Records, Source, no_documents, not_utf8
 
 
 @dataclass(frozen=True)
-class JsonLines(Format):
+class JsonLines(Records):
     """Read line by line: memory holds one record."""
 
     def documents(self, path: Path, source: Source) -> Iterator[str]:
@@ -21,16 +21,13 @@ class JsonLines(Format):
         for row, line in _lines(path, where):
             yield _text(line, source, f"{where}:{row}")
         if not row:
-            raise UserError(f"{where}:1: the file is empty", fix="remove it, or name the files with a glob")
+            raise no_documents(f"{where}:1")
 
     def columns(self, path: Path, source: Source) -> tuple[str, ...]:
         where = f"{source.label}: {path}"
         with closing(_lines(path, where)) as lines:
             first = next((parsed(line, f"{where}:{row}") for row, line in lines), None)
         return tuple(first) if isinstance(first, dict) else ()
-
-    def options(self, source: Source) -> dict[str, str]:
-        return {"text_key": source.text_key}
 
 
 def _lines(path: Path, where: str) -> Generator[tuple[int, bytes]]:
@@ -56,10 +53,7 @@ def parsed(line: bytes, where: str) -> object:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start} of the row",
-            fix="write the file as UTF-8",
-        ) from error
+        raise not_utf8(where, error, f"offset {error.start} of the row") from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{where}: not JSON: {error.msg} at column {error.colno}",

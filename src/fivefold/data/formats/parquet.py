@@ -8,14 +8,14 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.data.records import no_string, no_text, text_of
-from fivefold.data.source import Format, Source
+from fivefold.data.source import Records, Source, no_documents, not_utf8
 
 _ROWS = 64  # decoded together
 _BUFFER = 2**20  # bytes read at once of a column
 
 
 @dataclass(frozen=True)
-class Parquet(Format):
+class Parquet(Records):
     """Read row group by row group, of the one column: memory holds a page or two and `_ROWS` texts."""
 
     def documents(self, path: Path, source: Source) -> Iterator[str]:
@@ -27,15 +27,12 @@ class Parquet(Format):
                     row += 1
                     yield _text(value, source, f"{where}:{row}")
         if not row:
-            raise UserError(f"{where}: the file has no rows", fix="remove it, or name the files with a glob")
+            raise no_documents(where, "the file has no rows")
 
     def columns(self, path: Path, source: Source) -> tuple[str, ...]:
         where = f"{source.label}: {path}"
         with _readable(where), _open(path, where) as file:
             return tuple(file.schema_arrow.names)
-
-    def options(self, source: Source) -> dict[str, str]:
-        return {"text_key": source.text_key}
 
 
 def _open(path: Path, where: str) -> Any:
@@ -97,10 +94,7 @@ def _text(value: Any, source: Source, where: str) -> str:
     try:
         return text_of({source.text_key: value.as_py()}, source, where, noun="column")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of the text",
-            fix="write the file as UTF-8",
-        ) from error
+        raise not_utf8(where, error, f"offset {error.start} of the text") from error
 
 
 FORMAT = Parquet(name="parquet", suffixes=(".parquet",))

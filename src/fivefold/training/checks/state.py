@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.core.optimizers import state_words
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.spread import Spread, spread_of
 from fivefold.torch_internals import norms
 from fivefold.training.checks.bits import hashes
 from fivefold.training.checks.findings import Finding, gather, ranks_text, seen_anywhere
-
-STATE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "step")  # what the optimizer may keep of a parameter
 
 
 def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
@@ -95,7 +94,7 @@ def _tensors(
         ("weight", name, local(p.detach()) if (p := parameters.get(name)) is not None else None) for name in names
     ]
     states = [(name, optimizer.state.get(parameters[name]) or {} if name in parameters else {}) for name in names]
-    kept = [(kind, name, state.get(kind)) for kind in STATE for name, state in states]
+    kept = [(kind, name, state.get(kind)) for kind in (*state_words(), "step") for name, state in states]
     return [*weights, *((kind, name, local(x) if isinstance(x, Tensor) else None) for kind, name, x in kept)]
 
 

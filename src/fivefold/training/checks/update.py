@@ -1,9 +1,8 @@
 """What the optimizer's step must do: change the parameters, at the rate of the schedule, once for each step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from fivefold.parallel.spread import Spread, spread_of
 from fivefold.training.checks.bits import hashes
 from fivefold.training.checks.findings import Finding, ranks_text, seen_anywhere
 from fivefold.training.checks.state import device_of, largest
-
-UNTOUCHED = "did not change at all"  # of a matrix of Muon: wrong only when it holds for all parts of it
+from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule
 
 
 @dataclass
@@ -44,11 +42,11 @@ def observing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Up
         hook.remove()
 
 
-def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) -> list[Finding]:
+def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *, rule: UpdateRule) -> list[Finding]:
     """Parameters that the step inside `observing` left as they were though it had to change them.
 
-    It had to where the parameter has a gradient that the optimizer does not see, or where the optimizer's own moments
-    make an update too large to be lost in rounding. Not for a step that was skipped.
+    It had to where the parameter has a gradient that the optimizer does not see, or where by the optimizer's `rule` the
+    update is too large to be lost in rounding. Not for a step that was skipped.
     """
     parameters, spread, mine = _parameters(model), spread_of(model), dict[tuple[int, str], bool]()
     labels = [*spread.shards, "the optimizer"]
@@ -59,7 +57,7 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) ->
         gradients = update.gradients.tolist()
         for at in (bits == update.bits).nonzero().flatten().tolist():
             shape, parameter = spread.shards[labels[at]].shape, parameters[at]
-            if parameter is not None and (why := _overdue(optimizer, parameter, shape, gradients[at])):
+            if parameter is not None and (why := _overdue(optimizer, rule, parameter, shape, gradients[at])):
                 mine[at, why] = gradients[at] > 0
     return [
         Finding("moved", labels[at], f"{why} on {ranks_text(by_rank)}")
@@ -75,7 +73,7 @@ def _parameters(model: nn.Module) -> list[Tensor | None]:
 
 
 def _overdue(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, shape: tuple[int, ...], gradient: float
+    optimizer: torch.optim.Optimizer, rule: UpdateRule, parameter: Tensor, shape: tuple[int, ...], gradient: float
 ) -> str | None:
     """Why this rank's part of a parameter, whose bits a step left as they were, should have changed."""
     group = next((each for each in optimizer.param_groups if any(p is parameter for p in each["params"])), None)
@@ -84,34 +82,7 @@ def _overdue(
         return None
     if group is None:
         return "is in no group of the optimizer" if gradient else None
-    if "ns_steps" in group:
-        return UNTOUCHED if _orthogonal_shows(local(parameter.detach()), shape, float(group["lr"])) else None
-    if "betas" in group and "exp_avg" not in state:
-        return "has no optimizer state" if gradient else None
-    if "betas" in group and _adamw_shows(local(parameter.detach()), group, state):
-        return "did not take the update of its moments"
-    return None
-
-
-def _adamw_shows(weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Whether AdamW's last update is larger somewhere than what two roundings of the weight can swallow."""
-    (beta1, beta2), count = group["betas"], float(state["step"])
-    first, second = (local(state[kind]).double() for kind in ("exp_avg", "exp_avg_sq"))
-    root = (second / (1 - beta2**count)).sqrt() + group["eps"]
-    update, decay = first / (1 - beta1**count) / root, group["weight_decay"] * weight.double()
-    limits = torch.finfo(weight.dtype)
-    swallowed = 4 * limits.eps * (weight.double().abs() + float(group["lr"]) * update.abs()) + limits.tiny
-    return bool(torch.any(float(group["lr"]) * (update + decay).abs() > swallowed))
-
-
-def _orthogonal_shows(weight: Tensor, shape: tuple[int, ...], rate: float) -> bool:
-    """Whether Muon's update of a matrix of `shape` shows in its largest element beside these weights, a part of them.
-
-    The norm of what is orthogonal is at least 1/2 (its largest singular value ends near 1), so its root mean square is
-    at least 1/2 over the root of the number of elements.
-    """
-    at_least = 0.2 * sqrt(max(shape)) * 0.5 / sqrt(prod(shape))
-    return rate * at_least > 16 * torch.finfo(weight.dtype).eps * float(weight.abs().max())
+    return rule.overdue(Unmoved(group, state, local(parameter.detach()), shape, gradient))
 
 
 def _holders(spread: Spread, name: str) -> set[int]:

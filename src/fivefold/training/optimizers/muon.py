@@ -8,21 +8,61 @@ together for the iteration on one rank (`parallel/full_matrix.py`). The formulas
 which the tests compare with; its iteration is always in bf16, this one in the type the model computes in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+from math import prod, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fivefold.config import OptimizerSection
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.spread import Spread, spread_of
+from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
+MOMENTUM = "momentum_buffer"  # its kind of state
 EPS = 1e-7  # the smallest norm that is divided by
+
+
+class _MuonRule(UpdateRule):
+    facts = OPTIMIZERS["muon"]
+
+    def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+        assert options.momentum is not None and options.ns_steps is not None, "the run file sets them"
+        names = matrices(spread_of(model))
+        return Muon(
+            model, names, adamw.adamw(model, options, but=names), learning_rate=options.learning_rate,
+            weight_decay=options.weight_decay, momentum=options.momentum, ns_steps=options.ns_steps,
+        )  # fmt: skip
+
+    def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
+        muon = torch.optim.Muon(
+            weights.blocks, lr=rate, weight_decay=options.weight_decay, momentum=options.momentum or 0.95,
+            nesterov=True, ns_steps=options.ns_steps or 5, adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        return [muon, adamw.reference(weights.matrices, weights.vectors, options, rate)]
+
+    def state(self, spread: Spread) -> dict[str, Collection[str]]:
+        own = set(matrices(spread))
+        others = [name for name in spread.shards if name not in own]
+        return {kind: own if kind == MOMENTUM else others for kind in self.facts.state}
+
+    def declare(self, spread: Spread, shape: StepShape) -> list[Collective]:
+        return FullMatrices(spread, matrices(spread)).declare(shape.compute_bytes)
+
+    def overdue(self, part: Unmoved) -> str | None:
+        if "ns_steps" not in part.group:
+            return adamw.RULE.overdue(part)
+        return UNTOUCHED if _shows(part) else None
+
+
+RULE = _MuonRule()
 
 
 def matrices(spread: Spread) -> tuple[str, ...]:
@@ -75,9 +115,9 @@ class Muon(torch.optim.Optimizer):
         if parameter.grad is None:
             return torch.zeros_like(local(parameter), dtype=self._dtype)
         state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter)
+        gradient, buffer = local(parameter.grad), local(state[MOMENTUM])
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum).to(self._dtype)
 
@@ -94,6 +134,12 @@ def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:
     return x.T if is_tall else x
 
 
-def declare(spread: Spread, shape: StepShape) -> list[Collective]:
-    """Collectives of one step of `Muon`."""
-    return FullMatrices(spread, matrices(spread)).declare(shape.compute_bytes)
+def _shows(part: Unmoved) -> bool:
+    """Whether the update of a matrix shows in its largest element beside the weights of this rank.
+
+    The norm of what is orthogonal is at least 1/2 (its largest singular value ends near 1), so its root mean square is
+    at least 1/2 over the root of the number of elements.
+    """
+    at_least = 0.2 * sqrt(max(part.shape)) * 0.5 / sqrt(prod(part.shape))
+    smallest = 16 * torch.finfo(part.weight.dtype).eps * float(part.weight.abs().max())
+    return float(part.group["lr"]) * at_least > smallest

@@ -1,0 +1,44 @@
+"""What is known of each optimizer without torch: its keys in the run file, and what it keeps of a parameter. No torch.
+
+How it updates is `training/optimizers/NAME.py`'s.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """One optimizer. `state`: kinds of tensors that it keeps of a parameter, in its shape, and what a person calls
+    them. `per_weight`: how many numbers it keeps of a weight, for most weights. `keys`: the keys of the run file that
+    not every optimizer has, and their defaults."""
+
+    name: str
+    state: Mapping[str, str]
+    per_weight: int
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ADAMW = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
+
+OPTIMIZERS: dict[str, OptimizerFacts] = {
+    each.name: each
+    for each in (
+        OptimizerFacts(name="adamw", state=_ADAMW, per_weight=2),
+        OptimizerFacts(
+            name="muon", state=_ADAMW | {"momentum_buffer": "momentum"}, per_weight=1,
+            keys={"momentum": 0.95, "ns_steps": 5},
+        ),
+    )
+}  # fmt: skip
+
+
+def with_key(key: str) -> list[str]:
+    """The optimizers that have a key of their own; none for a key that all have."""
+    return [name for name, facts in OPTIMIZERS.items() if key in facts.keys]
+
+
+def state_words() -> dict[str, str]:
+    """Every kind of state of every optimizer, and what a person calls it."""
+    return {kind: word for facts in OPTIMIZERS.values() for kind, word in facts.state.items()}

@@ -1,0 +1,89 @@
+"""The optimizers: `NAME.py` holds all that is particular to the one of that name, as its `RULE`.
+
+Whatever else has to know of an optimizer asks the rule: what is built for a parallelized model, which collectives a
+step of it runs, what one process computes, what a step must change. What can be known without torch, its keys in the
+run file and the kinds of its state, is in `core/optimizers.py`.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.config import OptimizerSection
+from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
+from fivefold.parallel.collectives import Collective, StepShape
+from fivefold.parallel.spread import Spread
+
+UNTOUCHED = "did not change at all"  # of a whole tensor: wrong only when it holds for all parts of it
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a whole model, as optimizers tell them apart: matrices of the blocks, other matrices
+    (embeddings, the head, experts), and vectors (norms, biases), which do not decay."""
+
+    blocks: Sequence[Tensor]
+    matrices: Sequence[Tensor]
+    vectors: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Unmoved:
+    """This rank's part of a parameter, after a step that left its bits as they were.
+
+    `group`, `state`: the optimizer's, of this parameter. `shape`: of the whole parameter. `gradient`: the largest
+    magnitude in this part of its gradient.
+    """
+
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    weight: Tensor
+    shape: tuple[int, ...]
+    gradient: float
+
+
+class UpdateRule(ABC):
+    """One optimizer: how parameters are updated, and what follows from it for everything else."""
+
+    facts: OptimizerFacts
+
+    @abstractmethod
+    def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+        """The optimizer over the parameters of a parallelized model, of which this rank has parts."""
+
+    @abstractmethod
+    def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
+        """What updates a whole model in one process, by code that is not this library's; each takes its step."""
+
+    def state(self, spread: Spread) -> dict[str, Collection[str]]:
+        """Kind of state -> the parameters that it is kept of."""
+        return {kind: spread.shards.keys() for kind in self.facts.state}
+
+    def declare(self, spread: Spread, shape: StepShape) -> list[Collective]:
+        """Collectives of one step on this rank."""
+        return []
+
+    def overdue(self, part: Unmoved) -> str | None:
+        """Why a parameter should have changed; None where it need not."""
+        return None
+
+
+_RULES: dict[str, UpdateRule] = {}
+
+
+def rule_of(name: str) -> UpdateRule:
+    """The rule of an optimizer that `OPTIMIZERS` names."""
+    if name not in _RULES:
+        register(importlib.import_module(f"{__name__}.{name}").RULE)
+    return _RULES[name]
+
+
+def register(rule: UpdateRule) -> None:
+    """Make a rule known under its name, in the run file too."""
+    OPTIMIZERS[rule.facts.name] = rule.facts
+    _RULES[rule.facts.name] = rule
