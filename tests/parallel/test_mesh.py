@@ -48,8 +48,8 @@ def described(
     layout = Layout.parse(text)
     with (
         fake_world(layout.world, rank),
-        patch.object(meshes, "_splits", lambda: splits),
-        patch.object(meshes, "_timeout", lambda device_type: WORLDS),
+        patch.object(meshes, "can_split_world", lambda: splits),
+        patch.object(meshes, "timeout_of_world", lambda device_type: WORLDS),
         patch.object(meshes.dist, "split_group", all_at_once),
         patch.object(meshes.dist, "new_group", one),
         patch.object(meshes, "_device_mesh", lambda layout, groups, axis, ranks, device: _Listed(ranks.tolist())),
