@@ -30,10 +30,8 @@ from fivefold.config import OptimizerSection
 from fivefold.core.layout import Layout
 from fivefold.core.legality import violations
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
-from fivefold.models.partition import derive
-from fivefold.models.trace import trace
+from fivefold.models.discover import facts_of
 from fivefold.parallel.limits import limits_of
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
@@ -71,11 +69,7 @@ class Clean:
 
 def layouts_of(family: str) -> list[str]:
     """Those of `ALL` that the family can have."""
-    model = build_meta(hf_config(Case("single", family=family)))
-    anatomy = Anatomy.of(model)
-    traced = trace(model, anatomy)
-    partition = derive(model, anatomy, traced)
-    limits = limits_of(model, anatomy, traced, partition, expert_tp=True)
+    limits = limits_of(facts_of(build_meta(hf_config(Case("single", family=family)))))
     return [text for text in ALL if not violations(Layout.parse(text), limits)]
 
 

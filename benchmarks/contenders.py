@@ -23,8 +23,9 @@ from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, mic
 from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.flops import Costs, squared_lengths
 from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizer import build_optimizer
@@ -42,7 +43,7 @@ def matmul(ask: dict[str, Any]) -> dict[str, Any]:
     side = SQUARE if ask["shape"] != "tiny" else 256
     work = [(count * m * k * n, best_gflops(m, k, n, dtype)) for count, m, k, n in shape.matmuls()]
     layers = sum(flops for flops, _ in work) / sum(flops / rate for flops, rate in work)
-    costs = Costs.of(build_meta(shape.hf_config()))
+    costs = Costs.of(facts_of(build_meta(shape.hf_config())))
     batch = [micro_batch(shape, 0, packed=ask["packed"])]
     flops_per_step = costs.per_token * shape.tokens + costs.per_squared_length * squared_lengths(batch)
     return {
@@ -63,7 +64,7 @@ def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
         memory = PeakMemory(CPU)
         model = parallelize(build_meta(shape.hf_config()), layout, device=CPU, seed=SEED)
         optimizer = build_optimizer(model, OPTIONS)
-        place = {"data_rank": spread_of(model).mesh.data_rank, "data_ranks": layout.data_ranks}
+        place = {"data_rank": state_of(model).plan.data_rank, "data_ranks": layout.data_ranks}
         clock.tick()
         for step in range(ask["warmup"] + ask["steps"]):
             batch = [micro_batch(shape, step, packed=ask["packed"], **place)]

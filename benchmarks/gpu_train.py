@@ -26,8 +26,9 @@ from fivefold.core.units import parse_length
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.world import World, alone, find_world, join
 from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.discover import facts_of
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import flops
 from fivefold.training.memory import PeakMemory
 from fivefold.training.optimizer import build_optimizer
@@ -97,7 +98,7 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
     started = time.perf_counter()
     memory = PeakMemory(device)
     model = build_meta(load_model_config(args.model, TINY if args.tiny else {}))
-    costs = flops.Costs.of(model)
+    costs = flops.Costs.of(facts_of(model))
     parallelize(model, layout, device=device, seed=SEED, compile_blocks=args.compile)
     optimizer = build_optimizer(model, OPTIONS)
     built = time.perf_counter() - started
@@ -116,7 +117,7 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
         batch = rows_of(args, model, args.warmup + args.steps)
         options = {"learning_rate": LEARNING_RATE, "max_grad_norm": OPTIONS.max_grad_norm}
         again = partial(train_step, model, optimizer, batch, **options)
-        beside = profile_step(again, spread_of(model).mesh.axis_of)
+        beside = profile_step(again, state_of(model).mesh.axis_of)
     step_seconds = median(seconds[args.warmup :])
     work = costs.per_token * done.tokens + costs.per_squared_length * done.squared_lengths
     tflops = work / step_seconds / world.size * 1e-12
@@ -151,9 +152,9 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
 
 def rows_of(args: argparse.Namespace, model: Any, step: int) -> list[MicroBatch]:
     """This data rank's micro batches: random tokens, each row one document."""
-    spread = spread_of(model)
-    vocabulary, multiple = model.config.vocab_size, spread.layout.row_multiple
-    rng = np.random.default_rng([SEED, step, spread.mesh.data_rank])
+    state = state_of(model)
+    vocabulary, multiple = model.config.vocab_size, state.plan.layout.row_multiple
+    rng = np.random.default_rng([SEED, step, state.plan.data_rank])
     tokens = rng.integers(0, vocabulary, (args.accumulation, args.rows, args.seq_length), dtype=np.uint32)
     length = -(-args.seq_length // multiple) * multiple
     return [assemble([[Piece(row, row[1:])] for row in part], row_length=length, pad_id=0) for part in tokens]

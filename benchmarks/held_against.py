@@ -24,12 +24,12 @@ from transformers.utils import logging
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
-from fivefold.parallel.apply import _traced, parallelize
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.exact import exact
@@ -42,7 +42,7 @@ EMPTY = parity.Case("single", rows=ROWS)
 
 @dataclass(frozen=True)
 class Tried:
-    """A model, and how it is to be spread. `steps` of AdamW are taken after the gradients are compared (0: none, which
+    """A model, and how it is to be state. `steps` of AdamW are taken after the gradients are compared (0: none, which
     one process can do)."""
 
     model_class: str
@@ -55,8 +55,8 @@ class Tried:
     def parsed(self) -> Layout:
         """The layout in fp64, with all rows in one micro batch, or two where there is a pipeline."""
         plain, *more = self.layout.split("+")
-        spread = Layout.parse(plain)
-        size = ROWS // (spread.data_ranks * (2 if spread.pp > 1 else 1))
+        state = Layout.parse(plain)
+        size = ROWS // (state.data_ranks * (2 if state.pp > 1 else 1))
         return Layout.parse("+".join([plain, f"mb{size}", "fp64", *more]))
 
     @property
@@ -114,7 +114,7 @@ def tiny_on_rank(model_type: str) -> tuple[Values | None, dict[str, Any]]:
         return None, {"kind": "invalid", "reason": f"the config class fails: {_last_line(error)}"}
     try:
         model = build_meta(config)
-        _traced(model, Anatomy.of(model))
+        facts_of(model)
     except UserError as error:
         return None, {"kind": "refused", "reason": error.what}
     except Exception as error:
@@ -151,9 +151,8 @@ def _subject(tried: Tried, config: PreTrainedConfig) -> dict[str, Any]:
     layout = tried.parsed
     meta = build_meta(config)
     model = parallelize(meta, layout, source=ModelTensors(random_model(config)), loss_chunks=3)
-    mesh = spread_of(model).mesh
     optimizer = build_optimizer(model, EMPTY.options)
-    steps = [parity.batch_of(rows, layout, mesh.data_rank) for rows in tried.documents]
+    steps = [parity.batch_of(rows, layout, state_of(model).plan.data_rank) for rows in tried.documents]
     targets = sum(_targets(tried.documents[0]))
     with exact():
         loss = training_step.gradients(model, steps[0], torch.tensor(1.0 / targets, dtype=torch.float64))

@@ -25,10 +25,11 @@ from fivefold.models.build import build_meta
 from fivefold.models.experts import router_buffers
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.collectives import by_group, differing, record, total
+from fivefold.parallel.collectives import by_group, differing, total
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.recorder import record
+from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.exact import exactly
@@ -229,9 +230,9 @@ def refusal(case: Case) -> str:
 def on_rank(case: Case) -> dict[str, Any]:
     """Run the case on this rank; pieces of gradients and weights come back with their global regions."""
     model = build(case)
-    mesh: Mesh = spread_of(model).mesh
+    mesh: Mesh = state_of(model).mesh
     optimizer = build_optimizer(model, case.options)
-    first = batch_of(documents(case, 0), case.parsed, mesh.data_rank)
+    first = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
     targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
     with proof(case):
         training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
@@ -239,7 +240,7 @@ def on_rank(case: Case) -> dict[str, Any]:
     optimizer.zero_grad(set_to_none=True)
     results = []
     for step in range(case.steps):
-        batch = batch_of(documents(case, step), case.parsed, mesh.data_rank)
+        batch = batch_of(documents(case, step), case.parsed, state_of(model).plan.data_rank)
         with record(mesh) as found, proof(case):
             results.append(
                 training_step.train_step(
@@ -253,13 +254,13 @@ def on_rank(case: Case) -> dict[str, Any]:
         "gradients": gradients,
         "weights": pieces(model, dict(model.named_parameters())),
         "ran": total(found),
-        "declared": by_group(training_step.declare(model, shape, optimizer=case.optimizer), mesh),
+        "declared": by_group(training_step.declare(model, shape, optimizer=case.optimizer), mesh.grid),
     }
 
 
 def pieces(model: nn.Module, tensors: dict[str, Tensor]) -> list[tuple[str, Any, np.ndarray]]:
     """(name, global region as pairs, values) of everything this rank holds, copies included."""
-    spread = spread_of(model)
+    state = state_of(model)
     return [
         (
             name,
@@ -267,7 +268,7 @@ def pieces(model: nn.Module, tensors: dict[str, Tensor]) -> list[tuple[str, Any,
             local(tensor)[local_region].detach().double().numpy().copy(),
         )
         for name, tensor in tensors.items()
-        for global_region, local_region in spread.regions(name)
+        for global_region, local_region in state.plan.regions(name)
     ]
 
 

@@ -9,7 +9,7 @@ import multiprocessing as mp
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +41,7 @@ class Seen:
     given_up: list[str]
     warned: list[str]
     put_off: set[int]
+    unlike: list[str]
 
 
 def rehearse(case: Rehearsal) -> Seen:
@@ -94,7 +95,8 @@ def _steps(case: Rehearsal) -> Seen:
     from fivefold.models.build import build_meta
     from fivefold.ops.linear import WeightGradStore
     from fivefold.parallel import apply
-    from fivefold.parallel.spread import spread_of
+    from fivefold.parallel.recorder import record
+    from fivefold.parallel.state import state_of
     from fivefold.training import step
     from fivefold.training.optimizer import build_optimizer
     from tests import parity
@@ -117,15 +119,81 @@ def _steps(case: Rehearsal) -> Seen:
         optimizer = build_optimizer(model, parity_case.options)
         for number in range(case.steps):
             rows = parity.documents(parity_case, number)
-            batch = parity.batch_of([*rows[number:], *rows[:number]], layout, spread_of(model).mesh.data_rank)
-            result = step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
+            batch = parity.batch_of([*rows[number:], *rows[:number]], layout, state_of(model).plan.data_rank)
+            with nullcontext([]) if case.compiled else record(state_of(model).mesh) as sent:
+                result = step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
             assert not result.skipped
             graphs.append(counters["stats"]["unique_graphs"])
-    compiled = spread_of(model).compiled
+    compiled = state_of(model).compiled
+    shape = step.step_shape(model, *batch[0].input_ids.shape, len(batch))
+    unlike = _unlike_plan(model) + ([] if case.compiled else _unlike_calls(model, shape, sent))
     return Seen(
         graphs[-1], graphs[-1] - graphs[:2][-1], dict(counters["graph_break"]),
         list(compiled.given_up) if compiled else [], [str(each.message) for each in warned], put_off,
+        unlike,
     )  # fmt: skip
+
+
+def _unlike_plan(model: Any) -> list[str]:
+    """Where a parallelized model is not what its plan says."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from fivefold.parallel.dtensor import local
+    from fivefold.parallel.state import state_of
+
+    plan = state_of(model).plan
+    here = {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
+    said = {name: plan.local_shape(name) for name in plan.shards if plan.holds(name)}
+    numbers = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    modules = dict(model.named_modules())
+    shape = plan.step_shape(1, 64 * plan.layout.row_multiple, 2 * plan.layout.pp)
+    ways = {
+        "parameters": (set(here.items()), set(said.items())),
+        "bytes": ({numbers}, {plan.bytes(shape).parameters}),
+        "units": (
+            {name for name, module in modules.items() if isinstance(module, FSDPModule)},
+            {unit.name for unit in plan.units},
+        ),
+        "forwards": (
+            {name for name, module in modules.items() if "forward" in vars(module)},
+            {each.path for each in plan.interventions if each.kind == "forward" and _is_here(modules, each.path)},
+        ),
+        "hooks": (
+            {
+                name for name, module in modules.items()
+                if (module._forward_hooks or module._forward_pre_hooks) and not isinstance(module, FSDPModule)
+            },
+            {
+                each.path for each in plan.interventions
+                if each.kind in ("hook", "pre-hook") and _is_here(modules, each.path)
+                and not isinstance(modules[each.path], FSDPModule)
+            },
+        ),
+        "stubs": (
+            {name for name, module in modules.items() if type(module).__name__ in ("StageStub", "_Zeros", "_Slot")},
+            {each.path for each in plan.interventions if each.kind == "stub"},
+        ),
+    }  # fmt: skip
+    return [f"{what}: {sorted(found ^ plan)}" for what, (found, plan) in ways.items() if found != plan]
+
+
+def _is_here(modules: dict[str, Any], path: str) -> bool:
+    """Whether a module is on this pipeline rank."""
+    return path in modules and type(modules[path]).__name__ not in ("StageStub", "_Zeros", "_Slot")
+
+
+def _unlike_calls(model: Any, shape: Any, sent: list[Any]) -> list[str]:
+    """Collectives of a step that its plan does not say, or says and did not come. What an all-to-all has of bytes
+    depends on other ranks."""
+    from fivefold.parallel.collectives import by_group, total
+    from fivefold.parallel.state import state_of
+    from fivefold.training.step import declare
+
+    def fixed(rows: Any) -> set[Any]:
+        return {(row.axis, row.kind, row.count, row.bytes * (row.kind != "all_to_all")) for row in rows}
+
+    ran, said = fixed(total(sent)), fixed(by_group(declare(model, shape), state_of(model).plan.grid))
+    return [] if ran == said else [f"calls: {sorted(ran - said)} came, {sorted(said - ran)} did not"]
 
 
 def _parity_case(case: Rehearsal, rows: int) -> Any:

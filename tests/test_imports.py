@@ -50,6 +50,11 @@ def test_the_torch_free_rooms_never_name_torch(room: str) -> None:
     assert [place for place, name in _imports(ROOT / room) if name.split(".")[0] in ("torch", "transformers")] == []
 
 
+def test_the_plan_of_a_layout_loads_no_torch() -> None:
+    script = "import sys, fivefold.doctor.plan; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_what_stands_before_a_run_loads_no_torch() -> None:
     script = (
         """

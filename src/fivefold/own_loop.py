@@ -34,7 +34,7 @@ from fivefold.models.sources import TensorSource
 from fivefold.parallel import apply, guard, passes, plain
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.data import put_in_order, reshard
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.batches import Batch, differing, micro_batches, on_every_rank
 from fivefold.training.evaluate import evaluating, mean_loss
@@ -55,30 +55,30 @@ _PRECISIONS: Mapping[torch.dtype, Precision] = {
 
 
 class ParallelModel(nn.Module):
-    """A `transformers` causal language model that `ff.parallelize` has spread: the same object, of its own class too.
+    """A `transformers` causal language model that `ff.parallelize` has state: the same object, of its own class too.
 
     Its parameters have the names of the Hugging Face model; a rank holds its part of them, and `.grad` is that part's.
     A forward without gradients gives logits (not under a pipeline: `ff.logits`).
     """
 
     config: Any
-    fivefold: Spread
+    fivefold: ParallelState
     given_dtype: torch.dtype  # of the parameters, before
 
     @property
     def layout(self) -> Layout:
         """How the model lies over the world."""
-        return self.fivefold.layout
+        return self.fivefold.plan.layout
 
     @property
     def data_rank(self) -> int:
         """Which of the `data_ranks` shares of the data this rank reads: `rank` of a `DistributedSampler`."""
-        return self.fivefold.mesh.data_rank
+        return self.fivefold.plan.data_rank
 
     @property
     def data_ranks(self) -> int:
         """How many ranks read different rows: `num_replicas` of a `DistributedSampler`."""
-        return self.fivefold.layout.data_ranks
+        return self.fivefold.plan.layout.data_ranks
 
     def backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """`ff.gradients(model, batch)`."""
@@ -120,7 +120,7 @@ class ParallelModel(nn.Module):
         if exclude_embeddings:
             raise _refused("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
         frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
-        return sum(math.prod(spec.shape) for name, spec in self.fivefold.shards.items() if name not in frozen)
+        return sum(math.prod(spec.shape) for name, spec in self.fivefold.plan.shards.items() if name not in frozen)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """That of `transformers`, on one process; refused on several ranks, which have parts of layers and of rows."""
@@ -179,7 +179,7 @@ def parallelize(
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
 ) -> ParallelModel:
-    """Spread a `transformers` causal language model over the current world; the same model, changed in place.
+    """ParallelState a `transformers` causal language model over the current world; the same model, changed in place.
 
     `layout`: a `Layout` or its text. `precision`: what it computes in (parameters and optimizer state stay in fp32, or
     in fp64); None: what the layout names, `+fp32` or `+fp64`, else the type that the model's parameters have (bf16 for
@@ -203,24 +203,24 @@ def parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
         compile_blocks=compile_blocks,
     )  # fmt: skip
-    spread = spread_of(model)
-    if load and spread.balance is None:
+    state = state_of(model)
+    if load and state.balance is None:
         raise UserError(
-            f"{spread.anatomy.model_class} asks for a loss of uneven experts, and has no routers that give logits",
+            f"{state.plan.anatomy.model_class} asks for a loss of uneven experts, and has no routers that give logits",
             fix="model.config.output_router_logits = False before ff.parallelize",
             more=READ_MORE,
         )
     if load:
-        configure(model, spread.balance, BalanceOptions(load=load), spread.buffers)
-    anatomy = spread.anatomy
+        configure(model, state.balance, BalanceOptions(load=load), state.plan.buffers)
+    anatomy = state.plan.anatomy
     parts = [anatomy.embedding, *anatomy.layers, anatomy.head]
     guard.install(
-        model, spread.guard, base=anatomy.base, parts=parts, pipelined=spread.pipeline is not None,
-        splits_tokens=spread.tensor is not None and spread.tensor.sequence_parallel,
+        model, state.guard, base=anatomy.base, parts=parts, pipelined=state.pipeline is not None,
+        splits_tokens=state.tensor is not None and state.tensor.sequence_parallel,
         reshard=lambda: reshard(model),
     )  # fmt: skip
     fsdp_settle_root(model)
-    watch_optimizers(model, spread.layout, before)
+    watch_optimizers(model, state.plan.layout, before)
     model.__class__ = type(f"Parallel{anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)
     model.given_dtype = given
@@ -436,9 +436,9 @@ def _some(batch: list[MicroBatch]) -> list[MicroBatch]:
     return batch
 
 
-def _has_parts(spread: Spread) -> bool:
+def _has_parts(state: ParallelState) -> bool:
     """Whether gradients have parts on other ranks that their own mesh does not know of."""
-    return spread.layout.tp > 1 or spread.layout.pp > 1 or spread.mesh.experts is not spread.mesh.fsdp
+    return state.plan.layout.tp > 1 or state.plan.layout.pp > 1 or state.mesh.experts is not state.mesh.fsdp
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ def generate(
 
     def read() -> Tensor:
         ids = _prompt_ids(prompt, tokenizer, ends)
-        vocabulary = model.fivefold.shards[f"{model.fivefold.anatomy.embedding}.weight"].shape[0]
+        vocabulary = model.fivefold.plan.shards[f"{model.fivefold.plan.anatomy.embedding}.weight"].shape[0]
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise UserError(f"the prompt has tokens outside of the model's vocabulary of {vocabulary}", more=READ_MORE)
         for name, value, least in (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fivefold.checkpoint import Checkpoint, Metadata, Saver, disk, restore, save, shard
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import train_step
 from tests.parity import Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401
@@ -69,7 +69,7 @@ def _fresh(case: Case, seed: int = 1) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, case: Case, first: int, steps: int) -> list[float]:
-    rank = spread_of(model).mesh.data_rank
+    rank = state_of(model).plan.data_rank
     return [
         train_step(
             model, optimizer, batch_of(documents(case, step), case.parsed, rank), learning_rate=3e-3, max_grad_norm=0.5

@@ -89,3 +89,33 @@ def test_what_is_refused_is_said_with_the_reason(tmp_path: Path, capsys: Any) ->
     assert code == 1 and "it cannot be trained here" in text
     code, text = doctor("llama-3.1-8b", "--tp", "3", capsys=capsys)
     assert code == 1 and "tp=3 does not fit num_attention_heads=32" in text
+
+
+# ---- the plan of a layout --------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_one_rank(capsys: Any) -> None:
+    code, text = doctor("llama-3.1-8b", "--layout", "shard4.tp2.pp2+full", "--rank", "9", capsys=capsys)
+    assert code == 0 and "under shard4.tp2.pp2+full, rank 9 of 16" in text
+    for said in (
+        "tp 1, dp_shard 0, pp 1",
+        "layers 17 to 31 of 32",
+        "reduce_scatter over tp",
+        "saved activations",
+        "recompute",
+    ):
+        assert said in text, said
+    _, text = doctor("llama-3.1-8b", "--layout", "shard4.tp2.pp2+full", "--rank", "9", "--json", "-", capsys=capsys)
+    found = json.loads(text)
+    held = {row["of"]: row["says"] for row in found["rows"] if row["part"] == "parameters"}
+    assert held["model.layers.*.mlp.down_proj.weight"] == "4096 x 7168 of 4096 x 14336, shard 0 of 4"
+    assert sum(call["times"] for call in found["calls"] if call["axis"] == "pp") == 8
+    assert found["bytes"]["parameters"] == 4 * found["bytes"]["gradients"] // 4
+    assert len(found["bytes"]["saved by layer"]) == 15
+
+
+def test_a_plan_that_cannot_be_is_refused(capsys: Any) -> None:
+    for layout, said in (("tp3", "tp=3 does not fit"), ("pp64", "32 layers"), ("shard-1", "a known number of ranks")):
+        code, _ = doctor("llama-3.1-8b", "--layout", layout, capsys=capsys)
+        assert code == 2, said
+    assert doctor("llama-3.1-8b", "--layout", "tp2", "--rank", "2", capsys=capsys)[0] == 2

@@ -16,8 +16,9 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.collectives import by_group, record, total
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.collectives import by_group, total
+from fivefold.parallel.recorder import record
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import declare, step_shape, train_step
 from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, reference_model
@@ -85,7 +86,7 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
     """Losses of three steps, with or without a sample before each, and the last sample."""
     model = build(case)
     optimizer = build_optimizer(model, OPTIONS)
-    mesh = spread_of(model).mesh
+    mesh = state_of(model).mesh
     model.train()
     before = decoding.GATHER_ONCE_BYTES
     decoding.GATHER_ONCE_BYTES = before if gather_once else 0
@@ -95,11 +96,11 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
             ids = encode_prompt(Numbers(), "5 71 3", (), ())
             text = "".join(pieces(model, Numbers(), ids, (), max_new_tokens=7))
             assert model.training and torch.is_grad_enabled()
-        batch = batch_of(documents(case, step), case.parsed, mesh.data_rank)
+        batch = batch_of(documents(case, step), case.parsed, state_of(model).plan.data_rank)
         with record(mesh) as found:
             losses.append(train_step(model, optimizer, batch, learning_rate=3e-3, max_grad_norm=0.5).loss)
         shape = step_shape(model, *batch[0].input_ids.shape, len(batch))
-        assert total(found) == by_group(declare(model, shape), mesh)  # each unit gathers by its own rule again
+        assert total(found) == by_group(declare(model, shape), mesh.grid)  # each unit gathers by its own rule again
     decoding.GATHER_ONCE_BYTES = before
     return losses, text
 

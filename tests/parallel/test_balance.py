@@ -14,7 +14,7 @@ from fivefold.checkpoint.live import gathered
 from fivefold.config import BalanceSection, RunConfig
 from fivefold.data.batch import IGNORE
 from fivefold.parallel.balance import BIAS, BalanceOptions, configure
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.model import balance_options
 from tests import parity
 from tests.parity import Case, build, documents, gradient_error, outcome, reference
@@ -32,8 +32,8 @@ def balanced(case: Case, options: BalanceOptions) -> dict[str, Any]:
 
     def build_with(each: Case) -> Any:
         models.append(build(each))
-        spread = spread_of(models[0])
-        configure(models[0], spread.balance, options, spread.buffers)
+        state = state_of(models[0])
+        configure(models[0], state.balance, options, state.plan.buffers)
         return models[0]
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def balanced(case: Case, options: BalanceOptions) -> dict[str, Any]:
 
     with patch.object(parity, "build", build_with), patch.object(parity.training_step, "train_step", train_step):
         found = parity.on_rank(case)
-    own = spread_of(models[0]).buffers
+    own = state_of(models[0]).plan.buffers
     buffers = {n: each.double().numpy().copy() for n, each in models[0].named_buffers() if n in own}
     return found | {"balance": [each.balance for each in results], "buffers": buffers}
 
@@ -147,17 +147,17 @@ def biases_of(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What the routers keep, whole, before and after a step."""
     model = build(case)
-    spread = spread_of(model)
-    configure(model, spread.balance, options, spread.buffers)
+    state = state_of(model)
+    configure(model, state.balance, options, state.plan.buffers)
     for name, buffer in model.named_buffers():
-        if name in spread.buffers:
+        if name in state.plan.buffers:
             buffer.copy_(torch.arange(buffer.numel()) + 0.25)
-    batch = parity.batch_of(documents(case, 0), case.parsed, spread.mesh.data_rank)
+    batch = parity.batch_of(documents(case, 0), case.parsed, state.plan.data_rank)
     if not targets:
         batch = [replace(each, labels=np.full_like(each.labels, IGNORE), targets=0) for each in batch]
     found = []
     for _ in range(2):
-        found.append({name: values.numpy() for name, values in gathered(model).items() if name in spread.buffers})
+        found.append({name: values.numpy() for name, values in gathered(model).items() if name in state.plan.buffers})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         parity.training_step.train_step(model, optimizer, batch, learning_rate=None, max_grad_norm=1.0)
     return found[0], found[1]

@@ -15,7 +15,7 @@ from fivefold.models.experts import routed
 from fivefold.parallel import capacity
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.capacity import Shares
-from fivefold.parallel.context import row_blocks
+from fivefold.parallel.ranks import row_blocks
 from tests.parallel.test_balance import balanced
 from tests.parity import Case, assert_proved, documents, outcome, reference
 from tests.pool import run_ranks

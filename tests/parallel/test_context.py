@@ -15,11 +15,11 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import ModelLimits, refuse, violations
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
-from fivefold.parallel.collectives import by_group, record
 from fivefold.parallel.collectives import total as total_of
-from fivefold.parallel.context import ContextParallel, _add_first, _groups, row_blocks
-from fivefold.parallel.kv_exchange import carried
-from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.context import ContextParallel, _add_first, _groups
+from fivefold.parallel.mesh import build_mesh
+from fivefold.parallel.ranks import RankGrid, carried, row_blocks
+from fivefold.parallel.recorder import record
 from tests.parity import Case, refusal
 from tests.plain_attention import reference_attention
 from tests.pool import run_ranks
@@ -139,16 +139,16 @@ RULES: dict[str, dict[str, Any]] = {
 HEADS, LENGTH = 8, 24
 
 
-def fold_of(cp: int, method: str, kv: int) -> tuple[ContextParallel, Mesh]:
+def fold_of(cp: int, method: str, kv: int) -> ContextParallel:
     """A fold without a model, for one attention module."""
-    mesh = build_mesh(Layout(cp=cp), "cpu")
     chosen = context_method(method, cp, HEADS, kv)
-    return ContextParallel(mesh.cp_group, mesh.cp_rank, cp, chosen, *_groups(mesh, chosen), ((HEADS, kv, 8),)), mesh
+    mesh = build_mesh(RankGrid(Layout(cp=cp), ulysses=chosen.ulysses), "cpu")
+    return ContextParallel(mesh.cp_group, dist.get_rank(), cp, chosen, *_groups(mesh, chosen))
 
 
 def attention_errors(cp: int, method: str, kv: int, dtype: torch.dtype) -> dict[str, float]:
     """Largest error of output and gradients on this rank, by packing and rule, relative to the largest value."""
-    fold, _ = fold_of(cp, method, kv)
+    fold = fold_of(cp, method, kv)
     errors = {}
     for packing, (rows, edges) in PACKINGS.items():
         cu_seqlens = None if edges is None else torch.tensor(edges, dtype=torch.int32)
@@ -209,18 +209,16 @@ def test_every_method_attends_as_one_process(cp: int, method: str, kv: int) -> N
 def home_coming(layout: str) -> tuple[Tensor, dict[str, int]]:
     """What comes home of gradients of which rank 0 has 1 and each other 2^-9, half of what bf16 has beside 1; and the
     bytes."""
-    mesh = build_mesh(Layout.parse(layout), "cpu")
+    mesh = build_mesh(RankGrid(Layout.parse(layout)), "cpu")
     exchange = _groups(mesh, context_method(layout.rpartition("+")[2], 4, 1, 1))[0]
     assert exchange is not None
     tokens, total = tuple(row_blocks(16, 4, rank) for rank in range(4)), torch.zeros(2, 1, 4, 1, 1)
     with record(mesh) as found:
         for step, (_, kv) in enumerate(exchange.parts(torch.ones_like(total, dtype=torch.bfloat16), tokens)):
-            grad = torch.full_like(kv, 2.0**-9 if mesh.cp_rank else 1.0, dtype=torch.float32)
+            grad = torch.full_like(kv, 2.0**-9 if dist.get_rank() else 1.0, dtype=torch.float32)
             if step:
                 _add_first(total, exchange.return_dkv(step, grad, tokens, torch.bfloat16)())
-    declared = exchange.declare(2 * 2, tokens, 0)  # keys and values of two bytes
-    assert total_of(found) == by_group(declared, mesh)
-    return total, {each.kind: each.bytes for each in declared}
+    return total, {each.kind: each.bytes for each in total_of(found)}
 
 
 def test_gradients_of_keys_travel_in_the_models_type_and_are_added_up_in_fp32() -> None:

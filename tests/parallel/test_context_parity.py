@@ -12,7 +12,7 @@ import torch
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients
 from tests.generation.ranks import continue_greedily
 from tests.generation.test_decode import hf_greedy
@@ -102,7 +102,7 @@ def compiled(case: Case) -> tuple[float, list[Any], dict[str, int]]:
     with patch.object(torch, "compile", partial(plain, backend="aot_eager")):
         source = ModelTensors(reference_model(case, torch.float32))
         model = parallelize(build_meta(hf_config(case)), case.parsed, source=source, compile_blocks=True)
-        batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+        batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
         loss = gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
     found = pieces(model, {name: p.grad for name, p in model.named_parameters()})
     return float(loss), found, dict(counters["graph_break"])
@@ -120,7 +120,7 @@ def test_compiled_blocks_attend_eagerly_and_compute_the_same() -> None:
 
 def uncompiled(case: Case) -> tuple[float, list[Any]]:
     model = build(case)
-    batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
     loss = gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
     return float(loss), pieces(model, {name: p.grad for name, p in model.named_parameters()})
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.models.experts import expert_mlp
-from fivefold.parallel import expert_features
+from fivefold.models.experts import expert_features, expert_mlp
+from fivefold.models.facts import ORDERS, Experts
+from fivefold.parallel import expert_features as feature_cuts
 from fivefold.parallel.expert_features import feature_splits
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.sharding import Split
+from fivefold.parallel.state import state_of
 from fivefold.report.slices import slice_map
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, build, reference_model, refusal
@@ -35,8 +37,8 @@ def test_three_ranks_equal_one_process() -> None:
 
 
 def held(case: Case) -> Any:
-    spread = spread_of(build(case))
-    return spread.by_rank(), {name: spread.local_shape(name) for name in spread.shards}
+    state = state_of(build(case))
+    return state.plan.by_rank(), {name: state.plan.local_shape(name) for name in state.plan.shards}
 
 
 def test_the_map_shows_both_cuts() -> None:
@@ -71,6 +73,12 @@ def experts_of(family: str) -> Any:
     return reference_model(Case("single", family)).model.layers[0].mlp.experts
 
 
+def splits_of(name: str, module: Any, parts: int) -> dict[str, Split]:
+    shapes = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
+    held = Experts(name, "", len(module.down_proj), 1, True, features=expert_features(module))
+    return feature_splits(held, shapes, parts)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "no gate"])
 def test_parts_of_an_expert_add_up_to_it(family: str) -> None:
     """As slices of the module's own parameters, three parts of uneven size."""
@@ -78,7 +86,7 @@ def test_parts_of_an_expert_add_up_to_it(family: str) -> None:
     if family == "no gate":
         module.has_gate, module.up_proj = False, nn.Parameter(module.gate_up_proj[:, :29].detach())
         del module.gate_up_proj
-    splits = feature_splits("experts", module, 3)
+    splits = splits_of("experts", module, 3)
     plain = {name: parameter.detach() for name, parameter in module.named_parameters()}
     assert splits.keys() == plain.keys()
     counts = torch.tensor([2, 0, 5] + [1] * (len(module.down_proj) - 3))
@@ -106,16 +114,16 @@ def sized(gate_up: Tensor) -> Tensor:
 def test_what_cannot_be_split_is_refused_with_its_reason() -> None:
     module = experts_of("mixtral")
     with pytest.raises(UserError, match="an expert has 29 features") as raised:
-        feature_splits("layers.0.experts", module, 31)
+        splits_of("layers.0.experts", module, 31)
     assert raised.value.fix == "use tp 29 or less"
     for gate, reason in ((softmaxed, "makes a feature of is in no order that is known"), (sized, "cannot be tried")):
         module._apply_gate = gate
         with pytest.raises(UserError, match=f"features of layers.0.experts cannot be split: .*{reason}"):
-            feature_splits("layers.0.experts", module, 2)
+            splits_of("layers.0.experts", module, 2)
     module = experts_of("mixtral")
     module.register_parameter("scale", nn.Parameter(torch.ones(12, 1)))
     with pytest.raises(UserError, match="scale acts on what all features of an expert have made"):
-        feature_splits("layers.0.experts", module, 2)
+        splits_of("layers.0.experts", module, 2)
 
 
 # ---- classes that no test holds against the model: tried first ------------------------------------------------------
@@ -135,8 +143,8 @@ def test_experts_of_a_class_without_a_family(layout: str) -> None:
 
 def with_wrong_order(case: Case) -> str:
     """The refusal, where gate and up are taken to lie side by side."""
-    wrong = {"gate, then up": expert_features.ORDERS["gate beside up"]}
-    with patch.multiple(expert_features, ORDERS=wrong, _agrees=lambda *_: True):
+    wrong = {"gate, then up": ORDERS["gate beside up"]}
+    with patch.object(feature_cuts, "ORDERS", wrong):
         return refusal(case)
 
 

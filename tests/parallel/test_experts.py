@@ -13,7 +13,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.models.experts import expert_mlp, routed, sort_by_expert
 from fivefold.ops.linear import PLAIN
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal
 from tests.pool import run_ranks
 
@@ -81,7 +81,7 @@ def loaded(case: Case, folder: str) -> Any:
     with patch("tests.parity.reference_model", lambda case, dtype: lopsided_zero(case)):
         model = build(case)
     restore(model, build_optimizer(model, case.options), Checkpoint.open(Path(folder) / "step-000001"))
-    buffers = {name: model.get_buffer(name).numpy().copy() for name in spread_of(model).buffers}
+    buffers = {name: model.get_buffer(name).numpy().copy() for name in state_of(model).plan.buffers}
     return pieces(model, dict(model.named_parameters())), buffers
 
 

@@ -133,7 +133,7 @@ def wrong_refusal(case: Case) -> str:
     """The error with gradients of norms over heads and tokens left unsummed: logits and loss are right."""
     from unittest.mock import patch
 
-    from fivefold.parallel import tensor
+    from fivefold.parallel import plan
 
-    with patch.object(tensor, "gradient_sums", lambda *args, **kwargs: {}):
+    with patch.object(plan, "gradient_sums", lambda *args, **kwargs: {}):
         return refusal(case)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.head import head_only
-from fivefold.parallel.loss import CACHE_BYTES, IGNORE, MOST_BYTES, chunk_sizes, chunked_loss
+from fivefold.parallel.chunks import CACHE_BYTES, MOST_BYTES, chunk_sizes
+from fivefold.parallel.loss import IGNORE, chunked_loss
 from fivefold.parallel.sharding import split_even
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.training.step import gradients
 from tests.parity import Case, batch_of, build
@@ -259,7 +260,7 @@ def largest_tensor(case: Case) -> tuple[int, int, int]:
 
     model = build(case)
     rows = [[np.arange(23)] for _ in range(case.rows)]
-    (batch,) = batch_of(rows, case.parsed, spread_of(model).mesh.data_rank)
+    (batch,) = batch_of(rows, case.parsed, state_of(model).plan.data_rank)
     scale = torch.tensor(0.1, dtype=torch.float64)
     gradients(model, [batch], scale)  # FSDP's first step allocates more
     model.zero_grad()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fivefold.core.layout import Layout
 from fivefold.parallel import mesh as meshes
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.ranks import RankGrid
 from tests.pool import TIMEOUT_SECONDS, run_ranks
 from tests.rehearsal import fake_world, on_stage
 
@@ -18,8 +19,8 @@ WORLD = 1024
 WORLDS = timedelta(seconds=77)  # the timeout of the world's group
 LAYOUTS = {
     "pp4.dp2.shard2.cp8.tp8": {"kv_copies": 2, "embedding_ranks": (0, 3)},
-    "dp2.shard64.tp8.ep16": {"experts": True},
-    "pp2.dp2.shard16.cp2.tp8.ep8+etp": {"experts": True, "kv_copies": 4},
+    "dp2.shard64.tp8.ep16": {"has_experts": True},
+    "pp2.dp2.shard16.cp2.tp8.ep8+etp": {"has_experts": True, "kv_copies": 4},
 }
 
 
@@ -52,22 +53,14 @@ def described(
         patch.object(meshes, "timeout_of_world", lambda device_type: WORLDS),
         patch.object(meshes.dist, "split_group", all_at_once),
         patch.object(meshes.dist, "new_group", one),
-        patch.object(meshes, "_device_mesh", lambda layout, groups, axis, ranks, device: _Listed(ranks.tolist())),
+        patch.object(meshes, "_device_mesh", lambda *_: _Listed()),
     ):
-        mesh = build_mesh(layout, "cpu", **options)
-        if layout.cp > 2:
-            mesh.split_cp(2)
-        assert mesh.pp_rank == mesh.place(rank).pp
+        build_mesh(RankGrid(layout, ulysses=2 if layout.cp > 2 else 1, **options), "cpu")
         return split, members, len(made)
 
 
 class _Listed:
-    """A mesh by its ranks."""
-
-    device_type = "cpu"
-
-    def __init__(self, ranks: Any) -> None:
-        self.ranks = ranks
+    """In place of a mesh."""
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -84,7 +77,7 @@ def test_a_thousand_ranks_make_the_groups_of_an_axis_in_one_call(text: str, rank
             alike = [other for other in range(WORLD) if {**layout.coordinates(other), axis: 0} == {**own, axis: 0}]
             assert members[axis] == alike
     assert len(members["dp_shard"]) == layout.dp_shard * layout.cp
-    if "experts" in LAYOUTS[text]:
+    if "has_experts" in LAYOUTS[text]:
         blocks, parts = layout.ep * layout.etp, layout.etp  # the ranks of a copy of all experts; of one expert
         assert members["ep"] == [r for r in range(WORLD) if r // blocks == rank // blocks and r % parts == rank % parts]
         model = WORLD // (layout.pp * layout.dp_replicate)
@@ -99,13 +92,13 @@ def test_a_thousand_ranks_make_the_groups_of_an_axis_in_one_call(text: str, rank
 
 def test_where_groups_are_made_one_by_one_none_is_made_twice() -> None:
     """As many as the axes have, and those of the copies and of the pipeline once, with experts too."""
-    _, _, made = on_stage(described, "pp2.dp2.shard2.tp2.ep2", 3, False, {"experts": True})
+    _, _, made = on_stage(described, "pp2.dp2.shard2.tp2.ep2", 3, False, {"has_experts": True})
     assert made == 5 * 8 + 8, "pp, dp_replicate, dp_shard, tp and ep_shard in pairs, and ep"
 
 
 def waiting(text: str) -> set[float]:
     """Seconds that the groups of a layout wait, on this rank."""
-    mesh: Mesh = build_mesh(Layout.parse(text), "cpu", kv_copies=2)
+    mesh: Mesh = build_mesh(RankGrid(Layout.parse(text), kv_copies=2), "cpu")
     return {
         group._get_backend(meshes.torch.device("cpu")).options._timeout.total_seconds()
         for group in mesh.groups.values()

@@ -5,6 +5,7 @@
 
 import time
 from collections import ChainMap
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,12 +18,12 @@ from fivefold.core.errors import UserError
 from fivefold.core.schedule import SCHEDULES as RECORDS
 from fivefold.core.schedule import Plan, Slot
 from fivefold.models.build import build_meta
-from fivefold.models.trace import Trace
+from fivefold.models.facts import ModelFacts
 from fivefold.parallel import passes, stopwatch
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StageModules
+from fivefold.parallel.state import state_of
 from fivefold.training.evaluate import evaluating
 from fivefold.training.step import gradients, to_device
 from tests.parallel.test_parity import run
@@ -55,9 +56,13 @@ def test_a_schedule_equals_one_process(case: Case) -> None:
 def held(case: Case) -> tuple[set[str], set[str], int]:
     """(parameters of this rank's model, those that its record says it holds, how many numbers they have)."""
     model = build(case)
-    spread = spread_of(model)
+    state = state_of(model)
     named = dict(model.named_parameters())
-    return set(named), {each for each in spread.shards if spread.holds(each)}, sum(p.numel() for p in named.values())
+    return (
+        set(named),
+        {each for each in state.plan.shards if state.plan.holds(each)},
+        sum(p.numel() for p in named.values()),
+    )
 
 
 @pytest.mark.parametrize("case", [Case("pp2"), Case("pp2", tied=True), Case("pp2+zbv", overrides=LAYERS_4)], ids=name)
@@ -74,9 +79,8 @@ def test_a_rank_has_its_own_layers_and_nothing_else(case: Case) -> None:
 def losses(case: Case) -> tuple[float, float]:
     """The loss of a batch forward only, and as training computes it; each summed over ranks."""
     model = build(case)
-    mesh = spread_of(model).mesh
     scale = torch.tensor(1.0, dtype=torch.float64)
-    batch = batch_of(documents(case, 0), case.parsed, mesh.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
     with evaluating(model):
         forward = sum(passes.loss(model, to_device(each, scale.device, scale)) for each in batch)
     trained = gradients(model, batch, scale)
@@ -94,7 +98,7 @@ def test_evaluation_computes_the_loss_of_training(layout: str) -> None:
 def timed(case: Case) -> list[tuple[int, Slot, float, float]]:
     """The slots of one step as they ran."""
     model = build(case)
-    pipeline = spread_of(model).pipeline
+    pipeline = state_of(model).pipeline
     assert pipeline is not None
     pipeline.timed = []
     batch = batch_of(documents(case, 0), case.parsed, 0)
@@ -118,7 +122,7 @@ SLOW = 0.3  # seconds that the last stage sleeps in a forward
 
 def timed_with_a_slow_stage(case: Case) -> Any:
     model = build(case)
-    pipeline = spread_of(model).pipeline
+    pipeline = state_of(model).pipeline
     assert pipeline is not None
     pipeline.timed = []
     plain = model.run_stage
@@ -204,14 +208,12 @@ def carried_refusal(case: Case) -> str:
 
     from fivefold.parallel import apply
 
-    plain = apply.trace
+    plain = apply.facts_of
 
-    def trace(*args: Any) -> Trace:
-        traced = plain(*args)
-        traced.carried = "layer 1 is given more"
-        return traced
+    def carrying(model: Any) -> ModelFacts:
+        return replace(plain(model), carried="layer 1 is given more")
 
-    with patch.object(apply, "trace", trace):
+    with patch.object(apply, "facts_of", carrying):
         try:
             parallelize(build_meta(hf_config(case)), case.parsed)
         except Exception as error:
@@ -242,7 +244,7 @@ def test_hidden_states_that_the_next_stage_does_not_expect_are_refused() -> None
 def bf16_gradients(case: Case) -> dict[str, np.ndarray]:
     """Of one step, by parameter, on this rank."""
     model = parallelize(build_meta(hf_config(case)), case.parsed)
-    batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
     gradients(model, batch, torch.tensor(0.01, dtype=torch.float64))
     return {name: local(p.grad).float().numpy() for name, p in model.named_parameters() if p.grad is not None}
 

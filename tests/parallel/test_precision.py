@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.step import gradients, train_step
 from fivefold.verification.reference import Reference
@@ -62,7 +62,7 @@ def dtypes(case: Case, reduce: str = "fp32") -> dict[str, Any]:
     """The dtypes of weights, gradients, moments, matmuls and reductions of a step on this rank."""
     model = parallelize(build_meta(hf_config(case)), case.parsed, reduce=reduce)
     optimizer = build_optimizer(model, OPTIONS)
-    batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
     computed: set[torch.dtype] = set()
     for name in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", "lm_head"):
         model.get_submodule(name).register_forward_hook(

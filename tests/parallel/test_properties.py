@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients, train_step
 from tests.parity import OPTIONS, Case, build, build_optimizer, gathered, pieces, reference_model
 from tests.pool import run_ranks
@@ -29,10 +29,10 @@ def batch_of(rows: Rows, length: int = 24) -> MicroBatch:
 def losses_and_gradients(case: Case, batches: list[list[MicroBatch]], shift: int = 0) -> list[tuple[float, Any]]:
     """For each list of micro batches, this data rank's part (one after the other): loss, and pieces of gradients."""
     model = build(case)
-    spread = spread_of(model)
+    state = state_of(model)
     found = []
     for batch in batches:
-        mine = batch[spread.mesh.data_rank :: spread.layout.data_ranks]
+        mine = batch[state.plan.data_rank :: state.plan.layout.data_ranks]
         loss = gradients(model, mine, torch.tensor(SCALE, dtype=torch.float64))
         found.append((float(loss), pieces(model, {name: p.grad for name, p in model.named_parameters()})))
         model.zero_grad()
@@ -120,12 +120,12 @@ def test_padding_contributes_nothing(layout: str) -> None:
 def steps(case: Case, batches: list[list[MicroBatch]]) -> list[tuple[float, float, int, bool]]:
     """(loss, norm, targets, skipped) of training steps on this data rank's part of each batch."""
     model = build(case)
-    optimizer, spread = build_optimizer(model, OPTIONS), spread_of(model)
+    optimizer, state = build_optimizer(model, OPTIONS), state_of(model)
     results = [
         train_step(
             model,
             optimizer,
-            batch[spread.mesh.data_rank :: spread.layout.data_ranks],
+            batch[state.plan.data_rank :: state.plan.layout.data_ranks],
             learning_rate=1e-3,
             max_grad_norm=0.5,
         )

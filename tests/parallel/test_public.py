@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import fivefold as ff
 from fivefold.parallel import passes
 from fivefold.parallel.forward import LossInputs
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from tests.parity import Case, hf_config
 from tests.pool import run_ranks
 
@@ -29,8 +29,8 @@ def logits_on_rank(layout: str, tied: bool) -> tuple[Any, bool]:
     model = ff.parallelize(own_model(tied), ff.Layout.parse(layout))
     with torch.no_grad():
         logits = model(input_ids=IDS).logits
-    names = {name for unit in spread_of(model).units for name in unit.parameters}
-    return logits.numpy(), names == set(spread_of(model).shards)
+    names = {name for unit in state_of(model).plan.units for name in unit.parameters}
+    return logits.numpy(), names == set(state_of(model).plan.shards)
 
 
 def loss_on_rank(layout: str, cu_seqlens: list[int]) -> float:

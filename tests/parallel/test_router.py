@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fivefold.parallel.expert import _arguments
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients
 from tests.parity import Case, batch_of, build, documents
 from tests.pool import run_ranks
@@ -34,11 +34,11 @@ def routed(case: Case) -> list[dict[str, Any]]:
     def before(_: Any, args: Any) -> None:
         found[-1] |= {"weights": str(_arguments(args, {})[2].dtype)}
 
-    experts = spread_of(model).experts.modules  # type: ignore[union-attr]
+    experts = state_of(model).experts.modules  # type: ignore[union-attr]
     for each in experts:
         model.get_submodule(each.router).register_forward_hook(after)
         model.get_submodule(each.name).register_forward_pre_hook(before)
-    batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
     gradients(model, batch, torch.tensor(0.01, dtype=torch.float64))
     for each in experts:
         for name, parameter in model.get_submodule(each.router).named_parameters():
@@ -70,7 +70,7 @@ def test_a_router_computes_in_fp32_from_weights_of_16_bits(case: Case, passes: i
 
 def replaced(case: Case) -> list[bool]:
     model = build(case)
-    modules = spread_of(model).experts.modules  # type: ignore[union-attr]
+    modules = state_of(model).experts.modules  # type: ignore[union-attr]
     return ["forward" in vars(model.get_submodule(each.router)) for each in modules]
 
 

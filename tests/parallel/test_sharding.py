@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fivefold.parallel.sharding import ShardSpec, Split, fsdp_rows, local_regions, split_even, whole
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from tests.parity import Case, build, reference_model
 from tests.pool import run_ranks
 
@@ -96,11 +96,11 @@ UNEVEN = (("intermediate_size", 5), ("num_hidden_layers", 1))  # 5 rows on 4 FSD
 def held(case: Case) -> dict[str, tuple[Any, ...]]:
     """Parameter -> (tp-local shape, local shape, is owner, regions), as DTensor and as `ShardSpec` say."""
     model = build(case)
-    spread = spread_of(model)
+    state = state_of(model)
     found = {}
     for name, parameter in model.named_parameters():
-        spec, regions = spread.shards[name], spread.regions(name)
-        assert tuple(parameter.shape) == spec.local_shape(spread.mesh.tp_rank), name
+        spec, regions = state.plan.shards[name], state.plan.regions(name)
+        assert tuple(parameter.shape) == spec.local_shape(state.plan.coords.tp), name
         local = parameter.to_local()
         covered = torch.zeros(local.shape, dtype=torch.int)
         for global_region, local_region in regions:
@@ -108,7 +108,7 @@ def held(case: Case) -> dict[str, tuple[Any, ...]]:
             assert local[local_region].shape == torch.empty(spec.shape, device="meta")[global_region].shape, name
         assert (covered == 1).all(), name
         edges = [tuple((s.start, s.stop) for s in global_region) for global_region, _ in regions]
-        found[name] = (tuple(local.shape), spread.is_owner(name), edges)
+        found[name] = (tuple(local.shape), state.plan.is_owner(name), edges)
     return found
 
 

@@ -1,17 +1,14 @@
 """`pp_split: auto` on models of experts: the slowest stage against the fastest that any cut has, by hand-made costs."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from fivefold.core.layout import Layout
-from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
-from fivefold.models.trace import Experts
-from fivefold.parallel.stages import assign
+from fivefold.models.discover import facts_of
+from fivefold.parallel.stage_plan import stage_plan
 
 QWEN3_30B_A3B = Qwen3MoeConfig(
     hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
@@ -57,16 +54,7 @@ def test_the_slowest_stage_of_a_model_of_experts_is_near_the_best(
     config: Any, costs: tuple[list[int], int], pp: int
 ) -> None:
     """With all experts counted it was 1.25 to 1.64 times as slow."""
-    model = build_meta(config)
-    anatomy = Anatomy.of(model)
-    number = getattr(config, "n_routed_experts", None) or config.num_experts
-    experts = [
-        Experts(name, "", number, config.num_experts_per_tok, True)
-        for name, module in model.named_modules()
-        if hf_internals.is_experts(module)
-    ]
-    traced: Any = SimpleNamespace(carried="", before=(), after=(f"{anatomy.base}.norm",), experts=experts)
-    splits = assign(model, anatomy, traced, Layout(pp=pp)).splits
+    splits = stage_plan(facts_of(build_meta(config)), Layout(pp=pp)).splits
     layers, head = costs
     slowest = max(sum(layers[a:b]) + head * (b == len(layers)) for a, b in splits)
     assert slowest <= 1.02 * fastest(layers, head, pp)

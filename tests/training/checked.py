@@ -15,13 +15,13 @@ from torch import Tensor
 from fivefold.data import MicroBatch, PackedRows
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import run as run_module
 from fivefold.training.checks.bits import hashes
 from fivefold.training.optimizer import build_optimizer
 from fivefold.training.optimizers import rule_of
-from fivefold.training.optimizers.muon import Muon, matrices
+from fivefold.training.optimizers.muon import Muon
 from fivefold.training.step import train_step
 from tests.parity import Case, build
 from tests.training.bodies import Ran, on_rank
@@ -44,10 +44,10 @@ def findings(
 ) -> list[checks.Finding]:
     """What the checks find in so many steps."""
     model = build(case)
-    spread, optimizer, found = spread_of(model), build_optimizer(model, case.options), []
-    layout = spread.layout
+    state, optimizer, found = state_of(model), build_optimizer(model, case.options), []
+    layout = state.plan.layout
     knobs = {
-        "global_batch_size": case.rows, "data_rank": spread.mesh.data_rank, "data_ranks": layout.data_ranks,
+        "global_batch_size": case.rows, "data_rank": state.plan.data_rank, "data_ranks": layout.data_ranks,
         "micro_batch_size": layout.micro_batch_size, "row_multiple": layout.row_multiple,
     }  # fmt: skip
     for step in range(steps):
@@ -69,7 +69,7 @@ def findings(
 @contextmanager
 def sums_lost(model: Any, optimizer: torch.optim.Optimizer, axis: str) -> Iterator[None]:
     """Gradients that an axis is to add up are not."""
-    fold = spread_of(model).tensor
+    fold = state_of(model).tensor
     assert fold and axis in fold.sums.values()
     with patch.object(fold, "sums", {name: each for name, each in fold.sums.items() if each != axis}):
         yield
@@ -140,8 +140,8 @@ def replaced(model: Any, optimizer: torch.optim.Optimizer, name: str) -> Iterato
 @contextmanager
 def forgotten(model: Any, optimizer: Muon, name: str) -> Iterator[None]:
     """Muon has a matrix in its group and passes it over."""
-    names = [each for each in matrices(spread_of(model)) if each != name]
-    with patch.object(optimizer, "_whole", FullMatrices(spread_of(model), names)):
+    names = [each for each in state_of(model).plan.block_matrices if each != name]
+    with patch.object(optimizer, "_whole", FullMatrices(state_of(model), names)):
         yield
 
 

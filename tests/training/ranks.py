@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizer import all_reduce_sum, build_optimizer, clip_, squared_norm
 from fivefold.training.step import train_step
 from fivefold.verification.reference import torch_optimizers
@@ -36,7 +36,7 @@ def before_and_after(case: Case) -> tuple[list[Any], list[Any]]:
     """Pieces of the weights before and after one step."""
     model = build(case)
     before = pieces(model, dict(model.named_parameters()))
-    batch = batch_of(documents(case, 0), case.parsed, spread_of(model).mesh.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
     train_step(model, build_optimizer(model, OPTIONS), batch, learning_rate=1e-3, max_grad_norm=1.0)
     return before, pieces(model, dict(model.named_parameters()))
 
@@ -46,7 +46,7 @@ def norm_of(case: Case, value: float, poisoned_rank: int | None = None) -> float
     model = build(case)
     _set_gradients(model, value)
     if dist.get_rank() == poisoned_rank:
-        model.get_submodule(spread_of(model).anatomy.embedding).weight.grad.to_local()[-1, -1] = float("nan")
+        model.get_submodule(state_of(model).plan.anatomy.embedding).weight.grad.to_local()[-1, -1] = float("nan")
     return float(all_reduce_sum(squared_norm(model)))
 
 
@@ -73,12 +73,12 @@ def made_up(shape: tuple[int, ...], step: int) -> torch.Tensor:
 def updated(case: Case, steps: int) -> dict[str, Any]:
     """Pieces of weights and momentum after so many steps with the gradients `made_up`."""
     model = build(case)
-    spread, optimizer = spread_of(model), build_optimizer(model, case.options)
+    state, optimizer = state_of(model), build_optimizer(model, case.options)
     for step in range(steps):
         for name, parameter in model.named_parameters():
-            whole = made_up(spread.shards[name].shape, step)
+            whole = made_up(state.plan.shards[name].shape, step)
             parameter.grad = torch.zeros_like(parameter)
-            for global_region, local_region in spread.regions(name):
+            for global_region, local_region in state.plan.regions(name):
                 local(parameter.grad)[local_region].copy_(whole[global_region])
         optimizer.step()
     parameters = dict(model.named_parameters())
@@ -103,9 +103,12 @@ def updated_by_torch(case: Case, steps: int) -> dict[str, np.ndarray]:
 
 def places(case: Case) -> bool:
     """Whether the mesh's arithmetic puts this rank where torch's device mesh does."""
-    mesh = spread_of(build(case)).mesh
-    place = mesh.place(dist.get_rank())
-    return (place.tp, place.fsdp, place.replica == 0) == (mesh.tp_rank, mesh.fsdp_rank, mesh.is_first_copy)
+    state = state_of(build(case))
+    coords, layout = state.plan.grid.coords(dist.get_rank()), state.plan.layout
+    fsdp = coords.dp_shard * layout.cp + coords.cp
+    in_mesh = state.mesh.fsdp.get_coordinate()
+    assert in_mesh is not None
+    return in_mesh == ([coords.dp_replicate, fsdp] if layout.dp_replicate > 1 else [fsdp])
 
 
 def without_gradients(case: Case, ranks: tuple[int, ...]) -> list[bool]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import optimizers
 from fivefold.training.optimizers import Unmoved, UpdateRule, Weights
 
@@ -22,7 +22,7 @@ class SGD(UpdateRule):
     facts = OptimizerFacts(name="sgd", state={"momentum_buffer": "momentum"}, per_weight=1, keys={"momentum": 0.9})
 
     def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
-        shards = spread_of(model).shards
+        shards = state_of(model).plan.shards
         named = dict(model.named_parameters())
         return self._over(
             [p for name, p in named.items() if shards[name].dims > 1],

@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
 from fivefold.training.flops import Costs, bf16_peak
 
 PEAKS = {
@@ -62,7 +63,7 @@ def test_experts_per_token_may_differ_by_layer() -> None:
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101, "num_experts": 4,
     }  # fmt: skip
     listed, plain, one = (
-        Costs.of(build_meta(AutoConfig.for_model("hunyuan_v1_moe", **sizes, moe_topk=picks)))
+        Costs.of(facts_of(build_meta(AutoConfig.for_model("hunyuan_v1_moe", **sizes, moe_topk=picks))))
         for picks in ([1, 3], 2, 1)
     )
     assert listed.per_token == plain.per_token

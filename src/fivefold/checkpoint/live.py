@@ -18,7 +18,7 @@ from fivefold.checkpoint.export import export_dtype, export_whole
 from fivefold.checkpoint.save import on_first_rank
 from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 
 _BITS = {4: torch.int32, 8: torch.int64}
 
@@ -31,16 +31,15 @@ class LiveTensors:
 
     def __init__(self, model: nn.Module, *, gradients: bool = False, to_all: bool = False) -> None:
         reshard(model)
-        self._spread, self._to_all = spread_of(model), to_all
+        self._state, self._to_all = state_of(model), to_all
         tensors = {name: p.grad if gradients else p.detach() for name, p in model.named_parameters()}
         self._parts = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
-        self._shapes = {name: spec.shape for name, spec in self._spread.shards.items()}
-        mesh = self._spread.mesh
+        self._shapes = {name: spec.shape for name, spec in self._state.plan.shards.items()}
         self._buffers: dict[str, Tensor] = {}
         if not gradients:
-            self._shapes |= self._spread.buffers
-            if mesh.is_first_copy and mesh.fsdp_rank == mesh.tp_rank == 0:
-                self._buffers = {n: b for n, b in model.named_buffers() if n in self._spread.buffers}
+            self._shapes |= self._state.plan.buffers
+            if self._state.plan.is_first_of_stage:
+                self._buffers = {n: b for n, b in model.named_buffers() if n in self._state.plan.buffers}
         like = next(model.parameters())
         self._dtype, self._device = like.dtype, like.device
         self._left = list(self._shapes)
@@ -61,8 +60,8 @@ class LiveTensors:
         whole = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
         if name in self._buffers:
             whole.copy_(self._buffers[name])
-        elif name in self._parts and self._spread.is_owner(name):
-            for global_region, local_region in self._spread.regions(name):
+        elif name in self._parts and self._state.plan.is_owner(name):
+            for global_region, local_region in self._state.plan.regions(name):
                 whole[global_region] = self._parts[name][local_region]
         bits = whole.view(_BITS[whole.itemsize])
         if self._to_all:
@@ -109,7 +108,7 @@ def export_live(
 def _files(model: Any) -> Mapping[str, bytes]:
     """config.json and generation_config.json."""
     files = model_folder.model_files(
-        model.config, model_class=spread_of(model).anatomy.model_class, dtype="", tokenizer=None
+        model.config, model_class=state_of(model).plan.anatomy.model_class, dtype="", tokenizer=None
     )
     settings = getattr(model, "generation_config", None)
     return files | ({model_folder.GENERATION: settings.to_json_string().encode()} if settings is not None else {})

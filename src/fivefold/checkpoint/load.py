@@ -24,7 +24,7 @@ from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import fill, spread_of
+from fivefold.parallel.state import fill, state_of
 
 Region = tuple[slice, ...]
 
@@ -281,8 +281,8 @@ def _scalar(value: float, kind: str, device: torch.device) -> Any:
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
-    spread, dtype = spread_of(model), next(model.parameters()).dtype
-    shapes = {name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers)
+    state, dtype = state_of(model), next(model.parameters()).dtype
+    shapes = {name: spec.shape for name, spec in state.plan.shards.items()} | dict(state.plan.buffers)
     if missing := sorted(shapes.keys() - source.names()):
         raise UserError(f"{where} does not hold {_listing(missing)}", fix="was it written by another model?")
     if unknown := sorted(source.names() - shapes.keys()):
@@ -300,14 +300,14 @@ def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> N
 
 def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource") -> Tensor:
     """A tensor spread like the parameter `like`, with this rank's part of `source`; one of another shape is whole."""
-    if source.shape(name) != spread_of(model).shards[name].shape:
+    if source.shape(name) != state_of(model).plan.shards[name].shape:
         values = source.whole(name).to(like.device)
         if not isinstance(like, DTensor):
             return values
         mesh = like.device_mesh
         return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
     moment = torch.zeros_like(like, dtype=source.dtype(name))
-    for global_region, local_region in spread_of(model).regions(name):
+    for global_region, local_region in state_of(model).plan.regions(name):
         local(moment)[local_region].copy_(source.read(name, global_region))
     return moment
 

@@ -32,7 +32,7 @@ from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
@@ -230,11 +230,11 @@ def _snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, about: Metadata,
     staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
 ) -> _Snapshot:  # fmt: skip
-    spread = spread_of(model)
+    state = state_of(model)
     return _Snapshot(
         about=about,
-        layout=str(spread.layout),
-        shapes={name: spec.shape for name, spec in spread.shards.items()} | dict(spread.buffers),
+        layout=str(state.plan.layout),
+        shapes={name: spec.shape for name, spec in state.plan.shards.items()} | dict(state.plan.buffers),
         slices=staged(list(collect(model, optimizer))),
         scalars=_scalars(model, optimizer) if optimizer else {},
         texts=_texts(model, about) if dist.get_rank() == 0 else {},
@@ -247,24 +247,24 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterat
     State in its parameter's shape lies as the parameter does; state of another shape is the same on all ranks (only
     layouts of whole tensors have it). Raises `UserError` for what no checkpoint holds.
     """
-    spread = spread_of(model)
+    state = state_of(model)
     for name, parameter in model.named_parameters():
-        if not spread.is_owner(name):
+        if not state.plan.is_owner(name):
             continue
         tensors = {WEIGHT: parameter.detach(), **_per_element(optimizer.state.get(parameter, {}) if optimizer else {})}
         for kind, tensor in tensors.items():
             _check_type(kind, name, tensor)
             if tensor.shape != parameter.shape:
-                cut = spread.cut(name)
+                cut = state.plan.shard_index(name)
                 if cut.part == cut.row == 0:
                     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                     yield OwnedSlice(kind, name, (0,) * tensor.ndim, whole, is_whole=True)
                 continue
-            for global_region, local_region in spread.regions(name):
+            for global_region, local_region in state.plan.regions(name):
                 yield OwnedSlice(kind, name, tuple(s.start for s in global_region), local(tensor)[local_region])
-    mesh, buffers = spread.mesh, dict(model.named_buffers())
-    if mesh.is_first_copy and mesh.fsdp_rank == mesh.tp_rank == 0:  # of those of a pipeline rank
-        for name in spread.buffers.keys() & buffers.keys():
+    buffers = dict(model.named_buffers())
+    if state.plan.is_first_of_stage:
+        for name in state.plan.buffers.keys() & buffers.keys():
             yield OwnedSlice(WEIGHT, name, (0,) * buffers[name].ndim, buffers[name])
 
 
@@ -282,8 +282,7 @@ def _check_type(kind: str, name: str, tensor: Tensor) -> None:
 
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
     """Per parameter what the optimizer keeps once, such as its step count."""
-    spread = spread_of(model)
-    found = {}
+    plan, found = state_of(model).plan, {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
@@ -294,7 +293,7 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 fix="save the model alone: ff.save(model, None, path)",
             )
         scalars = {key: float(value) for key, value in once.items()}
-        if scalars and spread.is_owner(name):
+        if scalars and plan.is_owner(name):
             found[name] = scalars
     return found
 
@@ -406,7 +405,7 @@ def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
     texts = {"run.yaml": about.config.to_yaml().encode()} if about.config else {}
     model_files = model_folder.model_files(
         model.config,
-        model_class=spread_of(model).anatomy.model_class,
+        model_class=state_of(model).plan.anatomy.model_class,
         dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
         origin=Path(about.config.model.name_or_path) if about.config else None,

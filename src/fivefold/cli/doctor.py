@@ -16,15 +16,22 @@ def doctor(
         typer.Argument(metavar="[MODEL]", help="A model instead: how tp would split it.", show_default=False),
     ] = None,
     tp: Annotated[int, typer.Option(min=2, help="With MODEL: tensor parallel ranks.")] = 2,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With MODEL: the plan of a layout, such as shard64.tp8.", show_default=False),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="With --layout: of which rank.")] = 0,
+    seq_length: Annotated[int, typer.Option(min=1, help="With --layout: tokens of a row.")] = 4096,
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write the findings as JSON; - prints JSON alone.", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, or at a model: what is here, what is missing.
+    """Look at this machine, or at a model: what is here, what is missing; or at what a layout makes of a model.
 
     Example: fivefold doctor llama-3.1-8b --tp 8
+    Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
     """
     from fivefold.report.table import write
 
@@ -32,6 +39,10 @@ def doctor(
         from fivefold.doctor.machine import examine
 
         report: Report[Any] = examine()
+    elif layout is not None:
+        from fivefold.doctor.plan import examine as examine_plan
+
+        report = examine_plan(model, layout=layout, rank=rank, seq_length=seq_length)
     else:
         from fivefold.doctor.roles import examine as examine_model
 

@@ -11,13 +11,19 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
     """One optimizer. `state`: kinds of tensors that it keeps of a parameter, in its shape, and what a person calls
-    them. `per_weight`: how many numbers it keeps of a weight, for most weights. `keys`: the keys of the run file that
-    not every optimizer has, and their defaults."""
+    them. `per_weight`: how many numbers it keeps of a weight, for most weights. `of_matrices`: the kinds that it keeps
+    of the matrices of layers, each of which it sees whole, and of nothing else; None: all parameters are alike to it.
+    `keys`: the keys of the run file that not every optimizer has, and their defaults."""
 
     name: str
     state: Mapping[str, str]
     per_weight: int
+    of_matrices: tuple[str, ...] | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
+
+    def keeps(self, kind: str, *, is_matrix: bool) -> bool:
+        """Whether it keeps state of this kind of a parameter. `is_matrix`: it is a matrix of a layer."""
+        return self.of_matrices is None or (kind in self.of_matrices) == is_matrix
 
 
 _ADAMW = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
@@ -28,6 +34,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         OptimizerFacts(name="adamw", state=_ADAMW, per_weight=2),
         OptimizerFacts(
             name="muon", state=_ADAMW | {"momentum_buffer": "momentum"}, per_weight=1,
+            of_matrices=("momentum_buffer",),
             keys={"momentum": 0.95, "ns_steps": 5},
         ),
     )

@@ -61,7 +61,7 @@ def entry(folder: Path, *, is_valid: Callable[[Path], bool], build: Callable[[Pa
     """
     if is_valid(folder):
         return folder
-    with _locked(folder):
+    with locked(folder):
         if not is_valid(folder):  # another process may have built it while this one waited
             _build_beside(folder, build)
     return folder
@@ -99,7 +99,8 @@ def _hash_file(path: Path) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """While no other process is here with the same `folder`. Raises UserError where the cache cannot be locked."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f"{folder.name}.lock").open("w")

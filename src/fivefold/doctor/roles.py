@@ -14,12 +14,11 @@ from fivefold.core.heads import legal_degrees
 from fivefold.core.layout import Layout
 from fivefold.core.units import human
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import build_meta, load_model_config
-from fivefold.models.partition import Partition, derive
-from fivefold.models.trace import Untraceable, trace
+from fivefold.models.facts import Partition, Untrainable
+from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.limits import limits_of
+from fivefold.parallel.shard_rules import shard_specs
 from fivefold.parallel.sharding import ShardSpec
-from fivefold.parallel.tensor import shard_specs
 from fivefold.report.table import Report
 
 if TYPE_CHECKING:
@@ -86,27 +85,25 @@ def examine(model: str | Path, *, tp: int) -> RoleReport:
     `ok` is false where the model cannot be trained, or not under tensor parallelism. Raises `UserError` for a model
     that cannot be read.
     """
-    built = build_meta(load_model_config(model))
-    anatomy = Anatomy.of(built)
-    title = f"{anatomy.model_class} under tp {tp}"
     try:
-        traced = trace(built, anatomy)
-        partition = derive(built, anatomy, traced)
-    except Untraceable as error:
-        closing = f"it cannot be trained here: {error}"
-        return RoleReport(title=title, rows=(), ok=False, closing=closing, gib_per_rank={})
-    found = legality.violations(Layout(tp=tp, sequence_parallel=False), limits_of(built, anatomy, traced, partition))
+        facts = facts_of_config(model)
+    except Untrainable as error:
+        model_class, why = error.what.split(" ", 1)
+        return RoleReport(title=f"{model_class} under tp {tp}", rows=(), ok=False, closing=f"it {why}", gib_per_rank={})
+    anatomy, partition = facts.anatomy, facts.partition
+    title = f"{anatomy.model_class} under tp {tp}"
+    layout = Layout(tp=tp, sequence_parallel=False)
+    found = legality.violations(layout, limits_of(facts))
     refusal = str(found[0].error) if found else ""
-    specs = {} if refusal else shard_specs(built, partition, tp)
+    specs = {} if refusal else shard_specs(facts, layout)
     rows: dict[tuple[str, str], RoleRow] = {}
-    for name, parameter in built.named_parameters():
+    sizes = {name: parameter.shape for name, parameter in facts.parameters.items()}
+    for name, shape in sizes.items():
         role = partition.roles.get(name)
         kind, reason = (role.kind, role.reason) if role else ("replicated", "")
         short = re.sub(r"\.\d+\.", ".*.", name).removeprefix(f"{anatomy.base}.")
-        shape = tuple(parameter.shape)
         reason = re.sub(r" \(plan: \w+\)", "", reason)
         rows.setdefault((short, kind), RoleRow(short, kind, _shard(specs.get(name), shape), reason))
-    sizes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     held = 0 if refusal else max(_elements(specs, sizes, rank) for rank in range(tp))
     gib = {} if refusal else {kind: size * held / 2**30 for kind, size in _BYTES.items()}
     closing = refusal or "\n".join((_closing(partition, anatomy), *_sizes(held, sizes, gib, tp)))
@@ -115,7 +112,8 @@ def examine(model: str | Path, *, tp: int) -> RoleReport:
 
 def _elements(specs: Mapping[str, ShardSpec], sizes: Mapping[str, tuple[int, ...]], rank: int) -> int:
     """Parameters that a tp rank holds."""
-    return sum(prod(specs[name].local_shape(rank) if name in specs else shape) for name, shape in sizes.items())
+    held = {name: spec.local_shape(rank % spec.parts) for name, spec in specs.items()}
+    return sum(prod(held.get(name, shape)) for name, shape in sizes.items())
 
 
 def _sizes(held: int, sizes: Mapping[str, tuple[int, ...]], gib: Mapping[str, float], tp: int) -> list[str]:

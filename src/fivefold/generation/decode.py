@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
 from fivefold.parallel import passes
-from fivefold.parallel.data import COMPUTE_DTYPES, keeps_gathered
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.plan import keeps_gathered
+from fivefold.parallel.state import ParallelState, state_of
 
 GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text
 
@@ -79,13 +80,13 @@ def choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: t
 @contextmanager
 def ready(model: nn.Module) -> Iterator[None]:
     """Set a parallelized model up for `decode`, and back for training as it was: mode, shards, sequence parallelism."""
-    spread = spread_of(model)
+    state = state_of(model)
     was_training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # or every length would compile anew
-        for fold in (spread.tensor, spread.context):
+        for fold in (state.tensor, state.context):
             stack.enter_context(fold.whole_sequences() if fold else nullcontext())
-        stack.enter_context(_gathered(model, spread))
+        stack.enter_context(_gathered(model, state))
         model.eval()
         try:
             yield
@@ -94,10 +95,10 @@ def ready(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _gathered(model: nn.Module, spread: Spread) -> Iterator[None]:
+def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
     """Keep small models gathered inside; leave every unit sharded and its own rule in force."""
-    units = {unit.name: model.get_submodule(unit.name) for unit in spread.units}
-    once = gathered_bytes(spread) <= GATHER_ONCE_BYTES
+    units = {unit.name: model.get_submodule(unit.name) for unit in state.plan.units}
+    once = gathered_bytes(state) <= GATHER_ONCE_BYTES
     try:
         for unit in units.values():
             assert isinstance(unit, FSDPModule)
@@ -108,14 +109,14 @@ def _gathered(model: nn.Module, spread: Spread) -> Iterator[None]:
     finally:
         for name, unit in units.items():
             assert isinstance(unit, FSDPModule)
-            unit.set_reshard_after_forward(not keeps_gathered(spread.layout, name), recurse=False)
+            unit.set_reshard_after_forward(not keeps_gathered(state.plan.layout, name), recurse=False)
             unit.reshard()
 
 
-def gathered_bytes(spread: Spread) -> int:
+def gathered_bytes(state: ParallelState) -> int:
     """Bytes of this rank's parameters when FSDP has gathered all of them."""
-    numel = sum(prod(spread.gathered_shape(name)) for name in spread.shards if spread.holds(name))
-    return numel * COMPUTE_DTYPES[spread.layout.precision].itemsize
+    numel = sum(prod(state.plan.gathered_shape(name)) for name in state.plan.shards if state.plan.holds(name))
+    return numel * COMPUTE_DTYPES[state.plan.layout.precision].itemsize
 
 
 def _agreed(token: int, device: torch.device) -> int:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.models import hf_internals
+from fivefold.models.facts import ORDERS, Block, ExpertFeatures, Order
 from fivefold.ops.linear import PLAIN, Linears
 
 NAME = "fivefold"
@@ -115,3 +116,47 @@ def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Lin
     bias: Tensor = getattr(module, f"{name}_bias")
     bias_EO = F.pad(bias, (biased_from, out_SO.shape[1] - biased_from - bias.shape[1]))
     return out_SO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
+
+
+# ---- which inputs make a feature -------------------------------------------------------------------------------------
+
+_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of the trial
+
+
+def expert_features(module: Any) -> ExpertFeatures:
+    """Where the inner features of the experts `module` lie in its parameters.
+
+    Which columns make a feature is the gate's business: its `_apply_gate` is tried on a few numbers, and what fits none
+    of `ORDERS` is refused.
+    """
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    made, read = (2, 1) if module.is_transposed else (1, 2)
+    unknown = {leaf for leaf, _ in module.named_parameters()} - {
+        first, f"{first}_bias", "down_proj", "down_proj_bias",
+    }  # fmt: skip
+    if unknown or module.has_post_expert_norm:
+        what = sorted(unknown)[0] if unknown else "its norm"
+        return ExpertFeatures(first, made, read, "", f"{what} acts on what all features of an expert have made")
+    order, refusal = _order(module)
+    return ExpertFeatures(first, made, read, order, refusal)
+
+
+def _order(module: Any) -> tuple[str, str | None]:
+    """The order in which the activation of `module` reads its inputs, found by trying it: of a part of the features it
+    must make what it makes of them among all. Or why there is none."""
+    activate, inputs = (module._apply_gate, 2) if module.has_gate else (module.act_fn, 1)
+    x = 3 * torch.randn(_ROWS, inputs * _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    try:
+        whole = activate(x)
+        for name, (per_feature, order) in ORDERS.items():
+            if per_feature == inputs and all(_agrees(activate, order, x, whole, part) for part in _PARTS):
+                return name, None
+    except Exception as error:  # the model's own code
+        return "", f"its activation cannot be tried ({type(error).__name__}: {error})"
+    return "", f"which of {inputs} inputs its activation makes a feature of is in no order that is known"
+
+
+def _agrees(activate: Callable[[Tensor], Tensor], order: Order, x: Tensor, whole: Tensor, part: Block) -> bool:
+    mine = torch.cat([x[:, start:stop] for start, stop in order(part, _FEATURES)], dim=1)
+    expected, found = whole[:, slice(*part)], activate(mine)
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-12, atol=1e-12)

@@ -1,29 +1,11 @@
 """Which features of a projection belong together, and so go to the same rank: found in the trace of a block."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
+from fivefold.models.facts import FeatureGroup, FeatureGroups, Owner
 from fivefold.models.trace import BlockTrace, Event, Untraceable, depends, gradients
-
-Owner = Literal["query", "kv", "even"]
-
-
-@dataclass(frozen=True)
-class FeatureGroup:
-    """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
-    sizes are multiples of `unit`."""
-
-    start: int
-    stop: int
-    owner: Owner
-    index: int = 0
-    unit: int = 1
-
-
-FeatureGroups = tuple[FeatureGroup, ...]
 
 
 def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, FeatureGroups]:

@@ -41,30 +41,6 @@ class OffdiagonalBlock:
     is_band: bool
 
 
-def joined(blocks: Sequence[Block]) -> Blocks:
-    """Neighbouring blocks as one, empty ones dropped."""
-    found: list[Block] = []
-    for start, stop in blocks:
-        if start == stop:
-            continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
-def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
-    """Places [first, last) of the tokens that the blocks hold one after the other."""
-    found, at = [], 0
-    for start, stop in blocks:
-        low, high = max(first - at, 0), min(last - at, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        at += stop - start
-    return tuple(found)
-
-
 def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
     """Document bounds over the B*L tokens of these blocks (int32, CPU), for bounds `edges` over all B*T: the edges of
     blocks end documents too, what crosses them is in the rectangles."""

@@ -8,119 +8,18 @@ it. Nothing here knows a layout.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from transformers import PreTrainedModel
 
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.feature_groups import FeatureGroup, FeatureGroups, by_features, by_heads
+from fivefold.models.facts import FeatureGroup, FeatureGroups, Partition, Role, RoleKind, TPBlock, TPInput
+from fivefold.models.feature_groups import by_features, by_heads
 from fivefold.models.feeds import Pair, pairs_of
 from fivefold.models.proved import PROVED
 from fivefold.models.trace import RESIDUAL, BlockTrace, Event, Trace, Untraceable
-
-RoleKind = Literal[
-    "vocab_embedding",
-    "vocab_head",
-    "column",
-    "row",
-    "row_bias",
-    "norm",
-    "local",
-    "latent",
-    "across",
-    "router",
-    "experts",
-    "idle",
-    "replicated",
-]
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one parameter is to tensor parallelism.
-
-    | kind | weights | where |
-    |---|---|---|
-    | `vocab_embedding` | split over the vocabulary | the token embedding |
-    | `vocab_head` | split over the vocabulary | the output head |
-    | `column` | split over outputs, biases too | reads the gathered residual stream |
-    | `row` | split over inputs | its output is a partial sum |
-    | `row_bias` | whole on every rank | added once, after the partial sums are reduced |
-    | `norm` | whole on every rank | acts on the residual stream, split over the sequence under sequence parallel |
-    | `local` | whole on every rank | acts on data that differs by rank (q_norm): gradients are summed over tp |
-    | `latent` | whole on every rank | acts on all tokens, for heads that differ by rank: gradients are summed over tp |
-    | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
-    | `router` | whole on every rank | says where tokens go, of which a rank has a part under sequence parallelism |
-    | `experts` | dealt to the ranks of ep, expert by expert | acts on the tokens that come to it |
-    | `idle` | whole on every rank | no token comes to it (a tower for images): it has no gradient |
-    | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
-
-    `deal` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
-    """
-
-    kind: RoleKind
-    reason: str
-    dim: int | None = None
-    deal: FeatureGroups | None = None
-
-
-@dataclass(frozen=True)
-class TPInput:
-    """Where hidden states enter a region of split features: the modules that are given them (several linears share one
-    tensor), and as which argument."""
-
-    modules: tuple[str, ...]
-    argument: int | str = 0
-
-
-@dataclass(frozen=True)
-class TPBlock:
-    """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
-    latent projections that some columns read. `heads`: query and key/value heads, where it attends. `is_last`: nothing
-    with weights runs after the row in its layer."""
-
-    owner: str
-    columns: tuple[str, ...]
-    row: str
-    entries: tuple[TPInput, ...]
-    heads: tuple[int, int] | None
-    is_last: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Partition:
-    """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
-
-    `heads`: query and key/value heads, of each kind of layers (MiMo-V2's have several). `across`: modules that need all
-    features -> how those are dealt.
-    `to_logits`: the module that is given the last hidden states, the head or what changes them for it. A refusal says
-    why something cannot be done, or is None.
-    """
-
-    roles: Mapping[str, Role]
-    regions: tuple[TPBlock, ...]
-    heads: tuple[tuple[int, int], ...]
-    across: Mapping[str, FeatureGroups]
-    refusal: str | None
-    sequence_parallel_refusal: str | None
-    is_proved: bool
-    to_logits: str = ""
-
-    @cached_property
-    def entries(self) -> tuple[TPInput, ...]:
-        """Of all regions, in order."""
-        return tuple(entry for region in self.regions for entry in region.entries)
-
-    def of_layers(self, layers: Sequence[str]) -> "Partition":
-        """The part of these layers; roles stay whole."""
-        return replace(
-            self,
-            regions=tuple(region for region in self.regions if is_within(region.row, layers)),
-            across={name: deal for name, deal in self.across.items() if is_within(name, layers)},
-        )
 
 
 def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition:

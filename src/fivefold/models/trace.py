@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from fivefold.core.errors import UserError
 from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.facts import Counted, Experts
 from fivefold.models.head import head_only
 from fivefold.models.positions import behind_padding
 from fivefold.models.recipe import buffer_values
@@ -77,25 +78,17 @@ class Event:
 @dataclass
 class BlockTrace:
     """What happened in one block, in order. `hidden_arguments`: module -> where it was given hidden states: a position,
-    or a keyword."""
+    or a keyword. `saved`: (module, memory, numbers of a token) of what is kept for the backward pass."""
 
     layer: str
     leaves: dict[str, Tensor]
     events: list[Event] = field(default_factory=list)
     hidden_arguments: dict[str, list[int | str]] = field(default_factory=dict)
+    saved: list[tuple[str, int, float]] = field(default_factory=list)
 
     def linear(self, name: str) -> Event:
         """The call of a linear."""
         return next(event for event in self.events if event.kind == "linear" and event.name == name)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A module that counts the tokens of a row for itself, whatever documents are in it, and the longest row in which
-    that changes nothing."""
-
-    name: str
-    most: int
 
 
 @dataclass
@@ -129,7 +122,7 @@ class Trace:
         return [x.detach() for block in self.blocks for event in block.events for x in event.inputs]
 
     @property
-    def experts(self) -> list["Experts"]:
+    def experts(self) -> list[Experts]:
         """The modules of experts, in order."""
         return [
             Experts(
@@ -144,19 +137,6 @@ class Trace:
             for event in block.events
             if event.kind == "experts"
         ]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`:
-    nothing with weights runs after it in its layer. `has_logits`: the router gives logits, weights and picks."""
-
-    name: str
-    router: str
-    experts: int
-    picks: int
-    is_last: bool
-    has_logits: bool = False
 
 
 def _router(block: BlockTrace, experts: Event) -> str:
@@ -280,7 +260,8 @@ class _Enough(Exception):
 
 def _follow(recorder: "_Recorder", base: Callable[..., Any], **inputs: Any) -> None:
     """Run the copy. Raises `Untraceable`, in words, whatever happens."""
-    with _recording(recorder), torch.random.fork_rng(devices=[]), torch.enable_grad(), _Watch(recorder):
+    saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda kept: kept)
+    with _recording(recorder), torch.random.fork_rng(devices=[]), torch.enable_grad(), saving, _Watch(recorder):
         torch.manual_seed(recorder.noise)
         try:
             base(**inputs)
@@ -474,6 +455,13 @@ class _Recorder:
     def _drawn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random)
 
+    def save(self, x: Tensor, name: str = "", memory: int = 0) -> Tensor:
+        """Note what backward keeps of a layer's tokens; `name`: the module that keeps it, the innermost by default."""
+        if self.block is not None and not x.is_meta and self.tokens in x.shape:
+            numbers = x.untyped_storage().nbytes() / x.element_size() / self.tokens
+            self.block.saved.append((name or self.innermost, memory or x.untyped_storage().data_ptr(), numbers))
+        return x.detach()
+
     # ---- stand-ins ---------------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, features: int) -> Any:
@@ -533,6 +521,7 @@ class _Recorder:
             if self.block is None or x is None:
                 self._outside(name)
                 return plain(*args, **kwargs)
+            self.save(x, name, id(module) * 2 + 1)  # a copy of its own, for the gradient of its weights
             event = Event("small", name, (x,), None, self._sources(x))
             self.block.events.append(event)
             event.wide = x.ndim == 3 and own == {x.shape[-1]} and not self._reads_residual(event)
@@ -564,6 +553,8 @@ class _Recorder:
             return values
         sources = frozenset().union(*(self._sources(each) for each in inputs))
         leaf = values.requires_grad_()
+        for kept in inputs if kind in ("linear", "attention") else ():
+            self.save(kept, name)
         leaf_name = f"{name} (attention)" if kind == "attention" else name
         self.rows[leaf_name] = self._rows_like(leaf, inputs[0])
         self.block.events.append(Event(kind, name, inputs, leaf, sources, parameters=parameters))

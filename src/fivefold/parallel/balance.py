@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from fivefold.core.errors import UserError
 from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
-from fivefold.models.trace import Experts
+from fivefold.models.facts import Experts
 from fivefold.parallel import capacity
+from fivefold.parallel.calls import router_numbers
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.context import ContextParallel, row_blocks
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.expert import ExpertParallel
+from fivefold.parallel.ranks import row_blocks
 from fivefold.parallel.tensor import TensorParallel
 
 BIAS = "e_score_correction_bias"
@@ -121,7 +123,9 @@ class Balance:
         """What the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
         self._scale = 0.0  # until the next step begins, nobody watches
-        elsewhere = [torch.zeros(_numbers(each), dtype=torch.float64, device=self.device) for each in self.modules]
+        elsewhere = [
+            torch.zeros(router_numbers(each), dtype=torch.float64, device=self.device) for each in self.modules
+        ]
         parts = [self._summed.get(each.router, zeros) for each, zeros in zip(self.modules, elsewhere, strict=True)]
         flat = torch.cat(parts)
         if self.tensor is not None and not self._is_split and self.tensor.rank:
@@ -249,11 +253,6 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
     return floats[0], floats[1], index
 
 
-def _numbers(experts: Experts) -> int:
-    """What is counted of a router: its rows per expert, its two losses, and what was dropped."""
-    return experts.experts + 3
-
-
 def watch_routers(
     model: nn.Module, experts: ExpertParallel, tensor: TensorParallel | None, context: ContextParallel | None,
     device: torch.device,
@@ -285,25 +284,12 @@ def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions
     balance.options = options
 
 
-def declare(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """One all-reduce of what all routers saw, once a step. Where a row's tokens are on several ranks, of its counts per
-    router of `layers`: one more with a loss for uneven load, and gathering over each axis with a capacity. What a
-    capacity drops is not sent: known after a step, it is taken from the bytes of the all-to-alls."""
-    numbers = sum(map(_numbers, balance.modules))
-    found = [Collective("world", "all_reduce", 1, 8 * numbers)] if balance.world > 1 else []
-    own = [
-        (each, shape.recompute.forwards(Site(each.name))) for each in balance.modules if is_within(each.name, layers)
-    ]
-    for axis, _ in balance._row_groups if balance.options.load else ():
-        for each, forwards in own:
-            count = shape.micro_batches * forwards
-            found.append(Collective(axis, "all_reduce", count, count * 8 * shape.rows * each.experts))
-    if balance.options.capacity_factor is None:
-        return found
-    shares = balance._shares(shape.tokens // (balance.tensor.size if balance.tensor and balance._is_split else 1))
-    for each, forwards in own:
-        found += capacity.declare(shares, shape.rows, each.experts, shape.micro_batches * forwards)
-        unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
-        if balance.senders:
-            found.append(Collective("ep", "all_to_all", 0, -(2 * forwards + 2) * unsent))
+def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
+    """What a capacity dropped in the last step is not sent: known only after it, taken from the bytes of a plan."""
+    found = []
+    for each in balance.modules if balance.senders else ():
+        if is_within(each.name, layers):
+            passes = 2 * shape.recompute.forwards(Site(each.name)) + 2
+            unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
+            found.append(Collective("ep", "all_to_all", 0, -passes * unsent))
     return found

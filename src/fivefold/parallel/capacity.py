@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fivefold.models.offdiagonal import Blocks
 from fivefold.parallel import ops
-from fivefold.parallel.collectives import Collective
 
 SHORTEST = 10**6  # a factor is taken as it is written, to so many parts of one
 
@@ -74,12 +73,3 @@ def _slots(everyone: Sequence[Blocks]) -> int:
 
 def _padded(blocks: Blocks, slots: int) -> list[int | None]:
     return [*(start for start, _ in blocks), *[None] * (slots - len(blocks))]
-
-
-def declare(shares: Shares, rows: int, experts: int, count: int) -> list[Collective]:
-    """Those of `count` routers' passes over `rows` rows."""
-    found, gathered = [], 8 * rows * experts * _slots(shares.everyone)
-    for axis, group in shares.groups:
-        gathered *= group.size()
-        found.append(Collective(axis, "all_gather", count, count * gathered))
-    return found

@@ -1,22 +1,36 @@
-"""Collectives as data: what a fold declares, and what a run issued.
+"""Collectives as data: what a plan says that a step sends, and what a run sent. No torch.
 
-Each fold declares its collectives beside the code that issues them (`declare` in data.py, tensor.py, loss.py,
-full_matrix.py, training/step.py). `record` observes the dispatcher; a test holds the two equal. Bytes are those of the
-larger buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank sends; of a `send` or
-`recv` between two ranks, of the message.
+`calls.py` says every call of a step, `recorder.py` observes the dispatcher; a test holds the sums of the two equal.
+Bytes are those of the larger buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank
+sends; of a `send` or `recv` between two ranks, of the message.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Literal
 
 from fivefold.core.recompute import Recompute
-from fivefold.parallel.mesh import Mesh
-from fivefold.torch_internals import TorchDispatchMode, group_among
+from fivefold.parallel.ranks import RankGrid
+
+Phase = Literal["forward", "backward", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One place of a step that sends: `times` collectives alike, of `bytes` each.
+
+    `phase`: forward; backward, with what it computes again; or once a step, after all of them. `layer`: the one that
+    sends, or the module outside of layers, "" where it is none's. `overlaps`: it can run beside compute.
+    """
+
+    axis: str
+    kind: str
+    bytes: int
+    phase: Phase
+    layer: str = ""
+    times: int = 1
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, order=True)
@@ -34,7 +48,7 @@ class StepShape:
     """What the folds need to know of an optimizer step to declare their collectives.
 
     `rows` x `tokens` is what a rank of cp has of a micro batch, `loss_rows` the tokens of each loss chunk; sizes in
-    bytes.
+    bytes. `balances_load`, `has_capacity`: whether routers have a loss for uneven load, and experts a capacity.
     """
 
     rows: int
@@ -48,6 +62,9 @@ class StepShape:
     zero: int
     sequence_parallel: bool
     recompute: Recompute
+    optimizer: str = "adamw"
+    balances_load: bool = False
+    has_capacity: bool = False
 
     @property
     def hidden_bytes(self) -> int:
@@ -69,10 +86,17 @@ def total(parts: Iterable[Collective]) -> tuple[Collective, ...]:
     )
 
 
-def by_group(declared: Iterable[Collective], mesh: Mesh) -> tuple[Collective, ...]:
+def summed(calls: Iterable[Call]) -> tuple[Collective, ...]:
+    """Calls by (axis, kind)."""
+    return total(Collective(call.axis, call.kind, call.times, call.times * call.bytes) for call in calls)
+
+
+def by_group(declared: Iterable[Collective], grid: RankGrid) -> tuple[Collective, ...]:
     """Declared collectives under the names a recording gives them: an axis that spans the world is the world."""
-    spanning = mesh.spanning_axes
-    return total(Collective("world", c.kind, c.count, c.bytes) if c.axis in spanning else c for c in declared)
+    return total(
+        Collective("world", c.kind, c.count, c.bytes) if c.axis != "world" and grid.spans_world(c.axis) else c
+        for c in declared
+    )
 
 
 def differing(ran: Sequence[Sequence[Collective]], declared: Sequence[Sequence[Collective]]) -> list[str]:
@@ -93,51 +117,3 @@ def differing(ran: Sequence[Sequence[Collective]], declared: Sequence[Sequence[C
 def _fixed(row: Collective) -> tuple[str, str, int, int]:
     """What is fixed on each rank."""
     return row.axis, row.kind, row.count, 0 if row.kind == "all_to_all" else row.bytes
-
-
-# Operator name (namespaces c10d and _c10d_functional) -> (kind, which buffer is the larger one).
-_KINDS = {
-    "_allgather_base_": ("all_gather", "first"),
-    "all_gather_into_tensor": ("all_gather", "result"),
-    "_reduce_scatter_base_": ("reduce_scatter", "second"),
-    "reduce_scatter_tensor": ("reduce_scatter", "first"),
-    "allreduce_": ("all_reduce", "first"),
-    "all_reduce": ("all_reduce", "first"),
-    "all_reduce_": ("all_reduce", "first"),
-    "broadcast_": ("broadcast", "first"),
-    "alltoall_base_": ("all_to_all", "second"),
-    "all_to_all_single": ("all_to_all", "first"),
-    "send": ("send", "first"),
-    "recv_": ("recv", "first"),
-}
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, mesh: Mesh, found: list[Collective]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.mesh, self.found = mesh, found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        namespace, name = func._schema.name.split("::")
-        if namespace in ("c10d", "_c10d_functional") and name in _KINDS:
-            self._note(name, args, result)
-        return result
-
-    def _note(self, name: str, args: Any, result: Any) -> None:
-        kind, which = _KINDS[name]
-        group_name, size = group_among(args)
-        if size == 1:
-            return
-        buffer = {"first": args[0], "second": args[1], "result": result}[which]
-        tensors = buffer if isinstance(buffer, (list, tuple)) else [buffer]
-        volume = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-        self.found.append(Collective(self.mesh.axis_of(group_name), kind, 1, volume))
-
-
-@contextmanager
-def record(mesh: Mesh) -> Iterator[list[Collective]]:
-    """Collect every collective that this rank issues inside the block (groups of one rank left out)."""
-    found: list[Collective] = []
-    with _Recorder(mesh, found):
-        yield found

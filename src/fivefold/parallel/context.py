@@ -24,45 +24,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod
-from fivefold.core.recompute import Site
 from fivefold.models import kernels, offdiagonal
-from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import CONTEXT
 from fivefold.models.build import check_slices
 from fivefold.models.kernels import AttentionParams
-from fivefold.models.offdiagonal import Blocks, joined, narrowed
+from fivefold.models.offdiagonal import Blocks
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
-from fivefold.models.trace import Trace
-from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.kv_exchange import (
     AllGatherKV,
     Exchange,
     Pending,
     Ring,
-    Tokens,
     gathered,
     tokens_for_heads,
     ulysses_all_to_all,
 )
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import Tokens, row_blocks
 from fivefold.parallel.temporarily import temporarily
-
-# ---- which tokens a rank has -----------------------------------------------------------------------------------------
-
-
-def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0) -> Blocks:
-    """The tokens of a row of `length` that a rank has, in its order: the one description that runtime and proof read.
-
-    With sequence parallelism the ranks of `tp` have equal parts of what their rank of `cp` has, in order.
-    """
-    share, chunk, mirrored = length // (cp * tp), length // (2 * cp), 2 * cp - 1 - cp_rank
-    chunks = [(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
-    mine = joined(chunks) if cp > 1 else ((0, length),)
-    return narrowed(mine, tp_rank * share, (tp_rank + 1) * share)
-
 
 # ---- the fold --------------------------------------------------------------------------------------------------------
 
@@ -80,8 +62,6 @@ class ContextParallel:
     method: CPMethod
     exchange: Exchange | None  # None: every rank has whole rows of its heads
     ulysses: dist.ProcessGroup | None
-    ulysses_axis: str
-    attends: dict[str, tuple[int, int, int]]  # attention module -> a rank's query and kv heads, features of one
     is_on: bool = True
     head_in_chunks: bool = False
     tokens: Callable[[int], tuple[Tokens, Tokens]] = field(init=False)
@@ -279,20 +259,13 @@ def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
 # ---- placing it in a model -------------------------------------------------------------------------------------------
 
 
-def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, mesh: Mesh) -> ContextParallel | None:
+def apply_context_parallel(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> ContextParallel | None:
     """Hook the base, the head and the attention modules of `model`; None for a layout without the fold."""
-    layout = mesh.layout
-    if layout.cp == 1:
+    if plan.cp_method is None:
         return None
-    events = {event.name: event for block in traced.blocks for event in block.events if event.kind == "attention"}
-    attends = {}
-    for name, event in events.items():
-        (query, kv), size = (each.shape[1] for each in event.inputs[:2]), max(each.shape[3] for each in event.inputs)
-        attends[name] = query // layout.tp, max(1, kv // layout.tp), size
-    fewest, fewest_kv = (min(each[at] for each in attends.values()) for at in (0, 1))
-    method = heads.context_method(layout.cp_method, layout.cp, fewest, fewest_kv)
-    fold = ContextParallel(mesh.cp_group, mesh.cp_rank, layout.cp, method, *_groups(mesh, method), attends=attends)
-    for name in events:
+    anatomy, method = plan.anatomy, plan.cp_method
+    fold = ContextParallel(mesh.cp_group, plan.coords.cp, plan.layout.cp, method, *_groups(mesh, method))
+    for name in plan.facts.attends:
         setattr(model.get_submodule(name), CONTEXT, fold)
     base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)
     base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)  # before anything counts tokens
@@ -300,14 +273,13 @@ def apply_context_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace, me
     return fold
 
 
-def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.ProcessGroup | None, str]:
-    """The exchange of keys, the ranks that deal out heads, and the latter's axis."""
+def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.ProcessGroup | None]:
+    """The exchange of keys, and the ranks that deal out heads."""
     if method.ring == 1:
-        return None, mesh.cp_group, "cp"
+        return None, mesh.cp_group
     if method.ulysses == 1:
-        return (AllGatherKV if method.gathers else Ring)(mesh.cp_group, "cp"), None, ""
-    ring, ulysses = mesh.split_cp(method.ulysses)
-    return Ring(ring, "cp_ring"), ulysses, "cp_ulysses"
+        return (AllGatherKV if method.gathers else Ring)(mesh.cp_group), None
+    return Ring(mesh.groups["cp_ring"]), mesh.groups["cp_ulysses"]
 
 
 def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:
@@ -327,23 +299,3 @@ def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:
         return args[1:], kwargs | {name: fold.cut(tensor) for name, tensor in given.items()}
 
     return hook
-
-
-def declare(fold: ContextParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """Collectives of one optimizer step: those of attention in `layers`. (The loss needs none: it is summed over the
-    world.)"""
-    u = fold.method.ulysses
-    token = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of a rank's tokens
-    found = []
-    own = {name: each for name, each in fold.attends.items() if is_within(name, layers)}
-    rings, _ = fold.tokens(shape.tokens * fold.size)
-    for name, (query, kv, size) in own.items():
-        forwards = shape.recompute.forwards(Site(name))
-        dealt = max(kv, u)  # key/value heads that a rank sends
-        if fold.exchange:
-            one = 2 * dealt // u * size * shape.rows * shape.compute_bytes  # bytes of one token's keys and values
-            found += fold.exchange.declare(one, rings, forwards)
-        if u > 1:
-            passes, volume = forwards + 1, (2 * query + 2 * dealt) * size * token
-            found.append(Collective(fold.ulysses_axis, "all_to_all", 2 * passes, passes * volume))
-    return [Collective(c.axis, c.kind, c.count * shape.micro_batches, c.bytes * shape.micro_batches) for c in found]

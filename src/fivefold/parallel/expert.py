@@ -18,7 +18,6 @@ Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden siz
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -26,44 +25,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.layout import Layout
-from fivefold.core.recompute import Site
-from fivefold.models.anatomy import is_within
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
-from fivefold.models.trace import Experts
+from fivefold.models.facts import Experts
 from fivefold.ops.linear import PLAIN, Linears
 from fivefold.parallel import ops
-from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.expert_features import feature_splits
-from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor import TensorParallel
-
-# ---- what every parameter becomes ------------------------------------------------------------------------------------
-
-
-def shard_specs(model: nn.Module, experts: Sequence[Experts], layout: Layout) -> dict[str, ShardSpec]:
-    """The shards of the experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too."""
-    ep, pieces = layout.ep, layout.etp
-    specs = {}
-    for each in experts:
-        module = model.get_submodule(each.name)
-        features = feature_splits(each.name, module, pieces) if pieces > 1 else {}
-        for leaf, parameter in module.named_parameters():
-            name, shape = f"{each.name}.{leaf}", tuple(parameter.shape)
-            splits = [Split(0, tuple((block,) for block in split_even(shape[0], ep)))]
-            splits += [features[leaf]] if leaf in features else []
-            specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")
-    return specs
-
-
-def _crossed(splits: Sequence[Split]) -> tuple[Split, ...]:
-    """The cuts of several dimensions as those of their pairs, the last one's parts innermost."""
-    sizes = [len(split.blocks) for split in splits]
-    places = list(product(*map(range, sizes)))
-    return tuple(
-        Split(split.dim, tuple(split.blocks[place[at]] for place in places)) for at, split in enumerate(splits)
-    )
-
 
 # ---- placing them in a model -----------------------------------------------------------------------------------------
 
@@ -135,27 +103,24 @@ class ExpertParallel:
 
 def apply_expert_parallel(
     model: nn.Module,
-    modules: Sequence[Experts],
-    specs: dict[str, ShardSpec],
+    plan: ParallelPlan,
     tensor: TensorParallel | None,
-    *,
     group: dist.ProcessGroup | None,
-    cut: int,
-    parts: int,
     linears: Linears = PLAIN,
 ) -> ExpertParallel:
-    """Cut the experts of `model` (in place) to those of part `cut` of `specs`, and take over their modules' forward.
+    """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward.
 
-    `group`: the ranks that they are dealt to. `parts`: of each expert, over tp. `linears`: how they multiply.
+    `group`: the ranks that they are dealt to. `linears`: how they multiply.
     """
-    fold = ExpertParallel(tuple(modules), group, cut // parts, tensor, cut % parts, parts, linears)
-    for each in modules:
+    cut, parts = plan.grid.shard_index(plan.rank, "ep").part, plan.layout.etp
+    fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, linears)
+    for each in plan.facts.experts:
         module = model.get_submodule(each.name)
         experts = 0
         for leaf, parameter in list(module.named_parameters()):
             experts = parameter.shape[0]
             owner, _, attribute = leaf.rpartition(".")
-            empty = parameter.new_empty(specs[f"{each.name}.{leaf}"].local_shape(cut))
+            empty = parameter.new_empty(plan.shards[f"{each.name}.{leaf}"].local_shape(cut))
             setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
         module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
     return fold
@@ -228,54 +193,3 @@ def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> T
     padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, longest - len(x)))
     parts = torch.split(ops.gather(padded[None], group)[0], longest)
     return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, blocks, strict=True)])
-
-
-# ---- once a step -----------------------------------------------------------------------------------------------------
-
-
-def declare(fold: ExpertParallel, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """Collectives of one optimizer step, of the experts in `layers`. The bytes of the all-to-alls are those that a rank
-    would send if as many rows came back to it as it sends: right when summed over ranks, and on each for its own rows.
-    """
-    found: list[Collective] = []
-    tensor_size = fold.tensor.size if fold.tensor else 1
-    seen = shape.rows * shape.tokens
-    tokens = seen if fold.parts > 1 else seen // tensor_size
-    for each in fold.modules:
-        if not is_within(each.name, layers):
-            continue
-        rows_bytes = tokens * each.picks * shape.hidden * shape.compute_bytes
-        forwards = shape.recompute.forwards(Site(each.name)) * shape.micro_batches
-        backwards = shape.micro_batches
-        if fold.group is not None:
-            found.append(Collective("ep", "all_to_all", forwards, forwards * each.experts * 8))
-            passes = 2 * forwards + 2 * backwards
-            found.append(Collective("ep", "all_to_all", passes, passes * rows_bytes))
-        if fold.parts > 1:
-            found += _declare_sums(each, shape)
-        elif fold.tensor is not None and not shape.sequence_parallel:
-            longest = -(-shape.rows * shape.tokens // tensor_size) * tensor_size
-            joins = shape.recompute.forwards(Site(each.name, each.is_last)) * shape.micro_batches
-            found.append(Collective("tp", "all_gather", joins, joins * longest * shape.hidden * shape.compute_bytes))
-            found.append(
-                Collective("tp", "all_gather", backwards, backwards * longest * shape.hidden * shape.compute_bytes)
-            )
-            weights = longest * each.picks * max(4, shape.compute_bytes)
-            found.append(Collective("tp", "all_gather", backwards, backwards * weights))
-    return found
-
-
-def _declare_sums(each: Experts, shape: StepShape) -> list[Collective]:
-    """Of experts whose features are split: what enters, its gradients, and the sum, over tp."""
-    tokens, steps = shape.rows * shape.tokens, shape.micro_batches
-    forwards = shape.recompute.forwards(Site(each.name)) * steps
-    sums = shape.recompute.forwards(Site(each.name, each.is_last)) * steps
-    weights = tokens * each.picks * max(4, shape.compute_bytes)
-    if not shape.sequence_parallel:
-        volume = (sums + steps) * shape.hidden_bytes + steps * weights
-        return [Collective("tp", "all_reduce", sums + 2 * steps, volume)]
-    entered = shape.hidden_bytes + weights + tokens * each.picks * 8
-    return [
-        Collective("tp", "all_gather", 3 * forwards + steps, forwards * entered + steps * shape.hidden_bytes),
-        Collective("tp", "reduce_scatter", sums + 2 * steps, (sums + steps) * shape.hidden_bytes + steps * weights),
-    ]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fivefold.models.head import head_only
 from fivefold.parallel import loss, pipeline
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.chunks import chunk_sizes
+from fivefold.parallel.state import state_of
 
 
 class LossInputs:
@@ -44,7 +45,7 @@ def loss_sum(model: Any, inputs: LossInputs, *, loss_chunks: int | None) -> Tens
 
 def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
     """A stage on a micro batch: hidden states [B, T, D] in and out; of the last stage, what `loss_sum` gives."""
-    staged = cast(pipeline.Pipeline, spread_of(model).pipeline).staged
+    staged = cast(pipeline.Pipeline, state_of(model).pipeline).staged
     with staged.running(stage, hidden) as given_out:
         out = _last_hidden(model, inputs)
         return _loss_of(model, out, inputs, loss_chunks) if staged.is_last(stage) else given_out()
@@ -52,21 +53,21 @@ def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None,
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
     """A stage on `inputs` of the model's forward: hidden states in and out; of the last stage, the logits."""
-    spread = spread_of(model)
-    staged = cast(pipeline.Pipeline, spread.pipeline).staged
+    state = state_of(model)
+    staged = cast(pipeline.Pipeline, state.pipeline).staged
     with staged.running(stage, hidden) as given_out:
         if staged.is_last(stage):
             return cast(Tensor, type(model).forward(model, **inputs, logits_to_keep=logits_to_keep).logits)
-        model.get_submodule(spread.anatomy.base)(**inputs)
+        model.get_submodule(state.plan.anatomy.base)(**inputs)
         return given_out()
 
 
 def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
     """What the base model gives for a micro batch."""
-    spread = spread_of(model)
-    if spread.balance:
-        spread.balance.begin_micro_batch(inputs.row_tokens)
-    base = model.get_submodule(spread.anatomy.base)
+    state = state_of(model)
+    if state.balance:
+        state.balance.begin_micro_batch(inputs.row_tokens)
+    base = model.get_submodule(state.plan.anatomy.base)
     out = base(
         input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
     )
@@ -75,15 +76,15 @@ def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
 
 def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | None) -> Tensor:
     """From the last hidden states to the loss."""
-    spread = spread_of(model)
-    fold = spread.tensor
-    labels = spread.context.cut(inputs.labels) if spread.context else inputs.labels
+    state = state_of(model)
+    fold = state.tensor
+    labels = state.context.cut(inputs.labels) if state.context else inputs.labels
     if fold:
         hidden = fold.enter(hidden)
-    sizes = loss.chunk_sizes(labels.numel(), spread.vocabulary, hidden.shape[-1], loss_chunks)
-    head_parameters = loss.parameters_after_base(model, spread.anatomy)
+    sizes = chunk_sizes(labels.numel(), state.plan.vocabulary, hidden.shape[-1], loss_chunks)
+    head_parameters = loss.parameters_after_base(model, state.plan.anatomy)
     with ExitStack() as stack:
-        for each in (fold, spread.context):
+        for each in (fold, state.context):
             stack.enter_context(each.chunked_head() if each else nullcontext())
-        logits_of = stack.enter_context(head_only(model, spread.anatomy))
+        logits_of = stack.enter_context(head_only(model, state.plan.anatomy))
         return loss.chunked_loss(logits_of, hidden, labels, head_parameters, sizes, fold, inputs.scale)

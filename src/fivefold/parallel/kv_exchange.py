@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.models.offdiagonal import Blocks, narrowed
-from fivefold.parallel.collectives import Collective
+from fivefold.models.offdiagonal import Blocks
+from fivefold.parallel.ranks import Tokens, narrowed, ring_gradients, ring_keys
 
 _functional = torch.ops._c10d_functional  # see ops.py
-Tokens = tuple[Blocks, ...]
 Pending = Callable[[], Tensor]  # waits for a tensor that is on its way
 
 
@@ -38,9 +37,6 @@ class Exchange(Protocol):
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
         """Send the gradient of part `step` (from 0) home in the type `wire`; what comes home for this rank's kv."""
 
-    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
-        """The collectives of `forwards` forward passes and one backward pass over kv of `token_bytes` per token."""
-
 
 @dataclass(frozen=True)
 class Ring:
@@ -53,14 +49,13 @@ class Ring:
     """
 
     group: dist.ProcessGroup
-    axis: str
 
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
         rank, size = self.group.rank(), self.group.size()
         for step in range(size):
             arriving = None
             if step < size - 1:
-                sent, received = self._of_keys(step + 1, tokens)
+                sent, received = ring_keys(tokens, rank, step + 1)
                 arriving = self._swap(kv[:, :, :sent], -1, received)
             yield narrowed(tokens[(rank + step) % size], 0, kv.shape[2]), kv
             if arriving is not None:
@@ -69,19 +64,8 @@ class Ring:
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
         if step == 0:
             return lambda: grad
-        sent, received = self._of_gradients(step, tokens)
+        sent, received = ring_gradients(tokens, self.group.rank(), step)
         return self._swap(grad[:, :, :sent].to(wire), step, received)
-
-    def _of_keys(self, step: int, tokens: Tokens) -> tuple[int, int]:
-        """Of how many tokens keys and values are sent, and received: in part `step`, from 1."""
-        rank, size = self.group.rank(), self.group.size()
-        return carried(tokens, (rank + step - 1) % size, step), carried(tokens, (rank + step) % size, step)
-
-    def _of_gradients(self, step: int, tokens: Tokens) -> tuple[int, int]:
-        """Of how many tokens gradients are sent, and received: those that were seen."""
-        rank, size = self.group.rank(), self.group.size()
-        owner, user = (rank + step) % size, (rank - step) % size
-        return seen(tokens[rank], tokens[owner]), seen(tokens[user], tokens[rank])
 
     def _swap(self, kv: Tensor, distance: int, tokens: int) -> Pending:
         """Send to the rank `distance` further on, receive the kv of `tokens` tokens from the one as far behind."""
@@ -101,30 +85,6 @@ class Ring:
 
         return wait
 
-    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
-        size = self.group.size()
-        swaps, volume = (size - 1) * (forwards + 2), [0, 0]  # backward: round once more, and gradients home
-        for step in range(1, size):
-            for at in (0, 1):
-                keys, gradients = self._of_keys(step, tokens)[at], self._of_gradients(step, tokens)[at]
-                volume[at] += ((forwards + 1) * keys + gradients) * token_bytes
-        return [Collective(self.axis, kind, swaps, each) for kind, each in zip(("send", "recv"), volume, strict=True)]
-
-
-def seen(queries: Blocks, keys: Blocks) -> int:
-    """How many of the tokens of `keys`, from the first, some query may see: those before the last block of `queries`.
-
-    Of documents and windows nothing is asked: how much travels is to be known before them.
-    """
-    last = queries[-1][0]
-    return sum(max(0, min(stop, last) - start) for start, stop in keys)
-
-
-def carried(tokens: Tokens, owner: int, step: int) -> int:
-    """How many of its tokens leave for the rank `step` before `owner`: what that one and those after it see."""
-    size = len(tokens)
-    return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))
-
 
 @dataclass(frozen=True)
 class AllGatherKV:
@@ -135,7 +95,6 @@ class AllGatherKV:
     """
 
     group: dist.ProcessGroup
-    axis: str
 
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
         arriving = _functional.all_gather_into_tensor(kv, len(tokens), self.group.group_name)
@@ -150,18 +109,6 @@ class AllGatherKV:
         dealt = by_rank(grad.to(wire), tokens, 2)
         arriving = _functional.all_to_all_single(dealt, each, each, self.group.group_name)
         return lambda: _functional.wait_tensor(arriving).sum(0, dtype=grad.dtype)
-
-    def declare(self, token_bytes: int, tokens: Tokens, forwards: int) -> list[Collective]:
-        whole, gathers = length_of(tokens) * token_bytes, forwards + 1
-        return [
-            Collective(self.axis, "all_gather", gathers, gathers * whole),
-            Collective(self.axis, "all_to_all", 1, whole),
-        ]
-
-
-def length_of(tokens: Tokens) -> int:
-    """The tokens of a row."""
-    return sum(stop - start for blocks in tokens for start, stop in blocks)
 
 
 # ---- heads for tokens ------------------------------------------------------------------------------------------------

@@ -1,51 +1,48 @@
-"""What a model that has been traced allows of a layout: the facts that `legality` asks for."""
+"""What a model that has been traced allows of a layout: the facts that `legality` asks for. No torch."""
 
-from collections.abc import Sequence
 from math import gcd
-from typing import Any
 
-from torch import nn
-
-from fivefold.core.errors import UserError
 from fivefold.core.legality import ModelLimits
-from fivefold.models.anatomy import Anatomy
-from fivefold.models.partition import Partition
-from fivefold.models.trace import Experts, Trace
-from fivefold.parallel import stages
-from fivefold.parallel.expert_features import feature_splits
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import Experts, ModelFacts, Partition
+from fivefold.parallel.expert_features import features_refusal
 
 
-def limits_of(
-    model: Any, anatomy: Anatomy, traced: Trace, partition: Partition | None, *, expert_tp: bool = False
-) -> ModelLimits:
-    """The limits of `model`. Without a `partition` nothing is said of tensor parallelism, without `expert_tp` nothing
-    of the features of its experts."""
-    refusals = {"pp": stages.refusal(model, anatomy, traced)}
-    if partition:
-        refusals |= {"tp": partition.refusal, "sequence_parallel": partition.sequence_parallel_refusal}
-    features = None
-    if expert_tp and traced.experts:
-        features, refusals["expert_tp"] = _features(model, traced.experts)
-    counts = tuple(zip(*partition.heads, strict=True)) if partition and not partition.refusal else ()
+def limits_of(facts: ModelFacts) -> ModelLimits:
+    """The limits of a model."""
+    partition, attends = facts.partition, facts.attends.values()
+    counts = tuple(zip(*partition.heads, strict=True)) if not partition.refusal else ()
     query, kv = (gcd(*each) for each in counts) if counts else (None, None)  # layers may differ: tp fits all of them
+    reasons = [reason for each in facts.experts if (reason := features_refusal(facts, each))]
+    refusals = {
+        "pp": _stages_refusal(facts), "tp": partition.refusal, "sequence_parallel": partition.sequence_parallel_refusal,
+        "expert_tp": next(iter(reasons), None),
+    }  # fmt: skip
     return ModelLimits(
-        name=type(model).__name__,
+        name=facts.model_class,
         query=query,
         kv=kv,
-        attended=_attended(traced),
-        fused=_fused(partition) if partition else None,
-        layers=len(anatomy.layers),
-        experts=min((each.experts for each in traced.experts), default=0),
-        expert_features=features,
+        attended=(min(each.query for each in attends), min(each.kv for each in attends)) if attends else None,
+        fused=_fused(partition),
+        layers=len(facts.anatomy.layers),
+        experts=min((each.experts for each in facts.experts), default=0),
+        expert_features=None if reasons else min((_features(facts, each) for each in facts.experts), default=None),
         refusals={axis: reason for axis, reason in refusals.items() if reason},
     )
 
 
-def _attended(traced: Trace) -> tuple[int, int] | None:
-    """The fewest query heads and the fewest key/value heads that an attention function is given."""
-    events = [event for block in traced.blocks for event in block.events if event.kind == "attention"]
-    counts = [tuple(each.shape[1] for each in event.inputs[:2]) for event in events]
-    return (min(query for query, _ in counts), min(kv for _, kv in counts)) if counts else None
+def _stages_refusal(facts: ModelFacts) -> str | None:
+    """Why the model cannot be cut into stages whatever the layout; None where it can."""
+    name, anatomy = facts.model_class, facts.anatomy
+    if facts.carried:
+        return f"in {name}, {facts.carried}, and a stage is sent no more"
+    places = (*anatomy.layers, *facts.before, *facts.after, anatomy.head, anatomy.embedding)
+    for parameter in facts.parameters:
+        if not is_within(parameter, places):
+            return f"{parameter} of {name} is in none of its layers, nor in the modules before or after them"
+    if twice := set(facts.before) & set(facts.after):
+        return f"{sorted(twice)[0]} of {name} runs both before and after its layers"
+    return None
 
 
 def _fused(partition: Partition) -> str | None:
@@ -54,13 +51,7 @@ def _fused(partition: Partition) -> str | None:
     return next(fused, None)
 
 
-def _features(model: nn.Module, experts: Sequence[Experts]) -> tuple[int | None, str | None]:
-    """(the features of an expert, why they cannot be split); of the layer that has the fewest."""
-    sizes = []
-    for each in experts:
-        try:
-            splits = feature_splits(each.name, model.get_submodule(each.name), 1)
-        except UserError as error:
-            return None, error.what.removeprefix("expert_tp: ")
-        sizes.append(splits["down_proj"].blocks[0][0][1])
-    return min(sizes), None
+def _features(facts: ModelFacts, experts: Experts) -> int:
+    """The features of an expert."""
+    assert experts.features is not None, "they are found with the facts"
+    return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]

@@ -17,26 +17,10 @@ from torch import Tensor, nn
 
 from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
-from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.torch_internals import saves_memory_of
 
-CACHE_BYTES, MOST_BYTES = 8 * 2**20, 512 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
-
 Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, V]
-
-
-def chunk_sizes(tokens: int, vocabulary: int, hidden: int, loss_chunks: int | None) -> tuple[int, ...]:
-    """Tokens of each chunk, for `tokens` of one micro batch.
-
-    `loss_chunks` None: chunks whose fp32 logits stay in cache (`CACHE_BYTES`), yet of 4 * hidden tokens at least, for
-    every chunk adds up a gradient of [vocabulary, hidden]; and never more logits than `MOST_BYTES`.
-    """
-    row = 4 * vocabulary
-    most = max(1, min(max(CACHE_BYTES // row, 4 * hidden), MOST_BYTES // row))
-    chunks = loss_chunks or -(-tokens // most)
-    size = -(-tokens // min(chunks, tokens))
-    return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 
 
 def chunked_loss(
@@ -154,10 +138,3 @@ def parameters_after_base(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
     prefix = f"{anatomy.base}."
     named = model.named_parameters(remove_duplicate=False)
     return list(dict.fromkeys(p for name, p in named if p.requires_grad and not name.startswith(prefix)))
-
-
-def declare(shape: StepShape) -> list[Collective]:
-    """Two all-reduces over tp per chunk, of one and two fp32 (fp64) numbers per token."""
-    count = 2 * len(shape.loss_chunks) * shape.micro_batches
-    tokens = sum(shape.loss_chunks) * shape.micro_batches
-    return [Collective("tp", "all_reduce", count, 3 * tokens * max(4, shape.compute_bytes))]

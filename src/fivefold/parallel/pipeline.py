@@ -8,10 +8,9 @@ by unit, which backward is the last, and because every transfer is known, and de
 Legend: B rows, T tokens of a row on this rank, D hidden size.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,16 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.core import legality
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import Plan, Slot, Timed, Timeline, Transfer
 from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
-from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.stopwatch import Stopwatch
+from fivefold.parallel.unshards import Progress
 from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
 
@@ -37,48 +35,32 @@ from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 class Pipeline:
     """The pipeline fold of one model on this rank.
 
-    `embedding_group`: the group in which the gradient of a tied embedding (`tied`, its parameter) is summed; None where
-    one rank has both ends. `balance`: of the routers of a model with experts. `store`: of the weight gradients that a
-    schedule computes later; None where it does not. `running`: the slot under way, for those
-    who watch. `timed`: slots with their times, if it is a list.
+    `embedding_group`: the group in which the gradient of a tied embedding is summed; None where one rank has both ends.
+    `balance`: of the routers of a model with experts. `store`: of the weight gradients that a schedule computes later;
+    None where it does not. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it
+    is a list.
     """
 
-    layout: Layout
+    plan: ParallelPlan
     staged: StageModules
-    units: tuple[data.Unit, ...]
     group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None
-    tied: str | None
     balance: Balance | None
     store: WeightGradStore | None = None
     running: Slot | None = None
     timed: list[Timed] | None = None
-    plans: dict[int, Plan] = field(default_factory=dict)
-
-    def plan(self, micro_batches: int) -> Plan:
-        """The schedule of a step, made once. Raises `UserError` where it does not take so many micro batches."""
-        if micro_batches not in self.plans:
-            legality.refuse(legality.of_micro_batches(self.layout, micro_batches))
-            self.plans[micro_batches] = Plan.of(self.layout, micro_batches)
-        return self.plans[micro_batches]
-
-    def users(self, unit: data.Unit) -> frozenset[int]:
-        """The stages of this rank in which a unit's parameters get a gradient."""
-        stages = self.staged.stages
-        modules = [each for each in stages.places if any(name.startswith(f"{each}.") for name in unit.parameters)]
-        return frozenset(stage for each in modules for stage in stages.places[each] if stage in self.staged.own)
 
     def timeline(self) -> Timeline:
         """What `timed` holds, of all ranks of the pipeline. Each calls this; zero is the step's begin."""
         everyone = plain.everywhere([asdict(each) for each in self.timed or ()], self.group)
         slots = [Timed(**each | {"slot": Slot(**each["slot"])}) for own in everyone for each in own]
-        return Timeline(self.layout.pp, tuple(slots))
+        return Timeline(self.plan.layout.pp, tuple(slots))
 
 
 def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
     """Forward and backward of every micro batch (`LossInputs`); gradients end up reduced. Returns the sum of the
     losses, fp64: 0 on ranks without the last stage."""
-    plan = pipeline.plan(len(inputs))
+    plan = pipeline.plan.schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
     for action in plan.actions[pipeline.staged.rank]:
         step.do(action)
@@ -201,10 +183,10 @@ class _Step:
 def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
     """Each end of the pipeline has its part of a tied embedding's gradient: both get the whole."""
     if pipeline.embedding_group is not None:
-        tied = dict(model.named_parameters())[pipeline.tied or ""]
+        tied = dict(model.named_parameters())[pipeline.plan.tied or ""]
         if not tied.requires_grad:
             return
-        assert tied.grad is not None, f"{pipeline.tied} has no gradient"
+        assert tied.grad is not None, f"{pipeline.plan.tied} has no gradient"
         dist.all_reduce(local(tied.grad), group=pipeline.embedding_group)
 
 
@@ -223,44 +205,18 @@ def _irecv(buffer: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
 # ---- what FSDP is told -----------------------------------------------------------------------------------------------
 
 
-class _Progress:
-    """Which backwards of this rank are still to come, and after which one FSDP reduces a unit.
-
-    zero 1: after the last of the unit's. Else after every one, but for two reasons to wait: while weights' gradients of
-    the stage are put off, the unit's are not whole; and where several stages give to a unit, each has only some.
-    """
-
-    def __init__(self, plan: Plan, own: Sequence[int], zero: int) -> None:
-        self._zero = zero
-        self._left = {stage: plan.micro_batches for stage in own}
-        self._waiting = Counter[int]()
-
-    def note(self, slot: Slot) -> None:
-        """A backward, or a part of one, is done."""
-        self._waiting[slot.stage] += {"I": 1, "W": -1}.get(slot.kind, 0)
-        self._left[slot.stage] -= slot.kind in "BW"
-
-    def is_last(self, users: frozenset[int]) -> bool:
-        """Whether no backward is left in the stages that give to a unit."""
-        return not any(self._left[stage] for stage in users)
-
-    def reduces(self, slot: Slot, users: frozenset[int]) -> bool:
-        """Whether the unit to which `users` give is reduced now, after `slot` was noted."""
-        if slot.stage not in users or slot.kind not in "BW":
-            return False
-        return self.is_last(users) or (self._zero > 1 and len(users) == 1 and not self._waiting[slot.stage])
-
-
 class _Flags:
     """Tells FSDP, unit by unit, what each backward keeps and reduces. Where weights' gradients come later than FSDP's
     hooks, it reduces when they have."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
-        self._zero, self._splits = pipeline.layout.zero, plan.record.splits_backward
+        self._zero, self._splits = pipeline.plan.layout.zero, plan.record.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
-            (model.get_submodule(unit.name), pipeline.users(unit)) for unit in pipeline.units if unit.parameters
+            (model.get_submodule(unit.name), pipeline.plan.users(unit))
+            for unit in pipeline.plan.units
+            if unit.parameters
         ]
-        self._progress = _Progress(plan, pipeline.staged.own, self._zero)
+        self._progress = Progress(plan.micro_batches, pipeline.staged.own, self._zero)
 
     def before_backward(self, slot: Slot) -> None:
         """Set what FSDP's hooks do in the backward that comes."""
@@ -324,35 +280,3 @@ def broadcast_from_last_stage(
     shared = torch.empty(*shape, dtype=dtype, device=device) if tensor is None else tensor.to(dtype).contiguous()
     dist.broadcast(shared, group=pipeline.group, group_src=source)
     return shared
-
-
-# ---- what a step sends -----------------------------------------------------------------------------------------------
-
-
-def declare(pipeline: Pipeline, shape: StepShape, tied_bytes: int) -> list[Collective]:
-    """Transfers of one optimizer step on this rank, and the sum of a tied embedding's gradients."""
-    actions = pipeline.plan(shape.micro_batches).actions[pipeline.staged.rank]
-    ways = Counter(action.way for action in actions if isinstance(action, Transfer))
-    size = shape.rows * pipeline.staged.tokens(shape.tokens) * shape.hidden * shape.compute_bytes
-    sums = [Collective("pp_ends", "all_reduce", 1, tied_bytes)] if pipeline.embedding_group is not None else []
-    return [*(Collective("pp", way, count, count * size) for way, count in ways.items()), *sums]
-
-
-def unshard_counts(pipeline: Pipeline, micro_batches: int) -> data.UnshardCounts:
-    """Of each unit of this rank: how often FSDP gathers and reduces it in a step.
-
-    The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.
-    """
-    plan, zero = pipeline.plan(micro_batches), pipeline.layout.zero
-    users = {unit.name: pipeline.users(unit) for unit in pipeline.units}
-    progress = _Progress(plan, pipeline.staged.own, zero)
-    gathers, reductions, gathered = Counter[str](), Counter[str](), set[str]()
-    for slot in plan.orders[pipeline.staged.rank]:
-        progress.note(slot)
-        for name, stages in users.items():
-            reductions[name] += progress.reduces(slot, stages)
-            if slot.kind != "W" and (name == "" or slot.stage in stages):
-                gathers[name] += name not in gathered
-                stays = zero < 3 or (name == "" and slot.kind == "F")
-                (gathered.add if stays else gathered.discard)(name)
-    return {name: (gathers[name], reductions[name]) for name in users}

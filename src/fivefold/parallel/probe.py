@@ -24,7 +24,7 @@ from fivefold.models.recipe import buffer_values
 from fivefold.parallel import passes, plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.forward import LossInputs
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 
 TOLERANCE = 1e-5
 MOST = 2**29  # parameters of the cut model
@@ -114,7 +114,7 @@ def _errors(model: Any, layout: Layout, device: torch.device, parallelize: Paral
     parallelize(model, layout, device=device, source=ModelTensors(whole))
     loss = _gradients(model, ids_BT, layout.dp_replicate)
     errors = {"the loss": float(abs(loss - expected_loss) / abs(expected_loss))}
-    spread = spread_of(model)
+    state = state_of(model)
     for name, parameter in model.named_parameters():
         right, found = expected[name], parameter.grad
         if right is None or found is None:
@@ -122,7 +122,7 @@ def _errors(model: Any, layout: Layout, device: torch.device, parallelize: Paral
             continue
         errors[f"the gradient of {name}"] = max(
             float((local(found)[here] - right[region]).norm() / torch.maximum(right[region].norm(), 1e-6 * norm))
-            for region, here in spread.regions(name)
+            for region, here in state.plan.regions(name)
         )
     return errors
 
@@ -137,7 +137,7 @@ def _gradients(model: Any, ids_BT: Tensor, copies: int) -> Tensor:
 
 def _end_groups(model: Any) -> None:
     """Those of the proof alone, in the same order on every rank."""
-    for group in dict.fromkeys(spread_of(model).mesh.groups.values()):
+    for group in dict.fromkeys(state_of(model).mesh.groups.values()):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.models.trace import Experts
+from fivefold.models.facts import Experts
 
 
 def compute_in_fp32(model: nn.Module, modules: Sequence[Experts], compute: torch.dtype) -> None:

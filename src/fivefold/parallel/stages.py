@@ -11,109 +11,18 @@ before and after its layers take in and give out what travels: the model's own f
 Legend: B rows, T tokens of a row (of this rank, under sequence parallel), D hidden size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
-from fivefold.core.schedule import balanced
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.trace import Experts, Trace
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """Where every module with parameters of its own runs. Without a pipeline: all of them in the one stage of rank 0.
-
-    `splits`: layers of each stage, first and past the last. `places`: module -> the stages that it is part of.
-    """
-
-    layout: Layout
-    layers: tuple[str, ...]
-    splits: tuple[tuple[int, int], ...]
-    places: Mapping[str, tuple[int, ...]]
-
-    @property
-    def count(self) -> int:
-        return len(self.splits)
-
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank of a stage."""
-        return self.layout.schedule.rank_of(stage, self.layout.pp)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank."""
-        return tuple(stage for stage in range(self.count) if self.rank_of(stage) == rank)
-
-    def layers_of(self, rank: int) -> tuple[str, ...]:
-        """The layers of a pipeline rank."""
-        return tuple(layer for stage in self.stages_of(rank) for layer in self.layers[slice(*self.splits[stage])])
-
-    def holders(self, name: str) -> tuple[int, ...]:
-        """The pipeline ranks that hold a parameter; of a tied embedding there may be two."""
-        if self.layout.pp == 1:
-            return (0,)
-        owner = max((each for each in self.places if name.startswith(f"{each}.")), key=len)
-        return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.places[owner]))
-
-
-def assign(model: Any, anatomy: Anatomy, traced: Trace, layout: Layout) -> StagePlan:
-    """Cut `model` into the stages of `layout`, which is legal for it."""
-    if layout.pp == 1:
-        return StagePlan(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
-    count = layout.stages
-    split = _split(model, anatomy, traced.experts, layout, count)
-    splits = tuple(pairwise(accumulate(split, initial=0)))
-    places: dict[str, tuple[int, ...]] = {}
-    for stage, (first, last) in enumerate(splits):
-        places |= dict.fromkeys(anatomy.layers[first:last], (stage,))
-    first_too = (count - 1,) if anatomy.tied else ()
-    places |= dict.fromkeys(traced.before, (0,)) | dict.fromkeys((*traced.after, anatomy.head), (count - 1,))
-    places[anatomy.embedding] = (0, *first_too)
-    return StagePlan(layout, anatomy.layers, splits, places)
-
-
-def _split(
-    model: nn.Module, anatomy: Anatomy, experts: Sequence[Experts], layout: Layout, count: int
-) -> tuple[int, ...]:
-    """Layers of each stage; `auto`: by what a token is multiplied with in them, and in the head. (An embedding is
-    looked up, and costs nothing.)"""
-    if layout.split is not None:
-        return layout.split
-    costs = multiplied(model, (*anatomy.layers, anatomy.head), experts)
-    return balanced(costs[:-1], count, last=costs[-1])
-
-
-def multiplied(model: nn.Module, modules: Sequence[str], experts: Sequence[Experts]) -> tuple[float, ...]:
-    """How many weights of each of `modules` a token is multiplied with: of a layer's experts, those that it goes to."""
-    matrices = {name: float(p.numel()) for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
-    for each in experts:
-        for name in matrices:
-            if name.startswith(f"{each.name}."):
-                matrices[name] *= each.picks / each.experts
-    return tuple(sum(size for name, size in matrices.items() if name.startswith(f"{module}.")) for module in modules)
-
-
-def refusal(model: nn.Module, anatomy: Anatomy, traced: Trace) -> str | None:
-    """Why `model` cannot be cut into stages whatever the layout; None where it can."""
-    name = type(model).__name__
-    if traced.carried:
-        return f"in {name}, {traced.carried}, and a stage is sent no more"
-    places = (*anatomy.layers, *traced.before, *traced.after, anatomy.head, anatomy.embedding)
-    for parameter, _ in model.named_parameters():
-        if not is_within(parameter, places):
-            return f"{parameter} of {name} is in none of its layers, nor in the modules before or after them"
-    if twice := set(traced.before) & set(traced.after):
-        return f"{sorted(twice)[0]} of {name} runs both before and after its layers"
-    return None
-
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.stage_plan import StagePlan
 
 # ---- what stands in for a module of another stage --------------------------------------------------------------------
 
@@ -248,11 +157,12 @@ def _given_out(slot: _Slot | None) -> Tensor:
 
 
 def install(
-    model: nn.Module, stages: StagePlan, rank: int, anatomy: Anatomy, traced: Trace, *, dtype: torch.dtype,
-    own_tokens: Callable[[int], int], tokens: Callable[[int], int], hidden_size: int,
+    model: nn.Module, plan: ParallelPlan, *, dtype: torch.dtype, own_tokens: Callable[[int], int],
+    tokens: Callable[[int], int],
 ) -> StageModules:  # fmt: skip
     """Put stand-ins into `model`, in place, where other ranks have the modules."""
-    staged = StageModules(stages, rank, model, dtype, own_tokens, tokens, hidden_size)
+    stages, anatomy, in_tuples = plan.stages, plan.anatomy, plan.facts.in_tuples
+    staged = StageModules(stages, plan.coords.pp, model, dtype, own_tokens, tokens, plan.facts.hidden_size)
     originals = {path: model.get_submodule(path) for path in stages.places}
     shared = stages.places[anatomy.embedding] if anatomy.tied else ()
 
@@ -264,7 +174,7 @@ def install(
         if path not in stages.layers and (dims := hf_internals.linear_dims(original)) is not None:
             features = original.weight.shape[dims[0]]  # type: ignore[index]
             return _Zeros(original, lambda x: (*x.shape[:-1], features), dtype)
-        return StageStub(original, in_tuple=path in traced.in_tuples)
+        return StageStub(original, in_tuple=path in in_tuples)
 
     stand_ins = {path: stand_in(path) for path in originals}
     for stage in staged.own:
@@ -276,8 +186,8 @@ def install(
             for path, where in stages.places.items()
         }
         first, last = stages.splits[stage]
-        taken = _slot(anatomy.layers[first - 1], originals, traced, takes_in=True) if first else None
-        given = None if staged.is_last(stage) else _slot(anatomy.layers[last], originals, traced, takes_in=False)
+        taken = _slot(anatomy.layers[first - 1], originals, in_tuples, takes_in=True) if first else None
+        given = None if staged.is_last(stage) else _slot(anatomy.layers[last], originals, in_tuples, takes_in=False)
         for layer, slot in ((first - 1, taken), (last, given)):
             if slot:
                 view[anatomy.layers[layer]] = slot
@@ -295,8 +205,8 @@ def install(
     return staged
 
 
-def _slot(path: str, originals: Mapping[str, nn.Module], traced: Trace, *, takes_in: bool) -> _Slot:
-    slot = _Slot(originals[path], in_tuple=path in traced.in_tuples)
+def _slot(path: str, originals: Mapping[str, nn.Module], in_tuples: Collection[str], *, takes_in: bool) -> _Slot:
+    slot = _Slot(originals[path], in_tuple=path in in_tuples)
     slot.takes_in = takes_in
     return slot
 

@@ -12,7 +12,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,15 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core import heads
 from fivefold.core.errors import UserError
-from fivefold.core.recompute import Site
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
-from fivefold.models.feature_groups import FeatureGroups
-from fivefold.models.partition import Partition, TPInput
+from fivefold.models.facts import TPInput
 from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
-from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.mappings import (
     CopyToTensorParallel,
@@ -39,82 +34,11 @@ from fivefold.parallel.mappings import (
     ReduceFromTensorParallel,
     ReduceScatterToSequence,
     places,
-    width,
 )
-from fivefold.parallel.sharding import Block, ShardSpec, split_even, whole
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.shard_rules import dealt
+from fivefold.parallel.sharding import Block, ShardSpec
 from fivefold.parallel.temporarily import temporarily
-
-# ---- what every parameter becomes ----------------------------------------------------------------------------------
-
-
-def shard_specs(model: nn.Module, partition: Partition | None, tp: int) -> dict[str, ShardSpec]:
-    """The shard of every parameter under `tp` ranks, by its role in the partition (which one rank needs not have)."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if tp == 1 or partition is None:
-        return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
-
-
-def kv_copies(model: nn.Module, partition: Partition | None, tp: int) -> int:
-    """How many tp ranks share each key/value head. Raises `UserError` where layers differ in that."""
-    copies = {heads.kv_copies(kv, tp) for _, kv in partition.heads} if partition else set()
-    if partition and len(copies) > 1:
-        fewest = min(kv for _, kv in partition.heads)
-        raise UserError(
-            f"tp={tp} is more than the {fewest} key/value heads that some layers of {type(model).__name__} have, and "
-            "others have more",
-            fix=f"use tp {fewest} or less",
-        )
-    return next(iter(copies), 1)
-
-
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
-    role = partition.roles[name]
-    if role.dim is None:
-        return whole(name, shape, tp)
-    if role.deal is None:
-        return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, tp))
-
-
-def _counted(deal: FeatureGroups) -> tuple[int, int]:
-    """The query and key/value heads whose features are dealt."""
-    query, kv = (max((part.index + 1 for part in deal if part.owner == owner), default=0) for owner in ("query", "kv"))
-    return query, kv
-
-
-def dealt(deal: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
-    """The blocks of features that each tp rank holds, in their global order, neighbours joined.
-
-    A rank has an equal number of whole query heads and the key/value heads that these attend to.
-    """
-    return tuple(tuple(_joined(_blocks(deal, rank, tp))) for rank in range(tp))
-
-
-def _blocks(deal: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
-    query, kv = _counted(deal)
-    copies = heads.kv_copies(kv, tp) if kv else 1
-    mine = {
-        "query": range(rank * query // tp, (rank + 1) * query // tp),
-        "kv": range(rank // copies * kv * copies // tp, (rank // copies + 1) * kv * copies // tp),
-    }
-    for part in deal:
-        if part.owner == "even":
-            start, stop = split_even((part.stop - part.start) // part.unit, tp)[rank]
-            yield part.start + start * part.unit, part.start + stop * part.unit
-        elif part.index in mine[part.owner]:
-            yield part.start, part.stop
-
-
-def _joined(blocks: Iterable[Block]) -> list[Block]:
-    joined: list[Block] = []
-    for start, stop in blocks:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        elif start < stop or not joined:
-            joined.append((start, stop))
-    return joined
-
 
 # ---- placing them in a model ---------------------------------------------------------------------------------------
 
@@ -163,22 +87,14 @@ class TensorParallel:
 
 
 def apply_tensor_parallel(
-    model: nn.Module,
-    anatomy: Anatomy,
-    partition: Partition,
-    specs: dict[str, ShardSpec],
-    group: dist.ProcessGroup,
-    *,
-    sequence_parallel: bool,
-    linears: Linears = PLAIN,
+    model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup, linears: Linears = PLAIN
 ) -> TensorParallel:
     """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
     rows multiply."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    vocabulary = tuple(rows[0] for rows, _ in specs[f"{anatomy.embedding}.weight"].held)
-    fold = TensorParallel(group, rank, size, sequence_parallel, vocabulary)
-    fold.sums = gradient_sums(partition, specs, sequence_parallel=sequence_parallel)
-    _cut_parameters(model, specs, rank)
+    rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.facts.partition
+    vocabulary = tuple(rows[0] for rows, _ in plan.shards[f"{anatomy.embedding}.weight"].held)
+    fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary, sums=dict(plan.gradient_sums))
+    _cut_parameters(model, plan.shards, rank)
     embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
     _replace_forward(embedding, _vocabulary_lookup(embedding, fold))
     head = model.get_submodule(anatomy.head)
@@ -211,22 +127,7 @@ def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> 
     module.forward = forward
 
 
-def gradient_sums(partition: Partition, specs: dict[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
-    """Parameters whose gradient on a rank covers only its tokens or heads -> the group that sums it.
-
-    Losing one of these sums leaves logits and loss exact: only gradients and replicas show it.
-    """
-    sums = {}
-    for name, spec in specs.items():
-        kind = partition.roles[name].kind
-        if spec.splits and spec.replicas > 1:
-            sums[name] = "tp_kv"
-        elif kind in ("local", "latent", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
-            sums[name] = "tp"
-    return sums
-
-
-def _cut_parameters(model: nn.Module, specs: dict[str, ShardSpec], rank: int) -> None:
+def _cut_parameters(model: nn.Module, specs: Mapping[str, ShardSpec], rank: int) -> None:
     """Replace each parameter by an empty one of its local shape, on the same device; ties stay ties."""
     cut: dict[nn.Parameter, nn.Parameter] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -357,44 +258,3 @@ def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: d
         dist.all_reduce(flat, group=group)
         for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def declare(
-    fold: TensorParallel, partition: Partition, shape: StepShape, gradient_bytes: dict[str, int], *,
-    has_embedding: bool = True, has_head: bool = True,
-) -> list[Collective]:  # fmt: skip
-    """Collectives of one optimizer step; the loss declares its own.
-
-    `partition`: of this rank's layers. `gradient_bytes`: axis ("tp", "tp_kv") -> bytes of the local gradients summed
-    over it.
-    """
-    entries, rows = len(partition.entries), len(partition.regions)
-    entered, left = entries + has_head, rows + has_embedding  # the head is entered, the embedding left
-    forwards = shape.recompute.forwards
-    again_entered = sum(forwards(Site(entry.modules[0])) - 1 for entry in partition.entries)
-    again_left = sum(forwards(Site(region.row, region.is_last)) - 1 for region in partition.regions)
-    size = shape.hidden_bytes
-    if shape.sequence_parallel:
-        per_pass = {"all_gather": entered + left + again_entered, "reduce_scatter": left + entered + again_left}
-    else:
-        per_pass = {"all_reduce": left + entered + again_left}
-    passes = [
-        Collective("tp", kind, count * shape.micro_batches, count * shape.micro_batches * size)
-        for kind, count in per_pass.items()
-    ]
-    for name, deal in partition.across.items():
-        passes += _across(deal, fold.size, shape, forwards=forwards(Site(name)))
-    return passes + [Collective(axis, "all_reduce", 1, volume) for axis, volume in gradient_bytes.items() if volume]
-
-
-def _across(deal: FeatureGroups, size: int, shape: StepShape, *, forwards: int) -> list[Collective]:
-    """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
-    blocks = dealt(deal, size)
-    feature = (
-        shape.rows * shape.tokens * shape.compute_bytes * shape.micro_batches
-    )  # bytes of one feature of all tokens
-    widest, features = max(map(width, blocks)), max(part.stop for part in deal)
-    return [
-        Collective("tp", "all_gather", forwards * shape.micro_batches, forwards * size * widest * feature),
-        Collective("tp", "all_reduce", shape.micro_batches, features * feature),
-    ]

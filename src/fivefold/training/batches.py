@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.parallel import plain
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.state import ParallelState, state_of
 
 Batch = Mapping[str, Tensor]  # input_ids, labels [B, T]; optionally attention_mask, position_ids
 Integers = NDArray[np.int64]
@@ -39,9 +39,9 @@ def micro_batches(
     Every rank calls this; `also` is another check that may raise. Raises `UserError`, on every rank, for a batch that
     cannot be read on one, and where ranks of one data rank were given different batches.
     """
-    spread = spread_of(model)
-    vocabulary = spread.shards[f"{spread.anatomy.embedding}.weight"].shape[0]
-    multiple = spread.layout.row_multiple
+    state = state_of(model)
+    vocabulary = state.plan.shards[f"{state.plan.anatomy.embedding}.weight"].shape[0]
+    multiple = state.plan.layout.row_multiple
 
     def read() -> list[MicroBatch]:
         each = [batch] if isinstance(batch, Mapping) else batch
@@ -53,7 +53,7 @@ def micro_batches(
         return [micro_batch(one, **options) for one in each]
 
     own, error = _tried(read)
-    most = _agree(spread, own or [], error)
+    most = _agree(state, own or [], error)
     return (own or []) + [_nothing(multiple)] * (most - len(own or []))
 
 
@@ -155,22 +155,22 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _agree(spread: Spread, batch: Sequence[MicroBatch], error: UserError | None) -> int:
+def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError | None) -> int:
     """The largest number of micro batches of a data rank. Raises the error of any rank, and `UserError` where ranks
     that share their rows differ.
 
     One all-reduce of four numbers per data rank: the largest count, the largest and smallest checksum, an error.
     """
     mine = checksum(batch)
-    table = torch.full((spread.layout.data_ranks, 4), torch.iinfo(torch.int64).min, dtype=torch.int64)
-    table[spread.mesh.data_rank] = torch.tensor([len(batch), mine, -mine, int(error is not None)])
+    table = torch.full((state.plan.layout.data_ranks, 4), torch.iinfo(torch.int64).min, dtype=torch.int64)
+    table[state.plan.data_rank] = torch.tensor([len(batch), mine, -mine, int(error is not None)])
     table = table.to(_device())
     dist.all_reduce(table, dist.ReduceOp.MAX)
     if int(table[:, 3].max()):
         _raise_everywhere(error)
     for data_rank, (_, largest, smallest, _) in enumerate(table.tolist()):
         if largest != -smallest:
-            shared = [axis for axis in ("tp", "cp", "pp") if getattr(spread.layout, axis) > 1]
+            shared = [axis for axis in ("tp", "cp", "pp") if getattr(state.plan.layout, axis) > 1]
             raise _refusal(
                 f"the {' and '.join(shared)} ranks of data rank {data_rank} were given different batches, and they "
                 "compute parts of the same rows",

@@ -7,17 +7,12 @@ causally halved. Not counted: recompute, padding, element-wise work. (The conven
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
-from fivefold.core.heads import head_counts
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.models import hf_internals
-from fivefold.models.anatomy import Anatomy
+from fivefold.models.facts import ModelFacts
 
 # Dense bf16 peak of one device in TFLOP/s, summed in fp32, by words of the name that CUDA or ROCm gives it; the first
 # match counts. Where a datasheet states it with sparsity, half of that. Devices without bf16 (V100, T4) have none, nor
@@ -47,33 +42,15 @@ class Costs:
     per_squared_length: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Costs":
-        """Read off a whole model (not yet cut). The embedding lookup costs nothing; the head does, tied or not."""
-        anatomy = Anatomy.of(model)
-        weights = sum(p.numel() for _, p in model.named_parameters() if p.ndim == 2)
-        experts = [(name, module) for name, module in model.named_modules() if hf_internals.is_experts(module)]
-        weights += sum(_used(name, module, model.config) for name, module in experts)
-        embedding = model.get_parameter(f"{anatomy.embedding}.weight").numel()
-        query, _, size = head_counts(model.config.get_text_config())
+    def of(cls, facts: ModelFacts) -> "Costs":
+        """Of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
+        active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
+        attention = [shape for cost in facts.layer_costs for shape in cost.attention]
         return cls(
-            parameters=sum(p.numel() for p in model.parameters()),
-            per_token=6 * (weights if anatomy.tied else weights - embedding),
-            per_squared_length=6 * len(anatomy.layers) * query * size,
+            parameters=facts.size,
+            per_token=6 * active,
+            per_squared_length=sum(3 * shape.query * (shape.key_size + shape.value_size) for shape in attention),
         )
-
-
-def _used(name: str, experts: nn.Module, config: Any) -> int:
-    """Weights of a layer's experts that a token meets."""
-    cubes = [p for p in experts.parameters() if p.ndim == 3]
-    return sum(p.numel() // p.shape[0] for p in cubes) * _picks(name, config.get_text_config().num_experts_per_tok)
-
-
-def _picks(name: str, said: Any) -> int:
-    """Experts of a token in the layer of module `name`; a config says it for all layers, or for each (HunYuan)."""
-    if isinstance(said, int):
-        return said
-    layer = next(int(part) for part in name.split(".") if part.isdigit())
-    return int(said[layer])
 
 
 def squared_lengths(batch: Sequence[MicroBatch]) -> int:

@@ -8,7 +8,7 @@ from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
 from fivefold.core.units import human
 from fivefold.launch.world import multiplies_bf16
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import length
 from fivefold.training.schedule import learning_rate
 
@@ -23,12 +23,12 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/
 
 def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
-    config, layout, world = job.config, spread_of(job.model).layout, job.world
+    config, layout, world = job.config, state_of(job.model).plan.layout, job.world
     on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
     device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
-    name = spread_of(job.model).anatomy.model_class
+    name = state_of(job.model).plan.anatomy.model_class
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
         ("model", f"{name} {human(job.costs.parameters)} parameters, {config.model.init} weights"),

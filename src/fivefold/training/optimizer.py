@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.torch_internals import norms, scale_
 from fivefold.training.optimizers import rule_of
 
@@ -27,8 +27,8 @@ def squared_norm(model: nn.Module) -> Tensor:
     The sum over the world is the squared norm of the whole gradient, replicated parameters counted once
     (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
     """
-    spread = spread_of(model)
-    owned = [gradient for name, gradient in local_gradients(model) if spread.is_owner(name) and gradient.numel()]
+    state = state_of(model)
+    owned = [gradient for name, gradient in local_gradients(model) if state.plan.is_owner(name) and gradient.numel()]
     if not owned:
         return torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     return torch.stack(norms(owned)).double().square().sum()

@@ -20,7 +20,7 @@ from fivefold.core.files import replace
 from fivefold.launch.world import cores
 from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.step import declare, step_shape
 
 NAME = "spread.json"
@@ -29,17 +29,20 @@ TIMED = 2  # the step of a start whose slots are timed: the first one also sets 
 
 def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> None:
     """Write it into the run folder; every rank calls this. `parameters`: of the whole model."""
-    spread = spread_of(model)
+    state = state_of(model)
     declared = plain.everywhere([asdict(each) for each in _collectives(model, config)])
     if dist.get_rank() == 0:
         about: dict[str, Any] = {
-            "layout": str(spread.layout), "world": spread.layout.world, "device": device,
-            "model": spread.anatomy.model_class, "parameters": parameters,
-            "collectives": declared, "holds": spread.by_rank(),
+            "layout": str(state.plan.layout), "world": state.plan.layout.world, "device": device,
+            "model": state.plan.anatomy.model_class, "parameters": parameters,
+            "collectives": declared, "holds": state.plan.by_rank(),
         }  # fmt: skip
-        if spread.pipeline:
-            plan = spread.pipeline.plan(spread.layout.accumulation(config.train.global_batch_size))
-            about["timeline"] = {"simulated": plan.simulate().to_json(), "ideal_bubble": plan.ideal_bubble}
+        if state.pipeline:
+            plan = state.plan.schedule(state.plan.layout.accumulation(config.train.global_batch_size))
+            about["timeline"] = {
+                "simulated": plan.simulate(state.plan.slot_duration).to_json(),
+                "ideal_bubble": plan.ideal_bubble,
+            }
     checkpoint.on_first_rank(lambda: _save(config, about))
 
 
@@ -47,7 +50,7 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
 def timing(model: Any, config: RunConfig, *, step: int, of_start: int) -> Iterator[None]:
     """Around a step (`of_start`: how many this start has done with it): what is timed of it is added. Every rank calls
     this."""
-    pipeline = spread_of(model).pipeline
+    pipeline = state_of(model).pipeline
     if pipeline is None or of_start != TIMED:
         yield
         return
@@ -80,7 +83,7 @@ def _save(config: RunConfig, about: dict[str, Any]) -> None:
 
 def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:
     """What a step sends from this rank."""
-    layout = spread_of(model).layout
+    layout = state_of(model).plan.layout
     tokens = -(-config.data.seq_length // layout.row_multiple) * layout.row_multiple
     chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
     micro_batches = layout.accumulation(config.train.global_batch_size)

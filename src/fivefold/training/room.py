@@ -10,7 +10,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.units import human_bytes
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import rule_of
 
 
@@ -45,9 +45,9 @@ def check(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     """Bytes of the weights and of what the optimizer keeps of them, in their shape."""
-    spread = spread_of(model)
-    sizes = {name: prod(spec.shape) for name, spec in spread.shards.items()}
-    kept = rule_of(config.optimizer.name).state(spread).values()
+    plan = state_of(model).plan
+    sizes = {name: prod(spec.shape) for name, spec in plan.shards.items()}
+    kept = rule_of(config.optimizer.name).state(plan).values()
     elements = sum(sizes.values()) + sum(sizes[name] for names in kept for name in names)
     return elements * next(model.parameters()).dtype.itemsize
 

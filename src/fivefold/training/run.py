@@ -28,9 +28,10 @@ from fivefold.data.prepare import PreparedData, prepare
 from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
+from fivefold.models.discover import facts_of
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import checks, flops, header, length, record, room
 from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.evaluate import evaluate
@@ -110,7 +111,7 @@ class Trainer:
         layout = config.layout.resolve(world.size)
         legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
-        costs = flops.Costs.of(model)
+        costs = flops.Costs.of(facts_of(model))
         total_steps = length.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
@@ -122,7 +123,7 @@ class Trainer:
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=chunks, compile_blocks=compiled,
         )  # fmt: skip
-        configure(model, spread_of(model).balance, balance_options(config, model.config), spread_of(model).buffers)
+        configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
         optimizer = build_optimizer(model, config.optimizer)
         folder = HeldFolder(config.run_dir)
         stack.callback(folder.release)
@@ -157,7 +158,7 @@ class Trainer:
         return {
             **history.surroundings(),
             "device": record.device_name(self.world.device),
-            "layout": str(spread_of(self.model).layout),
+            "layout": str(state_of(self.model).plan.layout),
             "world": self.world.size,
             "resumed": resumed.where,
             "damages": list(resumed.damages),
@@ -246,12 +247,12 @@ class Trainer:
             yield batch, waited
 
     def _read(self, step: int) -> list[MicroBatch]:
-        spread = spread_of(self.model)
-        layout = spread.layout
+        state = state_of(self.model)
+        layout = state.plan.layout
         return self.data.train.batch(
             step,
             global_batch_size=self.config.train.global_batch_size,
-            data_rank=spread.mesh.data_rank,
+            data_rank=state.plan.data_rank,
             data_ranks=layout.data_ranks,
             micro_batch_size=layout.micro_batch_size,
             row_multiple=layout.row_multiple,
@@ -288,7 +289,7 @@ class Trainer:
 
     def _report_uncompiled(self) -> None:
         """Say it, once, when Dynamo has given up a block of this rank."""
-        compiled = spread_of(self.model).compiled
+        compiled = state_of(self.model).compiled
         for line in compiled.news() if compiled else ():
             self.log.note(f"step {self.step}: {line}")
 

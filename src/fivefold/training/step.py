@@ -1,24 +1,21 @@
 """One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.core.recompute import Recompute
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import data, passes
-from fivefold.parallel.balance import BalanceResult
-from fivefold.parallel.collectives import Collective, StepShape, total
+from fivefold.parallel import passes
+from fivefold.parallel.balance import BalanceOptions, BalanceResult, dropped
+from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.forward import LossInputs
-from fivefold.parallel.loss import chunk_sizes
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.state import ParallelState, state_of
 from fivefold.training.flops import squared_lengths
 from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
-from fivefold.training.optimizers import rule_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def train_step(
     The loss is summed and divided by the global count of target tokens; every reduction is a plain sum. `learning_rate`
     is set in every parameter group; None: each keeps its own.
     """
-    spread = spread_of(model)
+    state = state_of(model)
     done = _forward_backward(model, batch, stop)
     summed, squares = all_reduce_sum(torch.stack([done.loss, squared_norm(model)])).tolist()
     norm = sqrt(squares) if squares >= 0 else float("nan")
@@ -59,8 +56,8 @@ def train_step(
         for group in optimizer.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
         optimizer.step()
-        if spread.balance and done.balance:
-            spread.balance.move_biases(model, done.balance)
+        if state.balance and done.balance:
+            state.balance.move_biases(model, done.balance)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
         summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance
@@ -93,15 +90,15 @@ class _Done:
 
 def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = False) -> _Done:
     """Count over all ranks, then run every micro batch; gradients end up summed."""
-    spread = spread_of(model)
+    state = state_of(model)
     device = next(model.parameters()).device
-    targets, tokens, squared, rows, stops = _count(batch, spread, device, stop).tolist()
+    targets, tokens, squared, rows, stops = _count(batch, state, device, stop).tolist()
     scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
-    if spread.balance:
-        spread.balance.begin_step(rows)
+    if state.balance:
+        state.balance.begin_step(rows)
     loss = gradients(model, batch, scale)
-    balance = spread.balance.end_step() if spread.balance else None
-    if spread.mesh.tp_rank:  # every tp rank computed the same loss: one of them counts it
+    balance = state.balance.end_step() if state.balance else None
+    if not state.plan.owns_loss:
         loss.zero_()
     if not targets:
         loss.fill_(float("nan"))  # as cross entropy over nothing is
@@ -111,7 +108,7 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
     """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
     device = next(model.parameters()).device
-    rows = sum(len(each.input_ids) for each in batch) * spread_of(model).layout.data_ranks
+    rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
     return passes.gradients(model, [to_device(each, device, scale) for each in batch], rows=rows)
 
 
@@ -128,7 +125,7 @@ def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = No
     return LossInputs(ids, labels, positions, cu_seqlens=cu_seqlens, scale=scale, row_tokens=row_tokens)
 
 
-def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device, stop: bool) -> Tensor:
+def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.device, stop: bool) -> Tensor:
     """Global counts, int64 [5]: target tokens, real input tokens, squared document lengths, rows with a token; ranks
     asked to stop.
 
@@ -137,7 +134,7 @@ def _count(batch: Sequence[MicroBatch], spread: Spread, device: torch.device, st
     counts = (
         sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch), sum(map(_rows, batch)),
     )  # fmt: skip
-    mine = counts if spread.mesh.is_first_of_row else (0, 0, 0, 0)
+    mine = counts if state.plan.is_first_of_row else (0, 0, 0, 0)
     return all_reduce_sum(torch.tensor((*mine, int(stop)), dtype=torch.int64, device=device))
 
 
@@ -146,29 +143,18 @@ def _rows(batch: MicroBatch) -> int:
 
 
 def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chunks: int | None = None) -> StepShape:
-    """What the folds need to know to declare the collectives of one step of [rows, tokens] micro batches."""
-    spread = spread_of(model)
-    layout = spread.layout
-    tokens //= layout.cp
-    hidden = model.config.get_text_config().hidden_size
-    dtype_bytes = {name: dtype.itemsize for name, dtype in data.COMPUTE_DTYPES.items()}
-    return StepShape(
-        rows=rows,
-        tokens=tokens,
-        hidden=hidden,
-        micro_batches=micro_batches,
-        loss_chunks=chunk_sizes(rows * tokens, spread.vocabulary, hidden, loss_chunks),
-        compute_bytes=dtype_bytes[layout.precision],
-        master_bytes=data.master_dtype(layout.precision).itemsize,
-        reduce_bytes=spread.reduce_dtype.itemsize,
-        zero=layout.zero,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=Recompute(layout.recompute),
+    """One step of [rows, tokens] micro batches of a parallelized model, as its plan is asked about it."""
+    state = state_of(model)
+    shape = state.plan.step_shape(
+        rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize
     )
+    options = state.balance.options if state.balance else BalanceOptions()
+    return replace(shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None)
 
 
 def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[Collective, ...]:
-    """Every collective of `train_step` on this rank: of the folds, token counts, loss with norm, optimizer."""
-    spread = spread_of(model)
-    own = [Collective("world", "all_reduce", 2, 40 + 16)] if spread.layout.world > 1 else []
-    return total([*spread.declare(shape), *own, *rule_of(optimizer).declare(spread, shape)])
+    """Every collective of `train_step` on this rank: the plan's, less the rows that a capacity dropped in the step that
+    was measured."""
+    state = state_of(model)
+    found = summed(state.plan.calls(replace(shape, optimizer=optimizer)))
+    return total([*found, *(dropped(state.balance, shape, state.plan.layers) if state.balance else ())])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
-from fivefold.parallel.spread import Spread
+from fivefold.parallel.state import ParallelState
 from fivefold.verification.observer import Distances
 from fivefold.verification.reference_tensors import Distance, ReferenceTensors
 from fivefold.verification.results import SMALL, LayoutResult, Row, Tolerances, judge, kind_of
@@ -17,9 +17,9 @@ from fivefold.verification.results import SMALL, LayoutResult, Row, Tolerances, 
 class Comparison:
     """Adds to `found`, on every rank alike, what this layout computes against `evidence`."""
 
-    def __init__(self, found: LayoutResult, evidence: ReferenceTensors, spread: Spread) -> None:
-        self.found, self._evidence, self._spread = found, evidence, spread
-        self._tolerances = Tolerances(spread.layout.precision, evidence.about["floors"])
+    def __init__(self, found: LayoutResult, evidence: ReferenceTensors, state: ParallelState) -> None:
+        self.found, self._evidence, self._state = found, evidence, state
+        self._tolerances = Tolerances(state.plan.layout.precision, evidence.about["floors"])
 
     def allowed(self, key: str) -> float:
         """The tolerance of a key."""
@@ -35,9 +35,9 @@ class Comparison:
             if tensor is None or key not in self._evidence:
                 continue
             distance = distances.setdefault(key, Distance())
-            for region, place in self._spread.regions(name):
+            for region, place in self._state.plan.regions(name):
                 distance.add(local(tensor)[place], self._evidence.read(key, region))
-        held = [name for name in self._evidence.names(kind) if must and self._spread.holds(name)]
+        held = [name for name in self._evidence.names(kind) if must and self._state.plan.holds(name)]
         lacking = {name: name for name in held if f"{kind}/{name}" not in distances}
         self.count(f"{kind} without values", lacking, say=False)
         self.in_order(kind, distances, names)
@@ -61,7 +61,7 @@ class Comparison:
             key = f"{kind}/{name}"
             per_rank = [each.get(key) for each in everyone]
             if any(each is not None for each in per_rank):
-                rows.append(judge(key, per_rank, norms[name], floor, self._tolerances.of(key), self._spread.layout))
+                rows.append(judge(key, per_rank, norms[name], floor, self._tolerances.of(key), self._state.plan.layout))
         return rows
 
     def numbers(self, mine: Mapping[str, float]) -> None:

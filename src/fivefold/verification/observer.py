@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.models import hf_internals
-from fivefold.parallel.context import row_blocks
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.sharding import Block, ShardSpec, local_regions
-from fivefold.parallel.spread import spread_of
 from fivefold.parallel.stages import StageStub
+from fivefold.parallel.state import state_of
 from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import Distance, ReferenceTensors
 
@@ -46,17 +45,17 @@ class Observer:
 
     def __init__(self, model: Any, evidence: ReferenceTensors, documents: Documents) -> None:
         self._model, self._evidence, self._documents = model, evidence, documents
-        self._spread = spread_of(model)
-        layout = self._spread.layout
-        self._rows = row_numbers(layout, len(documents), self._spread.mesh.data_rank)
-        self._tp_rank = self._spread.mesh.tp_rank if layout.tp > 1 else 0
+        self._state = state_of(model)
+        layout = self._state.plan.layout
+        self._rows = row_numbers(layout, len(documents), self._state.plan.data_rank)
+        self._tp_rank = self._state.plan.coords.tp
         self._token_dims: Mapping[str, int] = evidence.about["token_dims"]
         self._handles: list[Any] = []
         self._micro_batch, self._passes, self._inside = -1, 0, False
         self._seen: set[str] = set()
         self._splits: dict[tuple[str, int, int], ShardSpec] = {}
         self._hidden_size = model.config.get_text_config().hidden_size
-        self._early = _before_layers(model, self._spread.anatomy.layers[0])
+        self._early = _before_layers(model, self._state.plan.anatomy.layers[0])
         self._is_later_stage = False  # of a pipeline, in the pass under way
         self._raw: dict[str, Tensor] = {}
         self._hooked: set[int] = set()
@@ -66,7 +65,7 @@ class Observer:
         self.unseen: set[str] = set()
 
     def __enter__(self) -> "Observer":
-        anatomy = self._spread.anatomy
+        anatomy = self._state.plan.anatomy
         base = self._model.get_submodule(anatomy.base)
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
@@ -92,7 +91,7 @@ class Observer:
         Copies of a parameter may hold parts of its gradient, or each the whole: either is right here, whatever the
         program believes. What it makes of them is the reduced gradient's row.
         """
-        for name, spec in self._spread.shards.items():
+        for name, spec in self._state.plan.shards.items():
             sums = [self._summed(name, spec, copies=False)]
             if spec.replicas > 1:
                 sums.append(self._summed(name, spec, copies=True))
@@ -105,7 +104,7 @@ class Observer:
     def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
         """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
         whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
-        part = self._spread.cut(name).part
+        part = self._state.plan.shard_index(name).part
         if name in self._raw and (copies or spec.is_owner(part)):
             for global_region, local_region in local_regions(spec, part, 0, 1):
                 whole[global_region] += self._raw[name][local_region]
@@ -115,14 +114,14 @@ class Observer:
     @property
     def micro_batches(self) -> tuple[int, int]:
         """How many passes were seen, and how many a global batch has: in a pipeline, as many for each stage here."""
-        piped = self._spread.pipeline
+        piped = self._state.pipeline
         return self._passes, len(self._rows) * (len(piped.staged.own) if piped else 1)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def _begin(self, *_: Any) -> None:
         if not self._inside:
-            slot = self._spread.pipeline.running if self._spread.pipeline else None
+            slot = self._state.pipeline.running if self._state.pipeline else None
             self._micro_batch = slot.micro_batch if slot else self._passes
             self._is_later_stage = slot is not None and slot.stage > 0
             self._passes, self._inside, self._seen = self._passes + 1, True, set()
@@ -214,12 +213,14 @@ class Observer:
     def _tokens(self, length: int) -> Sequence[Block] | None:
         """Which tokens of a row this rank has: its part over cp, and of that all, or its part under sequence
         parallelism."""
-        layout = self._spread.layout
+        layout = self._state.plan.layout
         multiple = layout.row_multiple
         whole = -(-self._evidence.about["row_length"] // multiple) * multiple
-        for tp, rank in ((1, 0), (layout.tp, self._tp_rank)):
-            if length * layout.cp * tp == whole:
-                return row_blocks(whole, layout.cp, self._spread.mesh.cp_rank, tp, rank)
+        plan = self._state.plan
+        for splits in (False, True):
+            tokens = plan.grid.tokens(plan.rank, whole, sequence_parallel=splits)
+            if sum(stop - start for start, stop in tokens) == length:
+                return tokens
         return None
 
     def _blocks(self, name: str, features: int, width: int) -> Sequence[Block] | None:
@@ -231,7 +232,7 @@ class Observer:
 
     def _is_shared(self, name: str) -> bool:
         """Several ranks compute it (key/value heads fewer than tp, latents): each has a part of its gradient."""
-        partition = self._spread.partition
+        partition = self._state.plan.partition
         roles = [partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")] if partition else []
         if any(role and role.kind == "latent" for role in roles):
             return True
@@ -244,7 +245,7 @@ class Observer:
         own = self._own_split(module, 1 if name.endswith(" input") else 0)
         if own is not None and own.shape[own.splits[0].dim] == features:
             return own
-        layer = next((each for each in self._spread.anatomy.layers if module.startswith(f"{each}.")), None)
+        layer = next((each for each in self._state.plan.anatomy.layers if module.startswith(f"{each}.")), None)
         near = module.rpartition(".")[0]
         linears = [each for each, _ in self._model.named_modules() if layer and each.startswith(f"{layer}.")]
         linears.sort(key=lambda each: not each.startswith(near))  # of the same module first
@@ -258,7 +259,7 @@ class Observer:
     def _own_split(self, name: str, end: int) -> ShardSpec | None:
         """The shard of a linear's weight, if its outputs (`end` 0) or inputs (1) are what is split."""
         dims = hf_internals.linear_dims(self._model.get_submodule(name))
-        spec = self._spread.shards.get(f"{name}.weight")
+        spec = self._state.plan.shards.get(f"{name}.weight")
         return spec if dims and spec and [each.dim for each in spec.splits] == [dims[end]] else None
 
 

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
-from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, load_model_config
-from fivefold.models.partition import derive
-from fivefold.models.trace import Untraceable, trace
+from fivefold.models.discover import facts_of
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
 from fivefold.verification.reference_tensors import Distance, logit_distances, save_reference_tensors
@@ -83,10 +81,9 @@ def left_to_chance(margins: Tensor, error: float) -> float:
 def row_linears(subject: ProofCase) -> list[str]:
     """The linears that give back to the residual stream: what they are given is what attention and the MLP made."""
     model = build_meta(load_model_config(subject.folder))
-    anatomy = Anatomy.of(model)
     try:
-        return [region.row for region in derive(model, anatomy, trace(model, anatomy)).regions]
-    except (Untraceable, UserError):
+        return [region.row for region in facts_of(model).partition.regions]
+    except UserError:
         return []
 
 

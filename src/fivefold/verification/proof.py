@@ -1,4 +1,4 @@
-"""One layout, proved, read downwards: the model is spread, watched for one step, trained for some, saved and loaded.
+"""One layout, proved, read downwards: the model is state, watched for one step, trained for some, saved and loaded.
 
 Everything runs through the functions that train; this file only looks.
 """
@@ -22,11 +22,12 @@ from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.collectives import Collective, by_group, differing, record, total
+from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.recorder import record
+from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizer import build_optimizer, local_gradients
@@ -44,7 +45,7 @@ class Proof:
     """A layout under proof on this rank. Every rank makes one and calls the same methods; rank 0 has the rows."""
 
     def __init__(self, subject: ProofCase, layout: Layout, evidence: ReferenceTensors, device: str) -> None:
-        """Spread the model of `subject`. Raises `UserError` where it cannot be spread so."""
+        """ParallelState the model of `subject`. Raises `UserError` where it cannot be spread so."""
         self.subject, self.evidence = subject, evidence
         self.layout = layout.resolve(dist.get_world_size())
         model = build_meta(load_model_config(subject.folder))
@@ -52,12 +53,12 @@ class Proof:
         self.model = parallelize(
             model, self.layout, device=device, source=source, reduce=subject.reduce, loss_chunks=subject.loss_chunks
         )
-        self.spread = spread_of(self.model)
+        self.state = state_of(self.model)
         options = BalanceOptions(capacity_factor=subject.capacity_factor)
-        configure(self.model, self.spread.balance, options, self.spread.buffers)
+        configure(self.model, self.state.balance, options, self.state.plan.buffers)
         self.optimizer = build_optimizer(self.model, subject.optimizer)
         self.found = LayoutResult(str(layout), precision=layout.precision)
-        self.compare = Comparison(self.found, evidence, self.spread)
+        self.compare = Comparison(self.found, evidence, self.state)
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]:
@@ -85,7 +86,7 @@ class Proof:
         """Each rank's shard has the shape and the type that the layout says."""
         wrong = {}
         for name, parameter in self.model.named_parameters():
-            expected, found = self.spread.local_shape(name), tuple(local(parameter).shape)
+            expected, found = self.state.plan.local_shape(name), tuple(local(parameter).shape)
             type_ = master_dtype(self.layout.precision)
             if found != expected or parameter.dtype != type_:
                 wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
@@ -122,7 +123,7 @@ class Proof:
         found, expected = [], []
         layout, documents = self.layout, self.subject.documents(0)
         batches = self._batch(0)
-        rows = row_numbers(layout, self.subject.rows, self.spread.mesh.data_rank)
+        rows = row_numbers(layout, self.subject.rows, self.state.plan.data_rank)
         for batch, numbers in zip(batches, rows, strict=True):
             inputs = training.to_device(batch, self._device)
             with exactly(layout.precision), torch.no_grad():
@@ -154,7 +155,7 @@ class Proof:
             clipped.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
 
         handle = self.optimizer.register_step_pre_hook(keep)
-        with record(self.spread.mesh) as ran:
+        with record(self.state.mesh) as ran:
             result = self._step(0)
         handle.remove()
         self._counts(result)
@@ -203,7 +204,7 @@ class Proof:
         name = self._norm()
         module = name.rpartition(".")[0]
         added = 0.25 + PLANTED * self.compare.allowed(f"output/{module}")
-        first_holder = next(rank for rank in range(self.layout.world) if self.spread.regions(name, rank))
+        first_holder = next(rank for rank in range(self.layout.world) if self.state.plan.regions(name, rank))
         with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
             if dist.get_rank() == first_holder:
                 part = local(dict(self.model.named_parameters())[name]).detach()
@@ -255,10 +256,10 @@ class Proof:
         """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
         state, scalars = self._state(), self._scalars()
         saved: set[str] = set(expected.keys())
-        there = {key for key in saved if self.spread.holds(key.partition("/")[2])}
+        there = {key for key in saved if self.state.plan.holds(key.partition("/")[2])}
         wrong = there ^ (state.keys() | scalars.keys())
         for key, tensor in state.items():
-            for region, place in self.spread.regions(key.partition("/")[2]) if key not in wrong else ():
+            for region, place in self.state.plan.regions(key.partition("/")[2]) if key not in wrong else ():
                 if not torch.equal(local(tensor)[place].cpu(), expected.get_slice(key)[region]):
                     wrong.add(key)
         wrong |= {key for key in scalars.keys() - wrong if not torch.equal(scalars[key], expected.get_tensor(key))}
@@ -268,7 +269,7 @@ class Proof:
 
     def _batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step."""
-        documents, rank = self.subject.documents(step), self.spread.mesh.data_rank
+        documents, rank = self.subject.documents(step), self.state.plan.data_rank
         return micro_batches(documents, self.layout, rank, self.subject.row_length)
 
     def _gradients(self) -> Tensor:
@@ -277,7 +278,7 @@ class Proof:
         scale = torch.tensor(1.0 / self.subject.targets(0), dtype=torch.float64, device=self._device)
         with exactly(self.layout.precision):
             loss = training.gradients(self.model, batch, scale)
-        if self.spread.mesh.tp_rank:
+        if not self.state.plan.owns_loss:
             loss.zero_()
         dist.all_reduce(loss)
         return loss
@@ -317,7 +318,7 @@ class Proof:
         rows, tokens = batch[0].input_ids.shape
         shape = training.step_shape(self.model, rows, tokens, len(batch), self.subject.loss_chunks)
         declared = by_group(
-            training.declare(self.model, shape, optimizer=self.subject.optimizer.name), self.spread.mesh
+            training.declare(self.model, shape, optimizer=self.subject.optimizer.name), self.state.plan.grid
         )
         both = everywhere([[asdict(each) for each in some] for some in (total(ran), declared)])
         issued, said = ([[Collective(**each) for each in rank[at]] for rank in both] for at in (0, 1))
@@ -346,9 +347,9 @@ class Proof:
     def _gathered(self, name: str, tensor: Tensor | None) -> Tensor:
         """All of a tensor that lies as parameter `name`, on rank 0. None: this rank has none of it."""
         dtype = master_dtype(self.layout.precision)
-        whole = torch.zeros(self.spread.shards[name].shape, dtype=dtype, device=self._device)
-        if tensor is not None and self.spread.is_owner(name):
-            for region, place in self.spread.regions(name):
+        whole = torch.zeros(self.state.plan.shards[name].shape, dtype=dtype, device=self._device)
+        if tensor is not None and self.state.plan.is_owner(name):
+            for region, place in self.state.plan.regions(name):
                 whole[region] = local(tensor)[place]
         dist.all_reduce(whole)
         return whole.cpu()
@@ -356,9 +357,9 @@ class Proof:
     def _norm(self) -> str:
         """The last parameter that is a norm's whose output is compared: where a fault is planted. (The head computes in
         chunks, and a tower that no token reaches does not compute at all.)"""
-        seen, base = set(self.evidence.names("output")), f"{self.spread.anatomy.base}."
+        seen, base = set(self.evidence.names("output")), f"{self.state.plan.anatomy.base}."
         vectors = [
-            name for name, spec in self.spread.shards.items()
+            name for name, spec in self.state.plan.shards.items()
             if len(spec.shape) == 1 and not spec.splits and name.startswith(base) and name.rpartition(".")[0] in seen
         ]  # fmt: skip
         outside = [name for name in vectors if name.endswith("weight")]
@@ -366,7 +367,7 @@ class Proof:
 
     def _backwards(self) -> list[str]:
         """Parameters as backward comes to them: the first that is wrong is the nearest to the fault."""
-        return list(self.spread.shards)[::-1]
+        return list(self.state.plan.shards)[::-1]
 
     @property
     def _device(self) -> torch.device:

@@ -173,7 +173,7 @@ def _prove_one(asked: VerifyRequest, layout: Layout, world: World, folder: Path)
     found = proof.run()
     proof.save(folder)
     found.seconds = time.perf_counter() - started
-    found.holds = proof.spread.by_rank() if world.is_first else {}
+    found.holds = proof.state.plan.by_rank() if world.is_first else {}
     return found
 
 

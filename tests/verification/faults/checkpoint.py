@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint import load
-from fivefold.parallel.spread import Spread
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.verification import proof
 from tests.verification.faults.fault import Expected, fault
 from tests.verification.faults.tensor import PHI3
@@ -173,18 +173,18 @@ def dealt_parts_saved_as_contiguous() -> Any:
 @contextmanager
 def _contiguous() -> Any:
     """Parameters of several blocks lie as one."""
-    plain = Spread.regions
+    plain = ParallelPlan.regions
 
-    def regions(self: Spread, name: str, rank: int | None = None) -> Any:
+    def regions(self: ParallelPlan, name: str, rank: int | None = None) -> Any:
         spec = self.shards[name]
         if [split.dim for split in spec.splits] != [0] or len(spec.held[0][0]) == 1:
             return plain(self, name, rank)
-        size = spec.local_shape(self.mesh.tp_rank)[0]
-        start = size * self.mesh.tp_rank
+        size = spec.local_shape(self.coords.tp)[0]
+        start = size * self.coords.tp
         rest = tuple(slice(0, each) for each in spec.shape[1:])
         return [((slice(start, start + size), *rest), (slice(0, size), *rest))]
 
-    with patch.object(Spread, "regions", regions):
+    with patch.object(ParallelPlan, "regions", regions):
         yield
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from fivefold.data.batch import IGNORE
 from fivefold.models import offdiagonal
 from fivefold.parallel import context, kv_exchange
-from fivefold.parallel.context import ContextParallel, CPAttentionArgs, row_blocks
+from fivefold.parallel.context import ContextParallel, CPAttentionArgs
 from fivefold.parallel.kv_exchange import Ring
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.ranks import row_blocks
+from fivefold.parallel.state import state_of
 from fivefold.training import step
 from tests.verification.faults.fault import Model, fault
 
@@ -123,7 +124,7 @@ def loss_is_a_mean_of_means_over_cp() -> Any:
     plain = step.gradients
 
     def gradients(model: Any, batch: Any, scale: Tensor) -> Tensor:
-        fold = spread_of(model).context
+        fold = state_of(model).context
         assert fold is not None
         mine = sum(int((fold.cut(torch.from_numpy(each.labels)) != IGNORE).sum()) for each in batch)
         return plain(model, batch, torch.tensor(1.0 / (mine * fold.size), dtype=scale.dtype))
@@ -261,7 +262,7 @@ def gradients_of_keys_sent_the_wrong_way() -> Any:
     def return_dkv(ring: Ring, at: int, grad: Tensor, tokens: Any, wire: torch.dtype) -> Any:
         if not at:
             return lambda: grad
-        whole = grad.new_zeros(*grad.shape[:2], kv_exchange.length_of(tokens[:1]), *grad.shape[3:])
+        whole = grad.new_zeros(*grad.shape[:2], sum(stop - start for start, stop in tokens[0]), *grad.shape[3:])
         whole[:, :, : grad.shape[2]] = grad
         return ring._swap(whole, -at, whole.shape[2])
 

@@ -1,6 +1,7 @@
 """Bugs of models with experts, and of expert parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -11,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, hf_internals, merged
-from fivefold.parallel import apply, capacity, expert, expert_features, ops, tensor
+from fivefold.parallel import capacity, expert, expert_features, ops, plan, shard_rules, tensor
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.sharding import Split
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training import optimizer
 from fivefold.training import step as training
 from tests.verification.faults.fault import Model, fault
@@ -49,12 +50,12 @@ def expert_gradients_divided() -> Any:
     expects=[("gradient, reduced", r"mlp\.gate")],
 )
 def router_gradient_partial() -> Any:
-    plain = tensor.gradient_sums
+    plain = plan.gradient_sums
 
     def sums(*args: Any, **options: Any) -> dict[str, str]:
         return {name: axis for name, axis in plain(*args, **options).items() if "gate" not in name}
 
-    return patch.object(tensor, "gradient_sums", sums)
+    return patch.object(plan, "gradient_sums", sums)
 
 
 @fault(
@@ -184,7 +185,7 @@ def capacity_of_padding() -> Any:
 def experts_left_out_of_the_norm() -> Any:
     def squared_norm(model: Any) -> Tensor:
         gradients = optimizer.local_gradients(model)
-        owned = [g for name, g in gradients if "experts" not in name and spread_of(model).is_owner(name)]
+        owned = [g for name, g in gradients if "experts" not in name and state_of(model).plan.is_owner(name)]
         return torch.stack([each.double().square().sum() for each in owned]).sum()
 
     return patch.object(training, "squared_norm", squared_norm)
@@ -227,7 +228,7 @@ def expert_biases_added_twice() -> Any:
 )
 def gate_and_up_cut_as_one() -> Any:
     contiguous = {"gate, then up": expert_features.ORDERS["gate beside up"]}
-    return patch.multiple(expert_features, ORDERS=contiguous, _agrees=lambda *_: True)
+    return patch.object(expert_features, "ORDERS", contiguous)
 
 
 @fault(
@@ -238,16 +239,21 @@ def gate_and_up_cut_as_one() -> Any:
     expects=OF_EXPERTS,
 )
 def down_bias_added_by_every_part() -> Any:
-    plain, plain_mlp = expert.feature_splits, expert.expert_mlp
+    plain, plain_mlp = shard_rules.feature_splits, expert.expert_mlp
 
-    def splits(name: str, module: Any, parts: int) -> dict[str, Split]:
-        whole = ((0, module.down_proj_bias.shape[1]),)
-        return plain(name, module, parts) | {"down_proj_bias": Split(1, (whole,) * parts)}
+    def splits(held: Any, shapes: Any, parts: int) -> dict[str, Split]:
+        whole = ((0, shapes["down_proj_bias"][1]),)
+        return plain(held, shapes, parts) | {"down_proj_bias": Split(1, (whole,) * parts)}
 
-    def from_the_first(*args: Any, biased_from: int) -> Tensor:
-        return plain_mlp(*args)
+    def from_the_first(*args: Any, biased_from: int, **options: Any) -> Tensor:
+        return plain_mlp(*args, **options)
 
-    return patch.multiple(expert, feature_splits=splits, expert_mlp=from_the_first)
+    @contextmanager
+    def both() -> Iterator[None]:
+        with patch.object(shard_rules, "feature_splits", splits), patch.object(expert, "expert_mlp", from_the_first):
+            yield
+
+    return both()
 
 
 @fault(
@@ -312,4 +318,4 @@ def shared_experts_counted_twice() -> Any:
     expects=OF_EXPERTS,
 )
 def correction_bias_not_loaded() -> Any:
-    return patch.object(apply, "router_buffers", lambda model: [])
+    return patch.object(plan.ParallelPlan, "buffers", {})

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from fivefold.config import OptimizerSection
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import adamw, muon
 from tests.verification.faults.fault import Model, fault
 
@@ -112,7 +112,7 @@ def updated_on_one_tensor_rank() -> Any:
 
     def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
         made = plain(model, options)
-        if spread_of(model).mesh.tp_rank:
+        if state_of(model).plan.coords.tp:
             step = made.step
 
             def only_seen(*_: Any) -> None:

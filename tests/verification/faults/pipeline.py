@@ -12,7 +12,7 @@ from torch import Tensor
 from fivefold.parallel import apply, pipeline
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.forward import LossInputs
-from fivefold.parallel.spread import Spread
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stages import StageModules
 from fivefold.training import step
 from fivefold.training.optimizer import squared_norm
@@ -106,7 +106,7 @@ def tied_copies_drift() -> Any:
     plain = pipeline._sum_ends
 
     def first_only(model: Any, piped: Any) -> None:
-        gradient = local(dict(model.named_parameters())[piped.tied].grad)
+        gradient = local(dict(model.named_parameters())[piped.plan.tied].grad)
         own = gradient.clone()
         plain(model, piped)
         if piped.staged.rank:
@@ -123,10 +123,10 @@ def tied_copies_drift() -> Any:
     model=TIED,
 )
 def tied_embedding_counted_twice() -> Any:
-    def is_owner(self: Spread, name: str) -> bool:
-        return self.mesh.is_first_copy and self.shards[name].is_owner(self.cut(name).part)
+    def is_owner(self: ParallelPlan, name: str) -> bool:
+        return self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
 
-    return patch.object(Spread, "is_owner", is_owner)
+    return patch.object(ParallelPlan, "is_owner", is_owner)
 
 
 @fault(
@@ -187,11 +187,11 @@ def gradients_scaled_by_the_schedule() -> Any:
 def layer_between_stages_skipped() -> Any:
     plain = apply.install
 
-    def install(model: Any, stages: Any, rank: int, anatomy: Any, *rest: Any, **options: Any) -> StageModules:
-        staged = plain(model, stages, rank, anatomy, *rest, **options)
+    def install(model: Any, plan: ParallelPlan, **options: Any) -> StageModules:
+        staged = plain(model, plan, **options)
         for stage, view in staged.views.items():
             if stage:
-                skipped = view[anatomy.layers[stages.splits[stage][0]]]
+                skipped = view[plan.anatomy.layers[plan.stages.splits[stage][0]]]
                 skipped.register_forward_hook(lambda _, args, out: args[0] + 0 * out)
         return staged
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import data, forward
-from fivefold.parallel.spread import Spread
+from fivefold.parallel.state import ParallelState
 from fivefold.training import step
 from fivefold.training.optimizer import local_gradients, squared_norm
 from tests.verification.faults.fault import fault
@@ -54,9 +54,9 @@ def _before_each(prepare: Callable[[Any, int], None]) -> Any:
     expects=[("counts of a step", r"targets")],
 )
 def loss_is_a_mean_of_means() -> Any:
-    def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
-        mine = sum(b.targets for b in batch) * spread.layout.data_ranks
-        rows = sum(len(b.input_ids) for b in batch) * spread.layout.data_ranks
+    def count(batch: Any, state: ParallelState, device: torch.device, stop: bool) -> Tensor:
+        mine = sum(b.targets for b in batch) * state.plan.layout.data_ranks
+        rows = sum(len(b.input_ids) for b in batch) * state.plan.layout.data_ranks
         return torch.tensor([mine, sum(b.tokens for b in batch), 0, rows, int(stop)], device=device)
 
     return patch.object(step, "_count", count)
@@ -71,8 +71,8 @@ def loss_is_a_mean_of_means() -> Any:
 def targets_counted_on_every_tensor_rank() -> Any:
     plain = step._count
 
-    def count(batch: Any, spread: Spread, device: torch.device, stop: bool) -> Tensor:
-        return plain(batch, spread, device, stop) * torch.tensor([spread.layout.tp, 1, 1, 1, 1], device=device)
+    def count(batch: Any, state: ParallelState, device: torch.device, stop: bool) -> Tensor:
+        return plain(batch, state, device, stop) * torch.tensor([state.plan.layout.tp, 1, 1, 1, 1], device=device)
 
     return patch.object(step, "_count", count)
 
@@ -87,7 +87,7 @@ def mean_of_micro_batches() -> Any:
     plain = step.gradients
 
     def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-        ranks = step.spread_of(model).layout.data_ranks
+        ranks = step.state_of(model).plan.layout.data_ranks
         shares = iter([1 / (each.targets * len(batch) * ranks) for each in batch])
         device = step.to_device
 
@@ -185,7 +185,7 @@ def replicas_not_reduced() -> Any:
 def gradients_averaged() -> Any:
     def average(model: Any, _: Any) -> None:
         for parameter in model.parameters():
-            parameter.grad /= step.spread_of(model).layout.data_ranks
+            parameter.grad /= step.state_of(model).plan.layout.data_ranks
 
     return _gradients(average)
 
@@ -216,12 +216,12 @@ def gradients_not_zeroed() -> Any:
 # ---- the norm, and clipping by it ------------------------------------------------------------------------------------
 
 
-def _norm_of(counted: Callable[[Spread, str], bool]) -> Any:
+def _norm_of(counted: Callable[[ParallelState, str], bool]) -> Any:
     """The gradient norm is made of `counted` parameters."""
 
     def norm(model: Any) -> Tensor:
-        spread = step.spread_of(model)
-        own = [each.double().square().sum() for name, each in local_gradients(model) if counted(spread, name)]
+        state = step.state_of(model)
+        own = [each.double().square().sum() for name, each in local_gradients(model) if counted(state, name)]
         return torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()
 
     return patch.object(step, "squared_norm", norm)
@@ -244,7 +244,7 @@ def copies_counted_in_the_norm() -> Any:
     expects=[("gradient norm", r"")],
 )
 def parameters_left_out_of_the_norm() -> Any:
-    return _norm_of(lambda spread, name: spread.is_owner(name) and "embed" not in name)
+    return _norm_of(lambda state, name: state.plan.is_owner(name) and "embed" not in name)
 
 
 @fault(
@@ -268,7 +268,7 @@ def clipped_on_one_tensor_rank() -> Any:
     clip = step.clip_
 
     def clip_(model: Any, *args: Any) -> None:
-        if step.spread_of(model).mesh.tp_rank == 0:
+        if step.state_of(model).plan.coords.tp == 0:
             clip(model, *args)
 
     return patch.object(step, "clip_", clip_)
@@ -287,7 +287,7 @@ def copies_drift() -> Any:
         clip(model, *args)
         steps[0] += 1
         for name, gradient in local_gradients(model):
-            if name.endswith("norm.weight") and step.spread_of(model).mesh.tp_rank:
+            if name.endswith("norm.weight") and step.state_of(model).plan.coords.tp:
                 gradient.mul_(1 + 2e-11 * (steps[0] % 2))  # Adam would not see a factor that stays
 
     return patch.object(step, "clip_", clip_)

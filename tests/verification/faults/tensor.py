@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.ops import linear as seam
 from fivefold.ops.linear import Multiply
-from fivefold.parallel import mappings, ops, tensor
+from fivefold.parallel import mappings, ops, plan, shard_rules, tensor
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.tensor import TensorParallel
 from tests.verification.faults.fault import Model, fault
@@ -21,12 +21,12 @@ PHI3 = Model("phi3", changes=(("intermediate_size", 56),))
 
 def _without_sums(lost: Callable[[str, str], bool]) -> Any:
     """Gradient sums are lost where `lost(name, axis)`."""
-    plain = tensor.gradient_sums
+    plain = plan.gradient_sums
 
     def sums(*args: Any, **options: Any) -> Mapping[str, str]:
         return {name: axis for name, axis in plain(*args, **options).items() if not lost(name, axis)}
 
-    return patch.object(tensor, "gradient_sums", sums)
+    return patch.object(plan, "gradient_sums", sums)
 
 
 # ---- gradients that ranks hold in part ------------------------------------------------------------------------------
@@ -263,25 +263,25 @@ def positions_restart_per_sequence_shard() -> Any:
     expects=[("output", r"self_attn(\.o_proj input)?( |:|$)")],
 )
 def wrong_key_value_heads() -> Any:
-    plain = tensor._blocks
+    plain = shard_rules._blocks
 
     def blocks(deal: Any, rank: int, tp: int) -> Iterator[Any]:
         only_kv = {part.owner for part in deal} == {"kv"}
         return plain(deal, (rank + 1) % tp if only_kv else rank, tp)
 
-    return patch.object(tensor, "_blocks", blocks)
+    return patch.object(shard_rules, "_blocks", blocks)
 
 
 def _in_halves(owners: set[str]) -> Any:
     """Projections of several parts, of these owners, are cut once in the middle."""
-    plain = tensor.dealt
+    plain = shard_rules.dealt
 
     def dealt(deal: Any, tp: int) -> Any:
         if {part.owner for part in deal} == owners and len(deal) > 1:
             return tuple((block,) for block in split_even(max(part.stop for part in deal), tp))
         return plain(deal, tp)
 
-    return patch.object(tensor, "dealt", dealt)
+    return patch.object(shard_rules, "dealt", dealt)
 
 
 @fault(

@@ -12,7 +12,7 @@ from xxhash import xxh3_64
 from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
 from fivefold.data.rows import PackedRows
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.checks.findings import Finding, gather, listed, ranks_text
 from fivefold.training.checks.state import device_of
 
@@ -25,7 +25,7 @@ def ledger(
     The first rank reads the global batch for itself, place by place of the order. Place `(a * R + d) * M + b` of a
     batch belongs to all ranks of data rank d of R: row b of M of its micro batch a.
     """
-    layout, device = spread_of(model).layout, device_of(model)
+    layout, device = state_of(model).plan.layout, device_of(model)
     places = range(step * global_batch_size, (step + 1) * global_batch_size)
     wanted = torch.zeros(global_batch_size, dtype=torch.int64, device=device)
     if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fivefold.core.optimizers import state_words
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import norms
 from fivefold.training.checks.bits import hashes
 from fivefold.training.checks.findings import Finding, gather, ranks_text, seen_anywhere
@@ -22,16 +22,18 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding
     Copies are over dp_replicate, over tp where a parameter is not split or key/value heads are shared, and over the
     two pipeline ranks that hold a tied embedding.
     """
-    spread, device = spread_of(model), device_of(model)
-    has_copies = spread.layout.dp_replicate > 1
-    shared = {name for name, spec in spread.shards.items() if spec.replicas > 1 or len(spread.holders[name]) > 1}
-    names = [name for name in spread.shards if has_copies or name in shared]
+    state, device = state_of(model), device_of(model)
+    has_copies = state.plan.layout.dp_replicate > 1
+    shared = {
+        name for name, spec in state.plan.shards.items() if spec.replicas > 1 or len(state.plan.pp_ranks[name]) > 1
+    }
+    names = [name for name in state.plan.shards if has_copies or name in shared]
     if not names:
         return []
     tensors = _tensors(model, optimizer, names)
     own = hashes([tensor for *_, tensor in tensors], device)
     mine: dict[tuple[int, str], tuple[list[int], int]] = {}
-    for axis, group, alike in _copies(spread, [name for _, name, _ in tensors]):
+    for axis, group, alike in _copies(state, [name for _, name, _ in tensors]):
         apart = ((gather(own, group) != own) & alike.to(device)).any(0)
         ranks = torch.tensor(dist.get_process_group_ranks(group))
         for at in apart.nonzero().flatten().tolist():
@@ -43,23 +45,23 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding
     ]
 
 
-def _copies(spread: Spread, names: Sequence[str]) -> Iterator[tuple[str, dist.ProcessGroup, Tensor]]:
+def _copies(state: ParallelState, names: Sequence[str]) -> Iterator[tuple[str, dist.ProcessGroup, Tensor]]:
     """Axis, this rank's group over it, and bool [ranks of the group, names]: who holds copies of this rank's part.
 
     Ranks that differ in both axes are compared through a third.
     """
-    mesh, layout = spread.mesh, spread.layout
+    mesh, layout = state.mesh, state.plan.layout
     if layout.tp > 1:
-        specs = [spread.shards[name] for name in names]
+        specs, own = [state.plan.shards[name] for name in names], state.plan.coords.tp
         alike = [
-            [rank == mesh.tp_rank if s.over != "tp" else s.held[rank] == s.held[mesh.tp_rank] for s in specs]
+            [rank == own if spec.over != "tp" else spec.held[rank] == spec.held[own] for spec in specs]
             for rank in range(layout.tp)
         ]
         yield "tp", mesh.tp_group, torch.tensor(alike)
     if layout.dp_replicate > 1:
         yield "dp_replicate", mesh.replicate_group, torch.ones(layout.dp_replicate, len(names), dtype=torch.bool)
     if mesh.embedding_group is not None:
-        alike = [[len(spread.holders[name]) > 1 for name in names]] * dist.get_world_size(mesh.embedding_group)
+        alike = [[len(state.plan.pp_ranks[name]) > 1 for name in names]] * dist.get_world_size(mesh.embedding_group)
         yield "pp", mesh.embedding_group, torch.tensor(alike)
 
 
@@ -75,7 +77,7 @@ def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
 
 def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
     """Weights and moments that hold an infinity or no number."""
-    tensors, device = _tensors(model, optimizer, list(spread_of(model).shards)), device_of(model)
+    tensors, device = _tensors(model, optimizer, list(state_of(model).plan.shards)), device_of(model)
     numbers = largest([tensor for *_, tensor in tensors], device).isfinite()
     mine = {(at,): True for at in (~numbers).nonzero().flatten().tolist()}
     return [

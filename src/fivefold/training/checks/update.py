@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.state import ParallelState, state_of
 from fivefold.training.checks.bits import hashes
 from fivefold.training.checks.findings import Finding, ranks_text, seen_anywhere
 from fivefold.training.checks.state import device_of, largest
@@ -48,28 +48,28 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *,
     It had to where the parameter has a gradient that the optimizer does not see, or where by the optimizer's `rule` the
     update is too large to be lost in rounding. Not for a step that was skipped.
     """
-    parameters, spread, mine = _parameters(model), spread_of(model), dict[tuple[int, str], bool]()
-    labels = [*spread.shards, "the optimizer"]
+    parameters, state, mine = _parameters(model), state_of(model), dict[tuple[int, str], bool]()
+    labels = [*state.plan.shards, "the optimizer"]
     if update.bits is None or update.gradients is None:
         mine[len(parameters), "took no step"] = True
     else:
         bits = hashes([None if p is None else local(p) for p in parameters], device_of(model))
         gradients = update.gradients.tolist()
         for at in (bits == update.bits).nonzero().flatten().tolist():
-            shape, parameter = spread.shards[labels[at]].shape, parameters[at]
+            shape, parameter = state.plan.shards[labels[at]].shape, parameters[at]
             if parameter is not None and (why := _overdue(optimizer, rule, parameter, shape, gradients[at])):
                 mine[at, why] = gradients[at] > 0
     return [
         Finding("moved", labels[at], f"{why} on {ranks_text(by_rank)}")
         for (at, why), by_rank in seen_anywhere(mine, device_of(model)).items()
-        if why != UNTOUCHED or (any(by_rank.values()) and by_rank.keys() >= _holders(spread, labels[at]))
+        if why != UNTOUCHED or (any(by_rank.values()) and by_rank.keys() >= _holders(state, labels[at]))
     ]
 
 
 def _parameters(model: nn.Module) -> list[Tensor | None]:
     """Every parameter of the whole model, in its order; None for those of other pipeline ranks."""
     named = dict(model.named_parameters())
-    return [named.get(name) for name in spread_of(model).shards]
+    return [named.get(name) for name in state_of(model).plan.shards]
 
 
 def _overdue(
@@ -85,9 +85,9 @@ def _overdue(
     return rule.overdue(Unmoved(group, state, local(parameter.detach()), shape, gradient))
 
 
-def _holders(spread: Spread, name: str) -> set[int]:
+def _holders(state: ParallelState, name: str) -> set[int]:
     """The ranks that hold a part of a parameter."""
-    return {rank for rank in range(dist.get_world_size()) if spread.regions(name, rank)}
+    return {rank for rank in range(dist.get_world_size()) if state.plan.regions(name, rank)}
 
 
 def rates(

@@ -1,13 +1,13 @@
 """The optimizers: `NAME.py` holds all that is particular to the one of that name, as its `RULE`.
 
-Whatever else has to know of an optimizer asks the rule: what is built for a parallelized model, which collectives a
-step of it runs, what one process computes, what a step must change. What can be known without torch, its keys in the
-run file and the kinds of its state, is in `core/optimizers.py`.
+Whatever else has to know of an optimizer asks the rule: what is built for a parallelized model, what one process
+computes, what a step must change. What can be known without torch, its keys in the run file, the kinds of its state and
+of what, is in `core/optimizers.py`; the collectives of its step are in the plan (`parallel/calls.py`).
 """
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
-from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.spread import Spread
+from fivefold.parallel.plan import ParallelPlan
 
 UNTOUCHED = "did not change at all"  # of a whole tensor: wrong only when it holds for all parts of it
 
@@ -60,13 +59,13 @@ class UpdateRule(ABC):
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
         """What updates a whole model in one process, by code that is not this library's; each takes its step."""
 
-    def state(self, spread: Spread) -> dict[str, Collection[str]]:
+    def state(self, plan: ParallelPlan) -> dict[str, list[str]]:
         """Kind of state -> the parameters that it is kept of."""
-        return {kind: spread.shards.keys() for kind in self.facts.state}
-
-    def declare(self, spread: Spread, shape: StepShape) -> list[Collective]:
-        """Collectives of one step on this rank."""
-        return []
+        matrices = set(plan.block_matrices)
+        return {
+            kind: [name for name in plan.shards if self.facts.keeps(kind, is_matrix=name in matrices)]
+            for kind in self.facts.state
+        }
 
     def overdue(self, part: Unmoved) -> str | None:
         """Why a parameter should have changed; None where it need not."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.spread import spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import Unmoved, UpdateRule, Weights
 
 
@@ -33,7 +33,7 @@ RULE = _AdamW()
 def adamw(model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
     """Over every parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert) do not
     decay."""
-    shards = spread_of(model).shards
+    shards = state_of(model).plan.shards
     parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
     decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
     others = [p for name, p in parameters.items() if shards[name].dims <= 1]

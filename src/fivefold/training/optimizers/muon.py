@@ -8,7 +8,7 @@ together for the iteration on one rank (`parallel/full_matrix.py`). The formulas
 which the tests compare with; its iteration is always in bf16, this one in the type the model computes in.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod, sqrt
 from typing import Any
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
-from fivefold.parallel.spread import Spread, spread_of
+from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
@@ -35,7 +34,7 @@ class _MuonRule(UpdateRule):
 
     def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
         assert options.momentum is not None and options.ns_steps is not None, "the run file sets them"
-        names = matrices(spread_of(model))
+        names = state_of(model).plan.block_matrices
         return Muon(
             model, names, adamw.adamw(model, options, but=names), learning_rate=options.learning_rate,
             weight_decay=options.weight_decay, momentum=options.momentum, ns_steps=options.ns_steps,
@@ -48,14 +47,6 @@ class _MuonRule(UpdateRule):
         )  # fmt: skip
         return [muon, adamw.reference(weights.matrices, weights.vectors, options, rate)]
 
-    def state(self, spread: Spread) -> dict[str, Collection[str]]:
-        own = set(matrices(spread))
-        others = [name for name in spread.shards if name not in own]
-        return {kind: own if kind == MOMENTUM else others for kind in self.facts.state}
-
-    def declare(self, spread: Spread, shape: StepShape) -> list[Collective]:
-        return FullMatrices(spread, matrices(spread)).declare(shape.compute_bytes)
-
     def overdue(self, part: Unmoved) -> str | None:
         if "ns_steps" not in part.group:
             return adamw.RULE.overdue(part)
@@ -63,12 +54,6 @@ class _MuonRule(UpdateRule):
 
 
 RULE = _MuonRule()
-
-
-def matrices(spread: Spread) -> tuple[str, ...]:
-    """The parameters that Muon updates: those of the blocks with two dimensions."""
-    blocks = tuple(f"{name}." for name in spread.anatomy.layers)
-    return tuple(n for n, spec in spread.shards.items() if spec.is_matrix and n.startswith(blocks))
 
 
 class Muon(torch.optim.Optimizer):
@@ -88,11 +73,11 @@ class Muon(torch.optim.Optimizer):
         self._adamw, self._own = adamw, self.param_groups[0]
         self.param_groups.extend(adamw.param_groups)  # the same dicts: a learning rate set here is set there
         self.state = adamw.state
-        spread = spread_of(model)
+        state = state_of(model)
         self._device = next(model.parameters()).device
-        self._dtype = COMPUTE_DTYPES[spread.layout.precision]
-        self._whole = FullMatrices(spread, names)
-        self._shapes = {name: spread.shards[name].shape for name in names}
+        self._dtype = COMPUTE_DTYPES[state.plan.layout.precision]
+        self._whole = FullMatrices(state.plan, names)
+        self._shapes = {name: state.plan.shards[name].shape for name in names}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,0 +1,163 @@
+"""What one rank of a layout holds, does and sends: `fivefold doctor MODEL --layout TEXT --rank N`. No torch."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.core import legality
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.units import human, human_bytes
+from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.report.table import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One line of a plan: which part of it, what it is about, what the plan says, and why."""
+
+    part: str
+    of: str
+    says: str
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport(Report[PlanRow]):
+    """The plan in lines that layers share; as JSON also every call and every intervention, one by one."""
+
+    details: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """That of a report, with `details`."""
+        return json.dumps({**json.loads(super().to_json()), **self.details}, indent=2)
+
+    def show(self, console: "Console") -> None:
+        """A table for each part of the plan."""
+        from rich.table import Table
+        from rich.text import Text
+
+        console.print(Text(self.title, style="bold"))
+        for part, rows in groupby(self.rows, key=lambda row: row.part):
+            table = Table(title=part, title_justify="left", title_style="dim", box=None, show_header=False)
+            table.add_column("of", overflow="fold", max_width=34 if console.width < 100 else None)
+            table.add_column("says", overflow="fold")
+            table.add_column("why", overflow="fold", style="dim")
+            for row in rows:
+                table.add_row(*map(Text, (row.of, row.says, row.why)))
+            console.print(table)
+        console.print(self.closing, highlight=False)
+
+
+def examine(
+    model: str | Path, *, layout: str, rank: int = 0, seq_length: int = 4096, global_batch_size: int | None = None
+) -> PlanReport:
+    """The plan of `layout` for one rank, and what a step of rows of `seq_length` tokens needs of it.
+
+    Without `global_batch_size`, the fewest micro batches that fill the pipeline. Raises `UserError` for a model that
+    cannot be read, or a layout that does not fit it.
+    """
+    parsed = Layout.parse(layout)
+    if parsed.dp_shard == -1:
+        raise UserError("a plan is of a known number of ranks", fix="write dp_shard in the layout, such as shard8.tp2")
+    parsed = parsed.resolve(parsed.world)
+    if not 0 <= rank < parsed.world:
+        raise UserError(f"rank {rank} is not of {parsed}", fix=f"a rank of 0 to {parsed.world - 1}")
+    plan = lower(facts_of_config(model), parsed, rank)
+    micro_batches = parsed.accumulation(global_batch_size) if global_batch_size else _fewest(parsed)
+    tokens = -(-seq_length // parsed.row_multiple) * parsed.row_multiple
+    shape = plan.step_shape(parsed.micro_batch_size, tokens, micro_batches)
+    calls, needs = plan.calls(shape), plan.bytes(shape)
+    rows = [*_place(plan), *_shards(plan), *_done(plan), *_sent(calls)]
+    rows += [PlanRow("bytes of a step", kind, human_bytes(size)) for kind, size in needs.by_kind.items()]
+    details = {
+        "bytes": {**needs.by_kind, "saved by layer": dict(needs.saved)},
+        "calls": [asdict(each) for each in calls],
+        "interventions": [asdict(each) for each in plan.interventions],
+    }
+    closing = (
+        f"sum {human_bytes(needs.total)}; a step of {micro_batches} micro batches of {parsed.micro_batch_size} x "
+        f"{tokens} tokens\nnext: fivefold train ... layout={parsed}"
+    )
+    title = f"{plan.facts.model_class} under {parsed}, rank {rank} of {parsed.world}"
+    return PlanReport(title=title, rows=tuple(rows), ok=True, closing=closing, details=details)
+
+
+def _fewest(layout: Layout) -> int:
+    """Micro batches that a schedule takes, and that fill its pipeline."""
+    least, unit = legality.micro_batches_for(layout)
+    wanted = max(least, 2 * layout.pp if layout.pp > 1 else 1)
+    return -(-wanted // unit) * unit
+
+
+def _place(plan: ParallelPlan) -> list[PlanRow]:
+    axes = {axis: f"{plan.layout.coordinates(plan.rank)[axis]}" for axis in plan.layout.coordinates(plan.rank)}
+    rows = [PlanRow("this rank", "place", ", ".join(f"{axis} {at}" for axis, at in axes.items()) or "alone")]
+    rows.append(PlanRow("this rank", "rows of the data", f"share {plan.data_rank} of {plan.layout.data_ranks}"))
+    if plan.layout.pp > 1:
+        names = plan.anatomy.layers
+        for stage in plan.own_stages:
+            first, last = plan.stages.splits[stage]
+            says = f"layers {first} to {last - 1} of {len(names)}"
+            rows.append(PlanRow("this rank", f"stage {stage} of {plan.stages.count}", says))
+    held = sum(plan.held_bytes(name, 1) for name in plan.shards if plan.holds(name))
+    rows.append(PlanRow("this rank", "parameters", f"{human(held)} of {human(plan.facts.size)}"))
+    return rows
+
+
+def _shards(plan: ParallelPlan) -> list[PlanRow]:
+    """Of every kind of parameter, what FSDP gathers here, and of that what lies here at rest."""
+    found: dict[tuple[str, str], int] = Counter()
+    for name in (name for name in plan.shards if plan.holds(name)):
+        whole, gathered = plan.shards[name].shape, plan.gathered_shape(name)
+        index = plan.shard_index(name)
+        says = f"{_shape(gathered)}{'' if gathered == whole else f' of {_shape(whole)}'}"
+        says += f", shard {index.row} of {index.rows}" if index.rows > 1 else ""
+        found[_any_layer(name), says] += 1
+    return [PlanRow("parameters", name, says, _times(count)) for (name, says), count in found.items()]
+
+
+def _done(plan: ParallelPlan) -> list[PlanRow]:
+    """What is done to which modules, those of several layers as one."""
+    found = Counter((_any_layer(each.path), each.kind, each.by, each.why) for each in plan.interventions)
+    return [
+        PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))
+        for (name, kind, by, why), count in found.items()
+    ]
+
+
+def _sent(calls: Iterable[Call]) -> list[PlanRow]:
+    """Collectives by axis, kind, phase and size."""
+    found: Counter[tuple[str, str, str, int, bool]] = Counter()
+    for call in calls:
+        found[call.axis, call.kind, call.phase, call.bytes, call.overlaps] += call.times
+    return [
+        PlanRow(
+            "sent in a step", f"{kind} over {axis}", f"{count:,} x {human_bytes(size)}",
+            f"{phase}{', beside compute' if overlaps else ''}",
+        )
+        for (axis, kind, phase, size, overlaps), count in sorted(found.items())
+    ]  # fmt: skip
+
+
+def _any_layer(name: str) -> str:
+    """`layers.*.mlp` of `layers.12.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _times(count: int, before: str = "") -> str:
+    return f"{before}{count} times" if count > 1 else ""
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,229 @@
+"""The facts of a model, found by running a copy of it once, and kept: in memory, and on disk (`facts_store.py`).
+
+Tracing depends on the class and config of a model, on which of its parameters are trained, and on the versions and the
+code that look at it. These name the facts, so that a second start, a second rank or a second layout reads them.
+"""
+
+import copy
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fivefold.core.errors import UserError
+from fivefold.data.cache import key_of, locked
+from fivefold.models import hf_internals
+from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.build import build_meta
+from fivefold.models.experts import expert_features, router_buffers
+from fivefold.models.facts import (
+    AttentionShape,
+    Experts,
+    LayerCost,
+    Matmul,
+    ModelFacts,
+    Parameter,
+    Partition,
+    Saved,
+    Untrainable,
+)
+from fivefold.models.facts_store import about_code, digest, facts_file, read_facts, write_facts
+from fivefold.models.partition import derive
+from fivefold.models.trace import BlockTrace, Untraceable, trace
+
+_KNOWN: dict[str, ModelFacts] = {}  # by key: what this process has found or read
+_TRACED = 2  # layers of those that are alike
+_OURS = ("transformers.", "torch.", "fivefold.")  # modules whose code a version or `about_code` stands for
+
+
+def facts_of(model: Any) -> ModelFacts:
+    """The facts of a `transformers` causal language model, which may be on the meta device and stays as it is.
+
+    Of several processes that ask at once, one traces and the others read. Raises `UserError` for a model in which
+    tokens meet outside of attention (packed documents would see each other), or whose parts cannot be told.
+    """
+    key = _key(model)
+    if key is None:
+        return _found(model)
+    if key not in _KNOWN:
+        _KNOWN[key] = _kept(model, key)
+    return _KNOWN[key]
+
+
+def facts_of_deep(model: Any) -> ModelFacts:
+    """`facts_of` a model on the meta device that may have a hundred layers: where they are alike, two are traced.
+
+    Alike means: the config names no types of layers, and the parameters of all have the same names and shapes.
+    """
+    layers, config = Anatomy.of(model).layers, model.config
+    if len(layers) > _TRACED and not getattr(config, "layer_types", None):
+        short = copy.deepcopy(config)
+        short.num_hidden_layers = _TRACED
+        with suppress(ValueError):
+            facts = facts_of(build_meta(short, model_class=type(model))).with_layers(layers)
+            if facts.parameters == _parameters(model):
+                return facts
+    return facts_of(model)
+
+
+# ---- kept ------------------------------------------------------------------------------------------------------------
+
+
+def _kept(model: Any, key: str) -> ModelFacts:
+    try:
+        file = facts_file(key)
+    except UserError:
+        return _found(model)
+    if (known := read_facts(file)) is not None:
+        return known
+    with ExitStack() as stack:
+        with suppress(UserError):  # a filesystem without locks: each process traces for itself
+            stack.enter_context(locked(file))
+        if (known := read_facts(file)) is not None:
+            return known
+        facts = _found(model)
+        write_facts(file, facts)
+    return facts
+
+
+def _key(model: Any) -> str | None:
+    """A name for all that the facts depend on; None where that cannot be told."""
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    own_code = []
+    for module in sorted({kind.__module__ for _, kind in modules}):
+        if not module.startswith(_OURS):
+            if (source := _source_of(module)) is None:
+                return None
+            own_code.append([module, source])
+    parameters = [
+        [name, list(parameter.shape), parameter.requires_grad] for name, parameter in model.named_parameters()
+    ]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    kinds = [[name, f"{kind.__module__}.{kind.__qualname__}"] for name, kind in modules]
+    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return key_of(*about_code(), kinds, own_code, parameters, names, config)
+
+
+def _source_of(module: str) -> str | None:
+    """Of a module that is no library's."""
+    with suppress(OSError, TypeError, KeyError):
+        if file := inspect.getsourcefile(sys.modules[module]):
+            return digest(Path(file).read_bytes())
+    return None
+
+
+# ---- found -----------------------------------------------------------------------------------------------------------
+
+
+def _found(model: Any) -> ModelFacts:
+    anatomy = Anatomy.of(model)
+    try:
+        traced = trace(model, anatomy)
+        experts = tuple(_with_features(model, each) for each in traced.experts)
+    except Untraceable as error:
+        raise Untrainable(
+            f"{type(model).__name__} cannot be trained here: {error}",
+            fix=error.fix
+            or "use a model whose layers mix tokens through the attention functions of transformers alone",
+        ) from error
+    partition = derive(model, anatomy, traced)
+    hidden_size = model.config.get_text_config().hidden_size
+    of_layers = [_cost(model, block, partition, experts, hidden_size) for block in traced.blocks]
+    costs = tuple(dict.fromkeys(of_layers))
+    return ModelFacts(
+        anatomy=anatomy,
+        hidden_size=hidden_size,
+        parameters=_parameters(model),
+        partition=partition,
+        experts=experts,
+        attends=_attends(traced.blocks),
+        before=tuple(traced.before),
+        after=tuple(traced.after),
+        forgetful=tuple(traced.forgetful),
+        in_tuples=tuple(sorted(traced.in_tuples)),
+        carried=traced.carried,
+        counted=traced.counted,
+        padding=traced.padding,
+        router_buffers={name: tuple(model.get_buffer(name).shape) for name in router_buffers(model)},
+        costs=costs,
+        kinds=tuple(map(costs.index, of_layers)),
+        outside=tuple(_outside(model, anatomy)),
+    )
+
+
+def _parameters(model: nn.Module) -> dict[str, Parameter]:
+    return {name: Parameter(tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()}
+
+
+def _with_features(model: nn.Module, experts: Experts) -> Experts:
+    module = model.get_submodule(experts.name)
+    return Experts(**vars(experts) | {"features": expert_features(module)})
+
+
+def _attends(blocks: Sequence[BlockTrace]) -> dict[str, AttentionShape]:
+    events = {event.name: event for block in blocks for event in block.events if event.kind == "attention"}
+    found = {}
+    for name, event in events.items():
+        query, key, value = event.inputs
+        found[name] = AttentionShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+    return found
+
+
+# ---- the cost of a layer ---------------------------------------------------------------------------------------------
+
+
+def _outside(model: nn.Module, anatomy: Anatomy) -> Iterator[Matmul]:
+    """Linears outside of the layers. (An embedding is looked up, and costs nothing.)"""
+    for name, module in model.named_modules():
+        if hf_internals.linear_dims(module) is not None and not is_within(name, anatomy.layers):
+            outputs, inputs = module.weight.shape
+            yield Matmul(name, inputs, outputs)
+
+
+def _cost(
+    model: nn.Module, block: BlockTrace, partition: Partition, experts: Sequence[Experts], hidden_size: int
+) -> LayerCost:
+    """Of a layer, with the names of its parts within it, so that layers alike cost the same."""
+    picks = {each.name: each.picks for each in experts if is_within(each.name, [block.layer])}
+    matmuls = []
+    for name, parameter in model.get_submodule(block.layer).named_parameters():
+        times = next((times for held, times in picks.items() if is_within(f"{block.layer}.{name}", [held])), 0)
+        if parameter.ndim == (3 if times else 2):
+            outputs, inputs = parameter.shape[-2:]
+            matmuls.append(Matmul(name, inputs, outputs, times or 1))
+    attention = tuple(_attends([block]).values())
+    of_experts = sum(times * _saved_by_expert(model.get_submodule(name), hidden_size) for name, times in picks.items())
+    saved = _saved(block, partition)
+    return LayerCost(
+        tuple(matmuls), attention, Saved(saved["residual"] + of_experts, saved["entered"], saved["inside"])
+    )
+
+
+def _saved_by_expert(module: Any, hidden_size: int) -> int:
+    """Numbers that one row of an expert leaves behind: it, what is made of it, the activation twice, and the result."""
+    shapes = [tuple(parameter.shape) for parameter in module.parameters() if parameter.ndim == 3]
+    made = max((max(set(shape[1:]) - {hidden_size}, default=hidden_size) for shape in shapes), default=hidden_size)
+    return 2 * hidden_size + 2 * made
+
+
+def _saved(block: BlockTrace, partition: Partition) -> dict[str, float]:
+    """Numbers of a token that the layer keeps for its backward pass, each tensor once: see `Saved`."""
+    regions = [region for region in partition.regions if is_within(region.row, [block.layer])]
+    columns = {name for region in regions for name in region.columns}
+    owners = [region.owner for region in regions if region.owner != block.layer]
+    linears = columns | {region.row for region in regions}
+    found: dict[int, tuple[str, float]] = {}
+    for name, memory, numbers in block.saved:
+        is_inside = name in linears or name in owners or is_within(name, owners)
+        where = "entered" if name in columns else "inside" if is_inside else "residual"
+        if memory not in found or where == "entered":
+            found[memory] = where, numbers
+    return {
+        where: round(sum(numbers for kind, numbers in found.values() if kind == where), 3)
+        for where in ("residual", "entered", "inside")
+    }

@@ -1,0 +1,452 @@
+"""What there is to know of a model before it is laid out: a frozen value, without a tensor, that JSON can hold.
+
+`discover.py` finds the facts, once for each config; the plan of a layout (`parallel/plan.py`), FLOPs, the split of a
+pipeline and `fivefold doctor` are computed from them alone. No torch here, and nothing here knows a layout.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, cached_property
+from math import prod
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fivefold.core.errors import UserError
+from fivefold.models.anatomy import Anatomy, is_within
+
+
+class Untrainable(UserError):
+    """A model that no layout can train: what is wrong begins with its class."""
+
+
+# ---- which features belong together ----------------------------------------------------------------------------------
+
+Owner = Literal["query", "kv", "even"]
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
+    sizes are multiples of `unit`."""
+
+    start: int
+    stop: int
+    owner: Owner
+    index: int = 0
+    unit: int = 1
+
+
+FeatureGroups = tuple[FeatureGroup, ...]
+
+# ---- the role of every parameter -------------------------------------------------------------------------------------
+
+RoleKind = Literal[
+    "vocab_embedding",
+    "vocab_head",
+    "column",
+    "row",
+    "row_bias",
+    "norm",
+    "local",
+    "latent",
+    "across",
+    "router",
+    "experts",
+    "idle",
+    "replicated",
+]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one parameter is to tensor parallelism.
+
+    | kind | weights | where |
+    |---|---|---|
+    | `vocab_embedding` | split over the vocabulary | the token embedding |
+    | `vocab_head` | split over the vocabulary | the output head |
+    | `column` | split over outputs, biases too | reads the gathered residual stream |
+    | `row` | split over inputs | its output is a partial sum |
+    | `row_bias` | whole on every rank | added once, after the partial sums are reduced |
+    | `norm` | whole on every rank | acts on the residual stream, split over the sequence under sequence parallel |
+    | `local` | whole on every rank | acts on data that differs by rank (q_norm): gradients are summed over tp |
+    | `latent` | whole on every rank | acts on all tokens, for heads that differ by rank: gradients are summed over tp |
+    | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
+    | `router` | whole on every rank | says where tokens go, of which a rank has a part under sequence parallelism |
+    | `experts` | dealt to the ranks of ep, expert by expert | acts on the tokens that come to it |
+    | `idle` | whole on every rank | no token comes to it (a tower for images): it has no gradient |
+    | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
+
+    `deal` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
+    """
+
+    kind: RoleKind
+    reason: str
+    dim: int | None = None
+    deal: FeatureGroups | None = None
+
+
+@dataclass(frozen=True)
+class TPInput:
+    """Where hidden states enter a region of split features: the modules that are given them (several linears share one
+    tensor), and as which argument."""
+
+    modules: tuple[str, ...]
+    argument: int | str = 0
+
+
+@dataclass(frozen=True)
+class TPBlock:
+    """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
+    latent projections that some columns read. `heads`: query and key/value heads, where it attends. `is_last`: nothing
+    with weights runs after the row in its layer."""
+
+    owner: str
+    columns: tuple[str, ...]
+    row: str
+    entries: tuple[TPInput, ...]
+    heads: tuple[int, int] | None
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
+
+    `heads`: query and key/value heads, of each kind of layers (MiMo-V2's have several). `across`: modules that need all
+    features -> how those are dealt. `to_logits`: the module that is given the last hidden states, the head or what
+    changes them for it. A refusal says why something cannot be done, or is None.
+    """
+
+    roles: Mapping[str, Role]
+    regions: tuple[TPBlock, ...]
+    heads: tuple[tuple[int, int], ...]
+    across: Mapping[str, FeatureGroups]
+    refusal: str | None
+    sequence_parallel_refusal: str | None
+    is_proved: bool
+    to_logits: str = ""
+
+    @cached_property
+    def entries(self) -> tuple[TPInput, ...]:
+        """Of all regions, in order."""
+        return tuple(entry for region in self.regions for entry in region.entries)
+
+    def of_layers(self, layers: Sequence[str]) -> "Partition":
+        """The part of these layers; roles stay whole."""
+        return replace(
+            self,
+            regions=tuple(region for region in self.regions if is_within(region.row, layers)),
+            across={name: deal for name, deal in self.across.items() if is_within(name, layers)},
+        )
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+Block = tuple[int, int]
+Order = Callable[[Block, int], tuple[Block, ...]]  # features [start, stop) of I -> the inputs they are made of
+
+# How an activation reads its inputs: name -> (inputs of a feature, which inputs make features [start, stop) of I).
+ORDERS: Mapping[str, tuple[int, Order]] = {
+    "one by one": (1, lambda block, _: (block,)),
+    "gate, then up": (2, lambda block, size: (block, (size + block[0], size + block[1]))),
+    "gate beside up": (2, lambda block, _: ((2 * block[0], 2 * block[1]),)),
+}
+
+
+@dataclass(frozen=True)
+class ExpertFeatures:
+    """Where the inner features of a layer's experts lie in their parameters.
+
+    `first`: the parameter that makes what the activation reads. `made`, `read`: the dimensions of what a matrix makes,
+    and of what it reads. `order`: one of `ORDERS`. `refusal`: why a part of the features cannot be told, or None.
+    """
+
+    first: str
+    made: int
+    read: int
+    order: str
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`:
+    nothing with weights runs after it in its layer. `has_logits`: the router gives logits, weights and picks."""
+
+    name: str
+    router: str
+    experts: int
+    picks: int
+    is_last: bool
+    has_logits: bool = False
+    features: ExpertFeatures | None = None
+
+
+# ---- what a layer costs ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A matrix that a token is multiplied with. `times`: matrices of this shape that one token meets, which is 1 but
+    for experts: of 128, the 8 that it goes to."""
+
+    name: str
+    inputs: int
+    outputs: int
+    times: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Weights that a token meets."""
+        return self.inputs * self.outputs * self.times
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention module: heads of queries, heads of keys and values, features of a key and of a value."""
+
+    query: int
+    kv: int
+    key_size: int
+    value_size: int
+
+    @property
+    def size(self) -> int:
+        """Features of the widest head."""
+        return max(self.key_size, self.value_size)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Numbers that one token leaves behind in a layer for its backward pass, where nothing is recomputed.
+
+    `residual`: of the residual stream, which sequence parallelism splits. `entered`: what column-parallel linears read,
+    whole on each tp rank. `inside`: between a column and a row, split by tensor parallelism.
+    """
+
+    residual: float = 0.0
+    entered: float = 0.0
+    inside: float = 0.0
+
+    def on_rank(self, tp: int, *, sequence_parallel: bool) -> float:
+        """What a rank of `tp` has of it."""
+        return self.residual / (tp if sequence_parallel else 1) + self.entered + self.inside / tp
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The one cost of a layer: what FLOPs, the split of a pipeline, slot durations and memory are computed from."""
+
+    matmuls: tuple[Matmul, ...]
+    attention: tuple[AttentionShape, ...]
+    saved: Saved
+
+    @property
+    def active(self) -> int:
+        """Weights that a token is multiplied with; of experts, those that it goes to."""
+        return sum(matmul.weights for matmul in self.matmuls)
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Shape, and whether it is trained."""
+
+    shape: tuple[int, ...]
+    is_trained: bool = True
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A module that counts the tokens of a row for itself, whatever documents are in it, and the longest row in which
+    that changes nothing."""
+
+    name: str
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Everything that a layout is planned from.
+
+    `parameters`: tied ones once, in the model's order. `attends`: by attention module. `before`, `after`: modules with
+    parameters that run before the first layer and after the last. `forgetful`: (layer, attention module) where the
+    layer does not hand on the bounds of documents. `in_tuples`: layers that give their hidden states in a tuple.
+    `padding`: the padding token, where the model counts its tokens from behind it. `carried`: why layers pass more than
+    hidden states to each other, or None; pipelines are then refused. `router_buffers`: with shapes; trained without a
+    gradient. `costs`, `kinds`: the cost of each kind of layer, and of each layer its kind. `outside`: linears outside
+    of layers, the head among them.
+    """
+
+    anatomy: Anatomy
+    hidden_size: int
+    parameters: Mapping[str, Parameter]
+    partition: Partition
+    experts: tuple[Experts, ...] = ()
+    attends: Mapping[str, AttentionShape] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    forgetful: tuple[tuple[str, str], ...] = ()
+    in_tuples: tuple[str, ...] = ()
+    carried: str | None = None
+    counted: Counted | None = None
+    padding: int | None = None
+    router_buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    costs: tuple[LayerCost, ...] = ()
+    kinds: tuple[int, ...] = ()
+    outside: tuple[Matmul, ...] = ()
+
+    @property
+    def model_class(self) -> str:
+        return self.anatomy.model_class
+
+    @property
+    def size(self) -> int:
+        """Parameters in all."""
+        return sum(parameter.size for parameter in self.parameters.values())
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.parameters[f"{self.anatomy.embedding}.weight"].shape[0]
+
+    @property
+    def layer_costs(self) -> tuple[LayerCost, ...]:
+        """Of each layer, in order."""
+        return tuple(self.costs[kind] for kind in self.kinds)
+
+    @property
+    def head_cost(self) -> int:
+        """Weights of the head that a token is multiplied with, tied or not."""
+        return sum(matmul.weights for matmul in self.outside if matmul.name == self.anatomy.head)
+
+    def with_layers(self, layers: Sequence[str]) -> "ModelFacts":
+        """Of the same model with more layers, all like the last one of these.
+
+        Raises `ValueError` where this one's layers are not alike.
+        """
+        own = self.anatomy.layers
+        last = own[-1]
+        if len(set(self.kinds)) > 1 or self.counted or {type_of(self, layer) for layer in own} != {type_of(self, last)}:
+            raise ValueError("layers differ")
+        more = [layer for layer in layers if layer not in own]
+
+        def named(name: str) -> list[str]:
+            """The name itself, and where it is in the last layer, those in the layers after it."""
+            is_last = name == last or is_within(name, [last])
+            return [name, *(layer + name.removeprefix(last) for layer in more)] if is_last else [name]
+
+        def every(values: Mapping[str, Any]) -> dict[str, Any]:
+            by_layer = [[(each, value) for each in named(name)] for name, value in values.items()]
+            inside = [each for each in by_layer if len(each) > 1]
+            after = [pair for layer in zip(*(each[1:] for each in inside), strict=True) for pair in layer]
+            found: dict[str, Any] = {}
+            at = max((at for at, each in enumerate(by_layer) if len(each) > 1), default=-1)
+            for place, each in enumerate(by_layer):
+                found |= dict(each[:1]) | (dict(after) if place == at else {})
+            return found
+
+        def moved(value: Any, layer: str) -> Any:
+            """A value of the last layer as that of another."""
+            if isinstance(value, str):
+                return layer + value.removeprefix(last) if value == last or is_within(value, [last]) else value
+            if isinstance(value, tuple):
+                return tuple(moved(each, layer) for each in value)
+            if is_dataclass(value) and not isinstance(value, type):
+                return replace(value, **{each.name: moved(getattr(value, each.name), layer) for each in fields(value)})
+            return value
+
+        def repeated(values: Sequence[Any]) -> tuple[Any, ...]:
+            of_last = [value for value in values if moved(value, "?") != value]
+            return (*values, *(moved(value, layer) for layer in more for value in of_last))
+
+        partition = replace(
+            self.partition,
+            roles=every(self.partition.roles),
+            regions=repeated(self.partition.regions),
+            across=every(self.partition.across),
+        )
+        return replace(
+            self,
+            anatomy=replace(self.anatomy, layers=tuple(layers)),
+            parameters=every(self.parameters),
+            partition=partition,
+            experts=repeated(self.experts),
+            attends=every(self.attends),
+            forgetful=repeated(self.forgetful),
+            in_tuples=tuple(sorted(repeated(self.in_tuples))),
+            router_buffers=every(self.router_buffers),
+            kinds=self.kinds[:1] * len(layers),
+        )
+
+    def to_json(self) -> str:
+        """As text. Roles, of which a model has few that differ, stand once each with the parameters that have them."""
+        value = _encoded(self)
+        of_role: dict[Role, list[str]] = {}
+        for name, role in self.partition.roles.items():
+            of_role.setdefault(role, []).append(name)
+        value["partition"]["roles"] = [[_encoded(role), names] for role, names in of_role.items()]
+        return json.dumps(value, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "ModelFacts":
+        """What `to_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        value = json.loads(text)
+        of_role = {name: at for at, (_, names) in enumerate(value["partition"]["roles"]) for name in names}
+        roles = [_decoded(Role, role) for role, _ in value["partition"]["roles"]]
+        value["partition"]["roles"] = {}
+        facts: ModelFacts = _decoded(cls, value)
+        ordered = {name: roles[of_role[name]] for name in facts.parameters if name in of_role}
+        return replace(facts, partition=replace(facts.partition, roles=ordered))
+
+
+def type_of(facts: ModelFacts, layer: str) -> tuple[object, ...]:
+    """What layers that are alike have in common: the names in them, shapes and roles."""
+    inside = [(name, each) for name, each in facts.parameters.items() if is_within(name, [layer])]
+    roles = facts.partition.roles
+    return tuple((name.removeprefix(layer), each, roles.get(name)) for name, each in inside)
+
+
+def _encoded(value: Any) -> Any:
+    """A dataclass as what JSON knows."""
+    if is_dataclass(value):
+        return {each.name: _encoded(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _encoded(each) for key, each in value.items()}
+    return [_encoded(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """The value of a type that `_encoded` was given."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _hints(kind)
+        if value.keys() != hints.keys():
+            raise ValueError(f"these are not the fields of {kind}")
+        return kind(**{name: _decoded(hints[name], each) for name, each in value.items()})
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
+        return tuple(_decoded(each, part) for each, part in zip(kinds, value, strict=True))
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        others = [each for each in inner if each is not NoneType]
+        return _decoded(others[0], value) if len(others) == 1 else value
+    if isinstance(value, dict):
+        return {key: _decoded(inner[1], each) for key, each in value.items()}
+    if isinstance(value, list):
+        raise TypeError(f"a list is no {kind}")
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

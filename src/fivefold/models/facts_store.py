@@ -1,0 +1,75 @@
+"""Where facts are kept between starts: one file for each key, in the cache. No torch.
+
+A file that is damaged, or that something else wrote, is not believed: its first line is the hash of the second. Nothing
+in it is ever run.
+"""
+
+import hashlib
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from fivefold.core.errors import UserError
+from fivefold.core.files import expanded
+from fivefold.core.folder_config import read_folder_config
+from fivefold.core.hub import config_file, is_hub_id
+from fivefold.core.shapes import shape_folder
+from fivefold.data.cache import cache_root, key_of, write_atomically
+from fivefold.models.facts import ModelFacts
+
+
+def facts_of_config(name: str | Path) -> ModelFacts:
+    """The facts of a model by its folder, its config.json, a built-in shape or a hub id; no weights are read.
+
+    Torch is loaded only where they are not kept yet. Raises `UserError` for a model that cannot be read or trained.
+    """
+    path = shape_folder(str(name)) or expanded(str(name))
+    if not path.exists() and is_hub_id(str(name)):
+        path = config_file(str(name))
+    file = facts_file(key_of("config", *about_code(), read_folder_config(path)))
+    if (known := read_facts(file)) is not None:
+        return known
+    from fivefold.models.build import build_meta, load_model_config
+    from fivefold.models.discover import facts_of_deep
+
+    facts = facts_of_deep(build_meta(load_model_config(name)))
+    write_facts(file, facts)
+    return facts
+
+
+def facts_file(key: str) -> Path:
+    """Where the facts of this name are kept. Raises `UserError` where there is no place for a cache."""
+    return cache_root() / "facts" / f"{key}.json"
+
+
+def read_facts(file: Path) -> ModelFacts | None:
+    """What a file holds, if it is whole."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        said, _, text = file.read_text(encoding="utf-8").partition("\n")
+        if said == digest(text.encode()):
+            return ModelFacts.from_json(text)
+    return None
+
+
+def write_facts(file: Path, facts: ModelFacts) -> None:
+    """Keep them. A cache that is read-only or full keeps nothing: nothing depends on it."""
+    text = facts.to_json()
+    with suppress(UserError):
+        write_atomically(file, f"{digest(text.encode())}\n{text}")
+
+
+def about_code() -> list[str]:
+    """The versions and the code that facts depend on."""
+    return [*(f"{name} {version(name)}" for name in ("torch", "transformers")), _code()]
+
+
+@cache
+def _code() -> str:
+    """Of the files that find facts."""
+    return digest(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))
+
+
+def digest(data: bytes) -> str:
+    """A short hash."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,349 @@
+"""Every collective of an optimizer step on one rank, call by call, from the plan alone. No torch.
+
+A function for each dimension of parallelism, in the order of a step. What they say is what a run is recorded to send:
+tests hold the sums equal. A planner needs the calls one by one: how large each is, over which ranks, and whether
+compute can hide it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.recompute import Site
+from fivefold.core.schedule import Transfer
+from fivefold.models.facts import Experts, FeatureGroups
+from fivefold.parallel.collectives import Call, Phase, StepShape
+from fivefold.parallel.matrix_rounds import matrix_rounds
+from fivefold.parallel.ranks import ring_gradients, ring_keys, row_blocks
+from fivefold.parallel.shard_rules import dealt
+
+if TYPE_CHECKING:
+    from fivefold.parallel.plan import ParallelPlan
+
+
+def calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
+    """Of one optimizer step."""
+    step = _Step(plan, shape)
+    yield from _of_units(step)
+    if plan.layout.pp > 1:
+        yield from _of_stages(step)
+    if plan.layout.tp > 1:
+        yield from _of_tensor_parallel(step)
+        yield from _of_loss(step)
+    if plan.layout.cp > 1:
+        yield from _of_attention(step)
+    yield from _of_experts(step)
+    yield from _of_routers(step)
+    yield from _of_world(step)
+    if OPTIMIZERS[shape.optimizer].of_matrices is not None:
+        yield from _of_full_matrices(step)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of a plan, and what several of its calls ask."""
+
+    plan: "ParallelPlan"
+    shape: StepShape
+
+    def layer_of(self, module: str) -> str:
+        """The layer of this rank that a module is in, "" where it is in none."""
+        parts = module.split(".")
+        outer = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+        return next((name for name in outer if name in self._layers), "")
+
+    @cached_property
+    def _layers(self) -> frozenset[str]:
+        return frozenset(self.plan.layers)
+
+    def call(
+        self, axis: str, kind: str, size: int, phase: Phase, layer: str, *, times: int = 1, overlaps: bool = False
+    ) -> Call:
+        """One of every micro batch, `times` in each."""
+        times *= self.shape.micro_batches
+        return Call(axis=axis, kind=kind, bytes=size, phase=phase, layer=layer, times=times, overlaps=overlaps)
+
+    def forwards(
+        self, axis: str, kind: str, size: int, site: str, *, layer: str | None = None, is_last: bool = False,
+        overlaps: bool = False,
+    ) -> Iterator[Call]:  # fmt: skip
+        """One of every forward pass of `site`, a module; those that compute it again are in the backward pass."""
+        layer = self.layer_of(site) if layer is None else layer
+        yield self.call(axis, kind, size, "forward", layer, overlaps=overlaps)
+        if again := self.shape.recompute.forwards(Site(site, is_last)) - 1:
+            yield self.call(axis, kind, size, "backward", layer, times=again, overlaps=overlaps)
+
+
+# ---- data parallelism ------------------------------------------------------------------------------------------------
+
+
+def _of_units(step: _Step) -> Iterator[Call]:
+    """FSDP gathers a unit before it is used, and reduces its gradients; copies then add them up once."""
+    plan, shape = step.plan, step.shape
+    counts = plan.unshards(shape.micro_batches)
+    for unit in filter(lambda unit: unit.parameters, plan.units):
+        shards, axis = plan.grid.fsdp_shards(unit.over), plan.grid.fsdp_axis(unit.over)
+        gathered, reduced = plan.padded_sizes(unit)
+        count, layer = counts[unit.name], unit.name
+        both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
+        for phase, times in both if shards > 1 else ():
+            size = gathered * shape.compute_bytes
+            if times:
+                yield Call(
+                    axis=axis, kind="all_gather", bytes=size, phase=phase, layer=layer, times=times, overlaps=True
+                )
+        if shards > 1 and reduced:
+            size = reduced * shape.reduce_bytes
+            yield Call(
+                axis=axis, kind="reduce_scatter", bytes=size, phase="backward", layer=layer, times=count.reductions,
+                overlaps=True,
+            )  # fmt: skip
+        if plan.layout.dp_replicate > 1 and reduced:
+            size = reduced // shards * shape.reduce_bytes
+            yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True)
+
+
+# ---- pipeline parallelism --------------------------------------------------------------------------------------------
+
+
+def _of_stages(step: _Step) -> Iterator[Call]:
+    """Hidden states to the next stage, their gradients back, and the sum of a tied embedding's gradients."""
+    plan, shape = step.plan, step.shape
+    tokens = shape.tokens // plan.layout.tp if plan.splits_sequence else shape.tokens
+    size = shape.rows * tokens * shape.hidden * shape.compute_bytes
+    actions = plan.schedule(shape.micro_batches).actions[plan.coords.pp]
+    transfers = [action for action in actions if isinstance(action, Transfer)]
+    sides = {(each.way, each.of, each.stage): 0 for each in transfers}
+    for each in transfers:
+        sides[each.way, each.of, each.stage] += 1
+    for (way, of, stage), times in sides.items():
+        phase: Phase = "forward" if of == "F" else "backward"
+        yield Call(axis="pp", kind=way, bytes=size, phase=phase, layer=f"stage {stage}", times=times, overlaps=True)
+    if plan.tied and len(plan.grid.embedding_ranks) > 1 and plan.holds(plan.tied):
+        size = plan.held_bytes(plan.tied, shape.master_bytes)
+        yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
+
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
+    """Into and out of every pair of linears, the embedding and the head; gradients that ranks hold in part."""
+    plan, shape = step.plan, step.shape
+    partition = plan.facts.partition.of_layers(plan.layers)
+    anatomy = plan.facts.anatomy
+    first, last = plan.has_ends
+    if first:
+        yield from _leave(step, anatomy.embedding, is_in_block=False)
+    for block in partition.regions:
+        for entry in block.entries:
+            yield from _enter(step, entry.modules[0])
+        yield from _leave(step, block.row, is_last=block.is_last)
+    if last:
+        yield from _enter(step, anatomy.head, is_in_block=False)
+    for name, deal in partition.across.items():
+        yield from _across(step, name, deal)
+    sums = {"tp": 0, "tp_kv": 0}
+    for name, axis in plan.gradient_sums.items():
+        sums[axis] += plan.held_bytes(name, shape.master_bytes)
+    for axis, size in sums.items():
+        if size:
+            yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
+
+
+def _enter(step: _Step, site: str, *, is_in_block: bool = True) -> Iterator[Call]:
+    """All tokens on every rank; backward adds the gradients up."""
+    size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
+    if step.plan.splits_sequence:
+        yield from step.forwards("tp", "all_gather", size, site, layer=layer, is_last=not is_in_block)
+        yield step.call("tp", "reduce_scatter", size, "backward", layer)
+    else:
+        yield step.call("tp", "all_reduce", size, "backward", layer)
+
+
+def _leave(step: _Step, site: str, *, is_in_block: bool = True, is_last: bool = False) -> Iterator[Call]:
+    """Partial sums are added up; backward gathers their gradients."""
+    size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
+    kind, is_last = ("reduce_scatter" if step.plan.splits_sequence else "all_reduce"), is_last or not is_in_block
+    yield from step.forwards("tp", kind, size, site, layer=layer, is_last=is_last)
+    if step.plan.splits_sequence:
+        yield step.call("tp", "all_gather", size, "backward", layer)
+
+
+def _across(step: _Step, module: str, deal: FeatureGroups) -> Iterator[Call]:
+    """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
+    plan, shape = step.plan, step.shape
+    feature = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of all tokens
+    shares = dealt(deal, plan.layout.tp)
+    widest = max(sum(stop - start for start, stop in blocks) for blocks in shares)
+    layer, features = step.layer_of(module), max(part.stop for part in deal)
+    yield from step.forwards("tp", "all_gather", plan.layout.tp * widest * feature, module)
+    yield step.call("tp", "all_reduce", features * feature, "backward", layer)
+
+
+def _of_loss(step: _Step) -> Iterator[Call]:
+    """Two all-reduces for each chunk: the largest logit of each token; its sum of exponentials, and its target's logit.
+    In fp32 (fp64)."""
+    if not step.plan.has_ends[1]:
+        return
+    head = step.plan.facts.anatomy.head
+    for tokens in step.shape.loss_chunks:
+        size = tokens * max(4, step.shape.compute_bytes)
+        yield step.call("tp", "all_reduce", size, "forward", head)
+        yield step.call("tp", "all_reduce", 2 * size, "forward", head)
+
+
+# ---- context parallelism ---------------------------------------------------------------------------------------------
+
+
+def _of_attention(step: _Step) -> Iterator[Call]:
+    """Keys and values go to the queries of other ranks, or heads are dealt out for tokens (Ulysses)."""
+    plan, shape = step.plan, step.shape
+    method = plan.cp_method
+    assert method is not None
+    u, rings = method.ulysses, plan.rings(shape.tokens)
+    token = shape.rows * shape.compute_bytes  # bytes of one feature of one token of every row
+    for name, heads in plan.attends.items():
+        layer = step.layer_of(name)
+        kv = max(heads.kv, u)  # key/value heads that a rank sends
+        if len(rings) > 1:
+            size = 2 * kv // u * heads.size * token  # keys and values of one token
+            axis, ring_rank = ("cp" if u == 1 else "cp_ring"), plan.coords.cp // u
+            exchange = _gathered if method.gathers else _ring
+            yield from exchange(step, axis, name, size, rings, ring_rank)
+        if u > 1:
+            axis = "cp" if len(rings) == 1 else "cp_ulysses"
+            for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
+                size = features * shape.tokens * token
+                yield from step.forwards(axis, "all_to_all", size, name)
+                yield step.call(axis, "all_to_all", size, "backward", layer)
+
+
+def _ring(
+    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
+) -> Iterator[Call]:
+    """Keys and values go round forward and once more backward; gradients go home. `size`: bytes of a token's."""
+    for part in range(1, len(tokens)):
+        keys, gradients = ring_keys(tokens, rank, part), ring_gradients(tokens, rank, part)
+        for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
+            yield from step.forwards(axis, kind, of_keys * size, site, overlaps=True)
+            yield step.call(axis, kind, of_keys * size, "backward", step.layer_of(site), overlaps=True)
+            yield step.call(axis, kind, of_gradients * size, "backward", step.layer_of(site), overlaps=True)
+
+
+def _gathered(
+    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
+) -> Iterator[Call]:
+    """Keys and values of whole rows on every rank; their gradients dealt to the owners."""
+    whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
+    yield from step.forwards(axis, "all_gather", whole, site, overlaps=True)
+    yield step.call(axis, "all_gather", whole, "backward", step.layer_of(site), overlaps=True)
+    yield step.call(axis, "all_to_all", whole, "backward", step.layer_of(site), overlaps=True)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _of_experts(step: _Step) -> Iterator[Call]:
+    """Rows of tokens to the ranks of their experts and back.
+
+    The bytes of all-to-alls are those of balanced routing: exact only when summed over ranks.
+    """
+    plan, shape = step.plan, step.shape
+    layout = plan.layout
+    for each in plan.experts:
+        layer = step.layer_of(each.name)
+        tokens = shape.rows * shape.tokens // (1 if layout.etp > 1 else layout.tp)
+        rows = tokens * each.picks * shape.hidden * shape.compute_bytes
+        if layout.ep > 1:
+            yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name)  # how many rows come
+            for _ in ("there", "back"):
+                yield from step.forwards("ep", "all_to_all", rows, each.name)
+                yield step.call("ep", "all_to_all", rows, "backward", layer)
+        if layout.etp > 1:
+            yield from _summed_over_tp(step, each, layer)
+        elif layout.tp > 1 and not plan.splits_sequence:
+            yield from _shared_over_tp(step, each, layer)
+
+
+def _summed_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]:
+    """Of experts whose features are split: what enters, its gradients, and the sum. A second forward that nothing
+    follows does without the sum."""
+    shape, site = step.shape, experts.name
+    tokens, hidden = shape.rows * shape.tokens, shape.hidden_bytes
+    weights = tokens * experts.picks * max(4, shape.compute_bytes)
+    if not step.plan.splits_sequence:
+        yield from step.forwards("tp", "all_reduce", hidden, site, is_last=experts.is_last)
+        yield step.call("tp", "all_reduce", hidden, "backward", layer)
+        yield step.call("tp", "all_reduce", weights, "backward", layer)
+        return
+    for size in (hidden, weights, tokens * experts.picks * 8):  # the last: which experts, int64
+        yield from step.forwards("tp", "all_gather", size, site)
+    yield step.call("tp", "all_gather", hidden, "backward", layer)
+    yield from step.forwards("tp", "reduce_scatter", hidden, site, is_last=experts.is_last)
+    yield step.call("tp", "reduce_scatter", hidden, "backward", layer)
+    yield step.call("tp", "reduce_scatter", weights, "backward", layer)
+
+
+def _shared_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]:
+    """Each tp rank sends its share of the tokens that all of them have: results are gathered, padded to the longest."""
+    shape, tp = step.shape, step.plan.layout.tp
+    longest = -(-shape.rows * shape.tokens // tp) * tp
+    rows = longest * shape.hidden * shape.compute_bytes
+    yield from step.forwards("tp", "all_gather", rows, experts.name, is_last=experts.is_last)
+    yield step.call("tp", "all_gather", rows, "backward", layer)
+    yield step.call("tp", "all_gather", longest * experts.picks * max(4, shape.compute_bytes), "backward", layer)
+
+
+def _of_routers(step: _Step) -> Iterator[Call]:
+    """What all routers saw is added up once a step. Where a row's tokens are on several ranks, so are its counts for
+    each router: with a loss for uneven load, or a capacity."""
+    plan, shape = step.plan, step.shape
+    if not plan.watches_routers:
+        return
+    if plan.world > 1:
+        numbers = sum(router_numbers(each) for each in plan.facts.experts)
+        yield Call(axis="world", kind="all_reduce", bytes=8 * numbers, phase="step")
+    axes = [("tp", plan.layout.tp)] if plan.splits_sequence else []
+    axes += [("cp", plan.layout.cp)] if plan.layout.cp > 1 else []
+    for each in plan.experts:
+        for axis, _ in axes if shape.balances_load else ():
+            yield from step.forwards(axis, "all_reduce", 8 * shape.rows * each.experts, each.name)
+        size = 8 * shape.rows * each.experts * _slots(plan, shape)
+        for axis, ranks in axes if shape.has_capacity else ():
+            size *= ranks
+            yield from step.forwards(axis, "all_gather", size, each.name)
+
+
+def router_numbers(experts: Experts) -> int:
+    """What is counted of a router: its rows per expert, its two losses, and what was dropped."""
+    return experts.experts + 3
+
+
+def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
+    """The most blocks of a row that a rank has."""
+    cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
+    length = shape.tokens * cp
+    return max(len(row_blocks(length, cp, c, tp, t)) for c in range(cp) for t in range(tp))
+
+
+# ---- once a step -----------------------------------------------------------------------------------------------------
+
+
+def _of_world(step: _Step) -> Iterator[Call]:
+    """Counts of tokens before the passes; the loss and the gradients' norm after them."""
+    for size in (40, 16) if step.plan.world > 1 else ():
+        yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
+
+
+def _of_full_matrices(step: _Step) -> Iterator[Call]:
+    """Matrices that an optimizer sees whole are put together on one rank each, and dealt out again."""
+    plan = step.plan
+    if plan.world == 1:
+        return
+    for each in matrix_rounds(plan, plan.block_matrices):
+        for numbers in each.numbers:
+            size = numbers * step.shape.compute_bytes
+            yield Call(axis="world", kind="all_to_all", bytes=size, phase="step")

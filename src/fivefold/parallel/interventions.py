@@ -1,0 +1,115 @@
+"""What is done to a model's modules: a list, in the order in which `parallelize` does it. No torch.
+
+The model stays the class of `transformers`; from outside, parameters are cut, forwards are replaced and hooks stand
+around modules. Nothing else changes how a module computes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from fivefold.core.recompute import Recompute
+
+if TYPE_CHECKING:
+    from fivefold.parallel.plan import ParallelPlan
+
+Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "shard"]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One thing done to the module at `path` ("" is the model).
+
+    `kind`: its parameters are `cut`; a hook stands before it or after it; its `forward` is replaced; it is told a
+    number (`attribute`); it gives way to a `stub`; FSDP takes its parameters as one unit (`shard`). `by`: the dimension
+    of parallelism, or what else asks for it.
+    """
+
+    path: str
+    kind: Kind
+    by: str
+    why: str
+
+
+def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
+    """All of them, on this rank."""
+    facts, anatomy = plan.facts, plan.anatomy
+    if facts.counted:
+        yield Intervention(anatomy.base, "pre-hook", "rows", f"{facts.counted.name} counts the tokens of a row")
+    if plan.layout.tp > 1:
+        yield from _of_tensor_parallel(plan)
+    if plan.layout.cp > 1:
+        yield from _of_context_parallel(plan)
+    if plan.layout.pp > 1 and plan.layout.schedule.splits_backward:
+        yield from _of_weight_gradients(plan)
+    for each in facts.experts:
+        yield Intervention(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
+    if plan.layout.precision == "bf16":
+        for each in facts.experts:
+            if _scores_experts(plan, each.router, each.experts):
+                yield Intervention(each.router, "forward", "router", "scores are computed in fp32")
+    for each in facts.experts if plan.watches_routers else ():
+        yield Intervention(each.router, "hook", "balance", "what experts get is counted, and held even")
+    for layer in dict.fromkeys(layer for layer, _ in facts.forgetful):
+        yield Intervention(layer, "forward", "documents", "its attention is given the bounds of packed documents")
+    if plan.layout.pp > 1:
+        yield from _of_stages(plan)
+    recompute = Recompute(plan.layout.recompute)
+    for layer in plan.layers:
+        if recompute.wraps(layer):
+            yield Intervention(layer, "forward", "recompute", "its activations are computed again in backward")
+    for unit in plan.units:
+        yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
+
+
+def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
+    anatomy, partition = plan.anatomy, plan.facts.partition
+    for name, spec in plan.shards.items():
+        if spec.splits and spec.over == "tp":
+            module, _, leaf = name.rpartition(".")
+            yield Intervention(module, "cut", "tp", f"{leaf}: {partition.roles[name].reason}")
+    yield Intervention(anatomy.embedding, "forward", "tp", "looks up the ids of its own rows; partial sums added")
+    yield Intervention(partition.to_logits, "pre-hook", "tp", "all tokens enter it")
+    yield Intervention(anatomy.head, "hook", "tp", "logits of the whole vocabulary leave it")
+    yield Intervention(anatomy.base, "pre-hook", "tp", "positions are those of the whole sequence")
+    for block in partition.regions:
+        for entry in block.entries:
+            for module in entry.modules:
+                yield Intervention(module, "pre-hook", "tp", "all tokens enter it")
+        yield Intervention(block.row, "forward", "tp", "partial sums are added up, then the bias")
+        if block.heads:
+            yield Intervention(block.owner, "attribute", "tp", "counts this rank's heads")
+    for module in partition.across:
+        yield Intervention(module, "forward", "tp", "all features are gathered for it")
+
+
+def _of_context_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
+    anatomy = plan.anatomy
+    yield Intervention(anatomy.base, "pre-hook", "cp", "whole rows become this rank's tokens")
+    yield Intervention(anatomy.head, "hook", "cp", "logits of whole rows leave it")
+    for module in plan.facts.attends:
+        yield Intervention(module, "attribute", "cp", "attention exchanges keys and values, or heads")
+
+
+def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
+    own = set(plan.own_stages)
+    for module, stages in plan.stages.places.items():
+        if not own & set(stages):
+            yield Intervention(module, "stub", "pp", f"it runs in stage {', '.join(map(str, stages))}")
+
+
+def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
+    """A schedule that splits backward computes the gradients of weights later, of all linears in layers."""
+    routers = {each.router for each in plan.facts.experts}
+    rows = {block.row for block in plan.partition.regions} if plan.partition else set()
+    for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):
+        for matmul in cost.matmuls:
+            module = f"{layer}.{matmul.name.removesuffix('.weight')}"
+            if matmul.times == 1 and module not in routers | rows and module != layer:
+                yield Intervention(module, "forward", "pp", "gradients of its weight are put off")
+
+
+def _scores_experts(plan: "ParallelPlan", router: str, experts: int) -> bool:
+    """Whether a module, or one inside it, has a row of weights for each of the experts."""
+    inside = (p.shape for name, p in plan.facts.parameters.items() if name.startswith(f"{router}."))
+    return any(len(shape) == 2 and shape[0] == experts for shape in inside)

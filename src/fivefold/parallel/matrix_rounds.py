@@ -1,0 +1,69 @@
+"""Who sends which part of which matrix, where matrices are seen whole: the arithmetic of `full_matrix.py`. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from fivefold.parallel.sharding import Region
+
+if TYPE_CHECKING:
+    from fivefold.parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Round:
+    """What this rank sends and receives. Lists go by rank; a rank beyond the matrices of the round owns none."""
+
+    names: tuple[str, ...]  # names[i] is put together on rank i
+    sent: list[list[Region]]  # local regions of each matrix; none where the owner has them from another copy
+    kept: list[list[Region]]  # local regions of each matrix
+    gathered: list[list[Region]]  # of the matrix put together here: what each rank sends
+    dealt: list[list[Region]]  # and what each rank keeps
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """What this rank sends, to put matrices together and to deal results out."""
+        return tuple(sum(numel(region) for each in lists for region in each) for lists in (self.sent, self.dealt))  # type: ignore[return-value]
+
+
+def matrix_rounds(plan: "ParallelPlan", names: Sequence[str]) -> tuple[Round, ...]:
+    """The rounds in which the 2-D parameters `names` are seen whole, the most costly first."""
+    ordered = sorted(names, key=lambda name: -_cost(plan, name))
+    return tuple(_round(plan, ordered[at : at + plan.world]) for at in range(0, len(ordered), plan.world))
+
+
+def numel(region: Region) -> int:
+    """Numbers in a region."""
+    return prod(edge.stop - edge.start for edge in region)
+
+
+def _cost(plan: "ParallelPlan", name: str) -> int:
+    rows, columns = plan.shards[name].shape
+    return rows * columns * min(rows, columns)
+
+
+def _round(plan: "ParallelPlan", names: Sequence[str]) -> Round:
+    kept = [_regions(plan, name, plan.rank, local=True) for name in names]
+    sent = [
+        regions if _sends(plan, name, plan.rank, owner) else []
+        for owner, (name, regions) in enumerate(zip(names, kept, strict=True))
+    ]
+    none: list[list[Region]] = [[] for _ in range(plan.world)]
+    gathered, dealt = none, none
+    if plan.rank < len(names):
+        own = names[plan.rank]
+        dealt = [_regions(plan, own, rank, local=False) for rank in range(plan.world)]
+        gathered = [regions if _sends(plan, own, rank, plan.rank) else [] for rank, regions in enumerate(dealt)]
+    rest = none[len(names) :]
+    return Round(tuple(names), [*sent, *rest], [*kept, *rest], gathered, dealt)
+
+
+def _regions(plan: "ParallelPlan", name: str, rank: int, *, local: bool) -> list[Region]:
+    return [pair[local] for pair in plan.regions(name, rank)]
+
+
+def _sends(plan: "ParallelPlan", name: str, rank: int, owner: int) -> bool:
+    """Of the ranks that hold the same values, the first in the owner's own copy of the model."""
+    is_own_copy = plan.grid.coords(rank).dp_replicate == plan.grid.coords(owner).dp_replicate
+    return is_own_copy and plan.shards[name].is_owner(plan.shard_index(name, rank).part)

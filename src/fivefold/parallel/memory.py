@@ -1,0 +1,123 @@
+"""What a step needs of a rank's memory, by kind, from the plan alone. No torch.
+
+Counted: what is there at the fullest moment of a step. Not counted: buffers of collectives, work space of kernels,
+what the allocator keeps. Saved activations are numbers of the traced layer, each in the compute type: a norm that keeps
+a copy in fp32 is a little more.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.parallel.collectives import StepShape
+
+if TYPE_CHECKING:
+    from fivefold.parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes of this rank. `optimizer`: its state. `gathered`: parameters that FSDP has gathered. `unreduced`: gradients
+    that wait to be reduced. `saved`: by layer, what forward passes leave for backward. `logits`: of one chunk of the
+    loss. `buffers`: of routers."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    unreduced: int
+    saved: Mapping[str, int]
+    logits: int
+    buffers: int
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Each kind in words, with its bytes."""
+        return {
+            "parameters": self.parameters, "gradients": self.gradients, "optimizer state": self.optimizer,
+            "gathered parameters": self.gathered, "unreduced gradients": self.unreduced,
+            "saved activations": sum(self.saved.values()), "logits": self.logits, "router buffers": self.buffers,
+        }  # fmt: skip
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind.values())
+
+
+def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
+    """Of one optimizer step."""
+    held = {name: plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)}
+    trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
+    optimizer, matrices = OPTIMIZERS[shape.optimizer], set(plan.block_matrices)
+    gathered, unreduced = _of_units(plan, shape)
+    return StepBytes(
+        parameters=sum(held.values()),
+        gradients=sum(trained.values()),
+        optimizer=sum(
+            size
+            for kind in optimizer.state
+            for name, size in trained.items()
+            if optimizer.keeps(kind, is_matrix=name in matrices)
+        ),
+        gathered=gathered,
+        unreduced=unreduced,
+        saved=_saved(plan, shape),
+        logits=_logits(plan, shape),
+        buffers=4 * sum(map(prod, plan.buffers.values())),
+    )
+
+
+def _of_units(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int]:
+    """Gathered parameters, and gradients before they are reduced.
+
+    ZeRO-3 has two units gathered besides the model's own: the one at work and the next. ZeRO-1 and 2 have all of them.
+    ZeRO-1 keeps every gradient whole until the last micro batch; others those of the unit at work.
+    """
+    sizes = [plan.padded_sizes(unit) for unit in plan.units]
+    *inner, (root, _) = sizes  # the model's own unit is the last
+    largest = sorted((size for size, _ in inner), reverse=True)[:2]
+    everything = sum(size for size, _ in sizes)
+    gathered = everything if shape.zero < 3 else root + sum(largest)
+    reduced = [size for _, size in sizes]
+    waiting = sum(reduced) * shape.reduce_bytes if shape.zero == 1 else max(reduced) * shape.compute_bytes
+    return gathered * shape.compute_bytes, waiting
+
+
+def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
+    """By layer: what its micro batches under way keep. With recompute that is the layer's input, and of the one layer
+    that is computed again all it saves."""
+    tp, splits = plan.layout.tp, plan.splits_sequence
+    costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
+    tokens = shape.rows * shape.tokens
+    under_way = _under_way(plan, shape.micro_batches)
+    found, whole = {}, {}
+    for stage in plan.own_stages:
+        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]:
+            numbers = costs[layer].saved.on_rank(tp, sequence_parallel=splits) * tokens
+            whole[layer] = round(numbers * shape.compute_bytes)
+            entered = shape.hidden_bytes // (tp if splits else 1)
+            found[layer] = under_way[stage] * (entered if shape.recompute.wraps(layer) else whole[layer])
+    if again := [layer for layer in found if shape.recompute.wraps(layer)]:
+        dearest = max(again, key=lambda layer: whole[layer])
+        found[dearest] += whole[dearest]
+    return found
+
+
+def _under_way(plan: "ParallelPlan", micro_batches: int) -> dict[int, int]:
+    """Of each stage here, how many micro batches have gone forward and not back, at most."""
+    if plan.layout.pp == 1:
+        return {0: 1}
+    most, now = dict.fromkeys(plan.own_stages, 0), dict.fromkeys(plan.own_stages, 0)
+    for slot in plan.schedule(micro_batches).orders[plan.coords.pp]:
+        now[slot.stage] += {"F": 1, "I": -1, "B": -1, "W": 0}[slot.kind]
+        most[slot.stage] = max(most[slot.stage], now[slot.stage])
+    return most
+
+
+def _logits(plan: "ParallelPlan", shape: StepShape) -> int:
+    """The largest chunk of the loss: its logits in the compute type, and their gradient in fp32 (fp64)."""
+    if not plan.has_ends[1]:
+        return 0
+    return max(shape.loss_chunks) * plan.vocabulary * (shape.compute_bytes + max(4, shape.compute_bytes))

@@ -1,0 +1,381 @@
+"""`lower(facts, layout, rank)`: a layout as a value, before any device is touched. No torch.
+
+The plan says which part of every parameter a rank holds, which layers it runs, what is done to which module, every
+collective of a step and the bytes that it needs. `parallelize` realises a plan and decides nothing itself; checkpoint,
+verify, report and `fivefold doctor MODEL --layout TEXT` read it. It costs the same for a world of 16,384 ranks as for
+one of two.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+from fivefold.core import heads, legality
+from fivefold.core.heads import CPMethod
+from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
+from fivefold.core.schedule import TYPICAL, Slot
+from fivefold.core.schedule import Plan as Schedule
+from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
+from fivefold.parallel.calls import calls
+from fivefold.parallel.chunks import chunk_sizes
+from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.interventions import Intervention, interventions
+from fivefold.parallel.limits import limits_of
+from fivefold.parallel.matrix_rounds import numel
+from fivefold.parallel.memory import StepBytes, step_bytes
+from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, row_blocks
+from fivefold.parallel.shard_rules import gradient_sums, kv_copies, shard_specs
+from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
+from fivefold.parallel.stage_plan import StagePlan, stage_plan
+from fivefold.parallel.unshards import Unshards, of_micro_batches, of_slots
+
+BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One group of parameters that FSDP gathers and reduces together. `name` "" is the whole model's own unit.
+    `frozen`: those of them that have no gradient, such as a correction bias (ERNIE 4.5): they are gathered alone."""
+
+    name: str
+    parameters: tuple[str, ...]
+    over: Over = "tp"  # whose ranks the blocks of its parameters go to
+    frozen: frozenset[str] = frozenset()
+
+
+def keeps_gathered(layout: Layout, unit: str) -> bool:
+    """Whether a unit's parameters stay gathered between forward and backward; the last unit's are needed at once."""
+    return layout.zero < 3 or unit == ""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a model lies over the ranks of a layout and what a step does, seen from `rank`.
+
+    `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold a parameter. `gradient_sums`: parameters
+    whose gradients tp ranks hold in part -> the axis over which they are summed. `cp_method`: None without context
+    parallelism.
+    """
+
+    facts: ModelFacts
+    layout: Layout
+    rank: int
+    grid: RankGrid
+    shards: Mapping[str, ShardSpec]
+    stages: StagePlan
+    pp_ranks: Mapping[str, tuple[int, ...]]
+    gradient_sums: Mapping[str, str]
+    cp_method: CPMethod | None
+
+    # ---- where this rank stands --------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> int:
+        return self.grid.world
+
+    @cached_property
+    def coords(self) -> RankCoords:
+        """The place of this rank on every axis."""
+        return self.grid.coords(self.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `layout.data_ranks` shares of the rows this rank reads."""
+        return self.grid.data_rank(self.rank)
+
+    @property
+    def is_first_of_row(self) -> bool:
+        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
+        return self.grid.is_first_of_row(self.rank)
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on the ranks that stand for all copies over `dp_replicate`."""
+        return self.coords.dp_replicate == 0
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """True on the one rank of a pipeline rank that stands for all others of it."""
+        return self.rank % (self.world // self.layout.pp) == 0
+
+    @property
+    def owns_loss(self) -> bool:
+        """Whether this rank's loss is counted: every tp rank computes the same, and the first stands for them."""
+        return self.coords.tp == 0
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.facts.anatomy
+
+    @property
+    def partition(self) -> Partition | None:
+        """None without tensor parallelism."""
+        return self.facts.partition if self.layout.tp > 1 else None
+
+    @property
+    def buffers(self) -> Mapping[str, tuple[int, ...]]:
+        """Of routers, with shapes: trained without a gradient, whole on every rank."""
+        return self.facts.router_buffers
+
+    @property
+    def tied(self) -> str | None:
+        """The parameter that is embedding and head, if there is one."""
+        return f"{self.anatomy.embedding}.weight" if self.anatomy.tied else None
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the vocabulary on this rank."""
+        return self.gathered_shape(f"{self.anatomy.embedding}.weight")[0]
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of this rank, in order."""
+        return self.stages.layers_of(self.coords.pp)
+
+    @cached_property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages of this rank, in their order."""
+        return self.stages.stages_of(self.coords.pp)
+
+    @property
+    def has_ends(self) -> tuple[bool, bool]:
+        """Whether the first stage is here, and whether the last one is."""
+        return 0 in self.own_stages, self.stages.count - 1 in self.own_stages
+
+    @cached_property
+    def experts(self) -> tuple[Experts, ...]:
+        """Of the layers of this rank."""
+        return tuple(each for each in self.facts.experts if is_within(each.name, self.layers))
+
+    @property
+    def watches_routers(self) -> bool:
+        """Whether all routers give the logits that losses and counts are computed from."""
+        return bool(self.facts.experts) and all(each.has_logits for each in self.facts.experts)
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether activations between the pairs of linears are split by tokens over tp."""
+        return self.layout.tp > 1 and self.layout.sequence_parallel
+
+    @cached_property
+    def attends(self) -> Mapping[str, AttentionShape]:
+        """Attention modules of this rank's layers -> the heads of a tp rank."""
+        own = {name: shape for name, shape in self.facts.attends.items() if is_within(name, self.layers)}
+        return {name: _on_tp_rank(shape, self.layout.tp) for name, shape in own.items()}
+
+    @cached_property
+    def block_matrices(self) -> tuple[str, ...]:
+        """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
+        blocks = tuple(f"{name}." for name in self.anatomy.layers)
+        return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
+
+    # ---- who holds what ----------------------------------------------------------------------------------------------
+
+    def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
+        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
+        if not self.holds(name, rank):
+            return []
+        index = self.shard_index(name, rank)
+        return local_regions(self.shards[name], index.part, index.row, index.rows)
+
+    def is_owner(self, name: str) -> bool:
+        """True where this rank's values of `name` are counted once: in the gradient norm, in a checkpoint."""
+        is_first_end = self.pp_ranks[name][0] == self.coords.pp
+        return is_first_end and self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
+
+    def holds(self, name: str, rank: int | None = None) -> bool:
+        """Whether parameter `name` is on the pipeline rank of `rank`; None: this rank."""
+        return self.grid.coords(self.rank if rank is None else rank).pp in self.pp_ranks[name]
+
+    def shard_index(self, name: str, rank: int | None = None) -> ShardIndex:
+        """Which part of parameter `name` a rank has; None: this rank."""
+        return self.grid.shard_index(self.rank if rank is None else rank, self.shards[name].over)
+
+    def gathered_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of parameter `name` on this rank when FSDP has gathered it."""
+        return self.shards[name].local_shape(self.shard_index(name).part)
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's part of parameter `name` at rest."""
+        shape, index = self.gathered_shape(name), self.shard_index(name)
+        first, last = fsdp_rows(shape[0], index.row, index.rows)
+        return (last - first, *shape[1:])
+
+    def held_bytes(self, name: str, itemsize: int) -> int:
+        """Bytes of this rank's part of a parameter, of so many each number."""
+        regions = [local_region for _, local_region in self.regions(name)]
+        return sum(map(numel, regions)) * itemsize
+
+    def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
+        """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""
+        ranks = range(min(self.world, most))
+        regions = {name: [[region for region, _ in self.regions(name, rank)] for rank in ranks] for name in self.shards}
+        return {
+            name: {
+                "shape": list(self.shards[name].shape),
+                "ranks": [[[[s.start, s.stop] for s in region] for region in own] for own in by_rank],
+            }
+            for name, by_rank in regions.items()
+        }
+
+    # ---- FSDP --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The experts of each layer, the embedding (unless tied), each layer, and last the rest: final norm and head
+        (and a tied embedding). An inner unit stands before the one around it. Of this rank's parameters."""
+        names, anatomy = [name for name in self.shards if self.holds(name)], self.anatomy
+        frozen = frozenset(name for name in names if not self.facts.parameters[name].is_trained)
+        separate = (*self.layers,) if anatomy.tied else (anatomy.embedding, *self.layers)
+        found = [Unit(each.name, _inside(each.name, names), "ep") for each in self.experts]
+        inner = {name for unit in found for name in unit.parameters}
+        found += [Unit(module, tuple(n for n in _inside(module, names) if n not in inner)) for module in separate]
+        taken = {name for unit in found for name in unit.parameters}
+        rest = Unit("", tuple(name for name in names if name not in taken))
+        return tuple(
+            replace(unit, frozen=frozen.intersection(unit.parameters))
+            for unit in (*(unit for unit in found if unit.parameters), rest)
+        )
+
+    def padded_sizes(self, unit: Unit) -> tuple[int, int]:
+        """Numbers of a unit on the wire, gathered and reduced: FSDP pads dimension 0 up to a multiple of the shards."""
+        shards = self.grid.fsdp_shards(unit.over)
+        sizes = {name: _padded(self.gathered_shape(name), shards) for name in unit.parameters}
+        return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
+
+    def users(self, unit: Unit) -> frozenset[int]:
+        """The stages of this rank in which a unit's parameters get a gradient."""
+        modules = [each for each in self.stages.places if any(is_within(name, [each]) for name in unit.parameters)]
+        return frozenset(stage for each in modules for stage in self.stages.places[each] if stage in self.own_stages)
+
+    def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
+        """How often FSDP gathers and reduces each unit of this rank in a step."""
+        zero = self.layout.zero
+        if self.layout.pp == 1:
+            return of_micro_batches([unit.name for unit in self.units], micro_batches, zero)
+        users = {unit.name: self.users(unit) for unit in self.units}
+        return of_slots(
+            self.schedule(micro_batches).orders[self.coords.pp], users, micro_batches, self.own_stages, zero
+        )
+
+    # ---- the passes --------------------------------------------------------------------------------------------------
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Of a pipeline. Raises `UserError` where it does not take so many micro batches."""
+        return _schedule(self.layout, micro_batches)
+
+    def slot_duration(self, slot: Slot) -> float:
+        """How long a slot takes by the cost of its stage, 1 for the forward of a stage of mean cost."""
+        costs = self._stage_costs
+        return TYPICAL[slot.kind] * costs[slot.stage] * len(costs) / sum(costs)
+
+    @cached_property
+    def _stage_costs(self) -> tuple[int, ...]:
+        of_layers = [cost.active for cost in self.facts.layer_costs]
+        costs = [sum(of_layers[first:last]) for first, last in self.stages.splits]
+        return (*costs[:-1], costs[-1] + self.facts.head_cost)
+
+    def rings(self, tokens: int) -> tuple[Blocks, ...]:
+        """The tokens of a row on each rank of this rank's ring, where a rank of cp has `tokens` of it.
+
+        u neighbours that deal out heads have, together, what one rank of a ring of cp / u has.
+        """
+        ring = self.layout.cp // (self.cp_method.ulysses if self.cp_method else 1)
+        return tuple(row_blocks(tokens * self.layout.cp, ring, rank) for rank in range(ring))
+
+    @cached_property
+    def interventions(self) -> tuple[Intervention, ...]:
+        """What is done to which module of this rank, in order, and why."""
+        return tuple(interventions(self))
+
+    def step_shape(
+        self,
+        rows: int,
+        tokens: int,
+        micro_batches: int,
+        *,
+        loss_chunks: int | None = None,
+        reduce_bytes: int | None = None,
+    ) -> StepShape:
+        """One step of [rows, tokens] micro batches: what its calls and its bytes are computed from."""
+        layout, own_tokens = self.layout, tokens // self.layout.cp
+        compute = BYTES[layout.precision]
+        return StepShape(
+            rows=rows,
+            tokens=own_tokens,
+            hidden=self.facts.hidden_size,
+            micro_batches=micro_batches,
+            loss_chunks=chunk_sizes(rows * own_tokens, self.vocabulary, self.facts.hidden_size, loss_chunks),
+            compute_bytes=compute,
+            master_bytes=max(compute, 4),
+            reduce_bytes=reduce_bytes or max(compute, 4),
+            zero=layout.zero,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=Recompute(layout.recompute),
+        )
+
+    def calls(self, shape: StepShape) -> tuple[Call, ...]:
+        """Every collective of one optimizer step on this rank."""
+        return tuple(calls(self, shape))
+
+    def bytes(self, shape: StepShape) -> StepBytes:
+        """What one optimizer step needs of this rank's memory."""
+        return step_bytes(self, shape)
+
+
+def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
+    """The plan of `layout` for `rank`; `layout` is resolved: it says its world.
+
+    Raises `UserError`, with the arithmetic, where the layout does not fit the model.
+    """
+    partition = facts.partition
+    legality.refuse(legality.violations(layout, limits_of(facts)))
+    shards = shard_specs(facts, layout)
+    stages = stage_plan(facts, layout)
+    pp_ranks = {name: stages.holders(name) for name in shards}
+    method = _cp_method(facts, layout)
+    tied = f"{facts.anatomy.embedding}.weight"
+    grid = RankGrid(
+        layout,
+        kv_copies=kv_copies(facts, layout.tp),
+        has_experts=bool(facts.experts),
+        embedding_ranks=pp_ranks[tied] if facts.anatomy.tied else (),
+        ulysses=method.ulysses if method else 1,
+    )
+    sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else {}
+    own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
+    return ParallelPlan(facts, layout, rank, grid, shards, stages, pp_ranks, own, method)
+
+
+def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod | None:
+    """How the ranks of cp attend, by the attention with the fewest heads."""
+    if layout.cp == 1:
+        return None
+    of_rank = [_on_tp_rank(shape, layout.tp) for shape in facts.attends.values()]
+    query, kv = min(shape.query for shape in of_rank), min(shape.kv for shape in of_rank)
+    return heads.context_method(layout.cp_method, layout.cp, query, kv)
+
+
+def _on_tp_rank(shape: AttentionShape, tp: int) -> AttentionShape:
+    return replace(shape, query=shape.query // tp, kv=max(1, shape.kv // tp))
+
+
+def _inside(module: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if is_within(name, [module]))
+
+
+def _padded(shape: tuple[int, ...], shards: int) -> int:
+    rows, rest = shape[0], prod(shape[1:])
+    return -(-rows // shards) * shards * rest
+
+
+@lru_cache(maxsize=16)
+def _schedule(layout: Layout, micro_batches: int) -> Schedule:
+    legality.refuse(legality.of_micro_batches(layout, micro_batches))
+    return Schedule.of(layout, micro_batches)

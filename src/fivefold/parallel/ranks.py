@@ -1,0 +1,270 @@
+"""The ranks of a layout as arithmetic: where a rank stands, who is in its groups, which part of everything it has.
+
+No torch and no tensors of the world: a grid of 16,384 ranks costs as much as one of two. The world is its ranks in
+order, with the axes of `MESH_AXES`, the last one innermost. Along an axis, neighbours of a group are a fixed `stride`
+apart, so that size and stride say everything. In `pp2.shard2.tp2`, of 8 ranks:
+
+    axis       size  stride  the group of rank 5
+    pp         2     4       1, 5
+    dp_shard   2     2       5, 7
+    tp         2     1       4, 5
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from fivefold.core.layout import Layout
+
+Blocks = tuple[tuple[int, int], ...]  # [start, stop) of tokens of a row, in the order that a rank holds them
+Tokens = tuple[Blocks, ...]  # of every rank of a ring
+Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to
+APART = ("tp_kv", "pp_ends")  # axes with a group of their own even where it spans the world
+
+
+@dataclass(frozen=True)
+class RankCoords:
+    """Where a rank stands: its index on each axis of the mesh."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Which part of a parameter a rank has: `part` of those that its blocks go to, and of that, along dimension 0,
+    FSDP's shard `row` of `rows`."""
+
+    part: int
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The groups of an axis: `size` ranks each, `stride` apart."""
+
+    size: int
+    stride: int
+
+    def index(self, rank: int) -> int:
+        """The place of a rank in its group."""
+        return rank // self.stride % self.size
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of `rank`, itself included, in order."""
+        first = rank - self.index(rank) * self.stride
+        return tuple(range(first, first + self.size * self.stride, self.stride))
+
+    def groups(self, world: int) -> Iterator[tuple[int, ...]]:
+        """Every group in a world of so many ranks, once."""
+        return (self.members(rank) for rank in range(world) if self.index(rank) == 0)
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks of a layout, and what a model adds to them.
+
+    `kv_copies`: neighbouring tp ranks that share the same key/value heads. `has_experts`: the model has some.
+    `embedding_ranks`: the pipeline ranks that hold a tied embedding. `ulysses`: neighbours within cp that deal out
+    heads; the other ranks of cp are rings.
+    """
+
+    layout: Layout
+    kv_copies: int = 1
+    has_experts: bool = False
+    embedding_ranks: tuple[int, ...] = ()
+    ulysses: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    # ---- one rank ----------------------------------------------------------------------------------------------------
+
+    def coords(self, rank: int) -> RankCoords:
+        """Where `rank` of the world stands."""
+        at, layout = rank, self.layout
+        at, tp = divmod(at, layout.tp)
+        at, cp = divmod(at, layout.cp)
+        at, dp_shard = divmod(at, layout.dp_shard)
+        pp, dp_replicate = divmod(at, layout.dp_replicate)
+        return RankCoords(pp, dp_replicate, dp_shard, cp, tp)
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `layout.data_ranks` shares of the rows a rank reads."""
+        coords = self.coords(rank)
+        return coords.dp_replicate * self.layout.dp_shard + coords.dp_shard
+
+    def is_first_of_row(self, rank: int) -> bool:
+        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
+        coords = self.coords(rank)
+        return coords.pp == coords.cp == coords.tp == 0
+
+    # ---- parts of a parameter ----------------------------------------------------------------------------------------
+
+    def shard_index(self, rank: int, over: Over) -> ShardIndex:
+        """Which part a rank has of a parameter whose blocks go to the ranks of `over`.
+
+        The ranks of `ep` are consecutive in the order (dp_shard, cp, tp), and FSDP shards over the rest. With
+        `expert_tp`, tp is the innermost index. Under `shard4.tp2.ep4`, rank 5 has experts' part 1 (5 % 4), and row 1
+        of 2 of that.
+        """
+        layout = self.layout
+        inner = rank % (self.fsdp_size * layout.tp)  # within one copy of one stage
+        if over == "tp":
+            return ShardIndex(inner % layout.tp, inner // layout.tp, self.fsdp_size)
+        row, part = divmod(inner, layout.ep * layout.etp)
+        return ShardIndex(part, row, layout.expert_shards)
+
+    @property
+    def fsdp_size(self) -> int:
+        """The ranks that FSDP shards over: dp_shard x cp."""
+        return self.layout.dp_shard * self.layout.cp
+
+    def fsdp_shards(self, over: Over) -> int:
+        """How many ranks FSDP shards such a parameter over."""
+        return self.axes[self.fsdp_axis(over)].size
+
+    def fsdp_axis(self, over: Over) -> str:
+        """The axis that FSDP shards such a parameter over."""
+        return "ep_shard" if over == "ep" and self.experts_apart else "dp_shard"
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether experts are sharded over other ranks than all else is."""
+        return self.has_experts and (self.layout.ep > 1 or self.layout.etp != self.layout.tp)
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def axes(self) -> dict[str, Axis]:
+        """Every axis that has groups: those of several ranks, and `dp_shard` (with cp) and `ep_shard` always.
+
+        `pp_ends` is not among them: see `members`.
+        """
+        layout = self.layout
+        tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
+        replica = shard * cp * tp  # ranks of one copy of one stage
+        found = {
+            "pp": Axis(layout.pp, layout.dp_replicate * replica),
+            "dp_replicate": Axis(layout.dp_replicate, replica),
+            "cp": Axis(cp, tp),
+            "tp": Axis(tp, 1),
+            "tp_kv": Axis(self.kv_copies, 1),
+        }
+        if 1 < self.ulysses < cp:
+            found |= {"cp_ring": Axis(cp // self.ulysses, tp * self.ulysses), "cp_ulysses": Axis(self.ulysses, tp)}
+        if self.experts_apart:
+            found["ep"] = Axis(layout.ep, layout.etp)
+        found = {name: axis for name, axis in found.items() if axis.size > 1}
+        found["dp_shard"] = Axis(shard * cp, tp)
+        if self.experts_apart:
+            found["ep_shard"] = Axis(layout.expert_shards, layout.ep * layout.etp)
+        return found
+
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        """The axes that have groups, in the order in which these are made."""
+        return (*self.axes, *(("pp_ends",) if len(self.embedding_ranks) > 1 else ()))
+
+    def members(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of `rank` along an axis; none where it is in no group of it.
+
+        The group of `pp_ends` holds the ranks of a tied embedding: of `pp4.tp2`, with stages 0 and 3, rank 1 and 7.
+        """
+        if axis != "pp_ends":
+            return self.axes[axis].members(rank)
+        of_stage = self.world // self.layout.pp
+        stage, rest = divmod(rank, of_stage)
+        return tuple(pp * of_stage + rest for pp in self.embedding_ranks) if stage in self.embedding_ranks else ()
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """Every group of an axis, once."""
+        if axis != "pp_ends":
+            return self.axes[axis].groups(self.world)
+        of_stage = self.world // self.layout.pp
+        return (self.members(axis, self.embedding_ranks[0] * of_stage + rest) for rest in range(of_stage))
+
+    def spans_world(self, axis: str) -> bool:
+        """Whether the one group of an axis is the whole world: then it is the world's own group."""
+        return self.world > 1 and axis not in APART and self.axes[axis].size == self.world
+
+    # ---- tokens of a row ---------------------------------------------------------------------------------------------
+
+    def tokens(self, rank: int, length: int, *, sequence_parallel: bool) -> Blocks:
+        """The tokens of a row of `length` whose hidden states a rank has."""
+        coords, layout = self.coords(rank), self.layout
+        return row_blocks(length, layout.cp, coords.cp, *((layout.tp, coords.tp) if sequence_parallel else ()))
+
+
+def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0) -> Blocks:
+    """The tokens of a row of `length` that a rank has, in its order: the one description that runtime and proof read.
+
+    Rank r of cp has chunks r and 2 cp - 1 - r of the 2 cp equal chunks of a row, so that causal attention is equal work
+    for all: of 16 tokens over two ranks, the first has (0, 4) and (12, 16). With sequence parallelism the ranks of `tp`
+    have equal parts of what their rank of `cp` has, in order.
+    """
+    share, chunk, mirrored = length // (cp * tp), length // (2 * cp), 2 * cp - 1 - cp_rank
+    chunks = [(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
+    own = joined(chunks) if cp > 1 else ((0, length),)
+    return narrowed(own, tp_rank * share, (tp_rank + 1) * share)
+
+
+def joined(blocks: Iterable[tuple[int, int]]) -> Blocks:
+    """Neighbouring blocks as one, empty ones dropped."""
+    found: list[tuple[int, int]] = []
+    for start, stop in blocks:
+        if start == stop:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
+    """Places [first, last) of the tokens that the blocks hold one after the other."""
+    found, at = [], 0
+    for start, stop in blocks:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return tuple(found)
+
+
+# ---- what a ring sends -----------------------------------------------------------------------------------------------
+
+
+def ring_keys(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
+    """Of how many tokens a rank of a ring sends keys and values, and receives them, for its part `step`, from 1."""
+    size = len(tokens)
+    return carried(tokens, (rank + step - 1) % size, step), carried(tokens, (rank + step) % size, step)
+
+
+def ring_gradients(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
+    """Of how many tokens gradients of part `step` are sent home, and received: of those that were seen."""
+    size = len(tokens)
+    owner, user = (rank + step) % size, (rank - step) % size
+    return seen(tokens[rank], tokens[owner]), seen(tokens[user], tokens[rank])
+
+
+def seen(queries: Blocks, keys: Blocks) -> int:
+    """How many of the tokens of `keys`, from the first, some query may see: those before the last block of `queries`.
+
+    Of documents and windows nothing is asked: how much travels is to be known before them.
+    """
+    last = queries[-1][0]
+    return sum(max(0, min(stop, last) - start) for start, stop in keys)
+
+
+def carried(tokens: Tokens, owner: int, step: int) -> int:
+    """How many of its tokens leave for the rank `step` before `owner`: what that one and those after it see."""
+    size = len(tokens)
+    return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))

@@ -1,0 +1,128 @@
+"""What every parameter becomes: its shard by its role under tensor parallelism, and by experts. No torch.
+
+`sharding.py` says what a shard is; here is which one a parameter gets, and which gradients ranks hold only in part.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+from fivefold.core import heads
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.models.facts import Experts, FeatureGroups, ModelFacts, Partition
+from fivefold.parallel.expert_features import feature_splits
+from fivefold.parallel.ranks import joined
+from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whole
+
+
+def shard_specs(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
+    """The shard of every parameter, in the model's order. `layout` is legal for the model."""
+    return _by_role(facts, layout.tp) | _of_experts(facts, layout)
+
+
+# ---- by role ---------------------------------------------------------------------------------------------------------
+
+
+def _by_role(facts: ModelFacts, tp: int) -> dict[str, ShardSpec]:
+    shapes, partition = {name: each.shape for name, each in facts.parameters.items()}, facts.partition
+    if tp == 1:
+        return {name: whole(name, shape, 1) for name, shape in shapes.items()}
+    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
+
+
+def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
+    role = partition.roles[name]
+    if role.dim is None:
+        return whole(name, shape, tp)
+    if role.deal is None:
+        return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
+    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, tp))
+
+
+def dealt(deal: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
+    """The blocks of features that each tp rank holds, in their global order, neighbours joined.
+
+    A rank has an equal number of whole query heads and the key/value heads that these attend to.
+    """
+    return tuple(joined(_blocks(deal, rank, tp)) or ((0, 0),) for rank in range(tp))
+
+
+def _counted(deal: FeatureGroups) -> tuple[int, int]:
+    """The query and key/value heads whose features are dealt."""
+    query, kv = (max((part.index + 1 for part in deal if part.owner == owner), default=0) for owner in ("query", "kv"))
+    return query, kv
+
+
+def _blocks(deal: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
+    query, kv = _counted(deal)
+    copies = heads.kv_copies(kv, tp) if kv else 1
+    mine = {
+        "query": range(rank * query // tp, (rank + 1) * query // tp),
+        "kv": range(rank // copies * kv * copies // tp, (rank // copies + 1) * kv * copies // tp),
+    }
+    for part in deal:
+        if part.owner == "even":
+            start, stop = split_even((part.stop - part.start) // part.unit, tp)[rank]
+            yield part.start + start * part.unit, part.start + stop * part.unit
+        elif part.index in mine[part.owner]:
+            yield part.start, part.stop
+
+
+def kv_copies(facts: ModelFacts, tp: int) -> int:
+    """How many tp ranks share each key/value head. Raises `UserError` where layers differ in that."""
+    kinds = [kv for _, kv in facts.partition.heads] if tp > 1 else []
+    if len({heads.kv_copies(kv, tp) for kv in kinds}) > 1:
+        raise UserError(
+            f"tp={tp} is more than the {min(kinds)} key/value heads that some layers of {facts.model_class} have, and "
+            "others have more",
+            fix=f"use tp {min(kinds)} or less",
+        )
+    return heads.kv_copies(kinds[0], tp) if kinds else 1
+
+
+def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
+    """Parameters whose gradient on a rank covers only its tokens or heads -> the axis over which it is summed.
+
+    Losing one of these sums leaves logits and loss exact: only gradients and replicas show it.
+    """
+    sums = {}
+    for name, spec in specs.items():
+        kind = partition.roles[name].kind
+        if spec.splits and spec.replicas > 1:
+            sums[name] = "tp_kv"
+        elif kind in ("local", "latent", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
+            sums[name] = "tp"
+    return sums
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _of_experts(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
+    """The experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too."""
+    ep, pieces = layout.ep, layout.etp
+    specs = {}
+    for each in facts.experts:
+        shapes = _shapes(facts, each)
+        features = feature_splits(each, shapes, pieces) if pieces > 1 else {}
+        for leaf, shape in shapes.items():
+            name = f"{each.name}.{leaf}"
+            splits = [Split(0, tuple((block,) for block in split_even(shape[0], ep)))]
+            splits += [features[leaf]] if leaf in features else []
+            specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")
+    return specs
+
+
+def _shapes(facts: ModelFacts, experts: Experts) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of a module of experts, by their names in it."""
+    inside = f"{experts.name}."
+    return {name.removeprefix(inside): p.shape for name, p in facts.parameters.items() if name.startswith(inside)}
+
+
+def _crossed(splits: Sequence[Split]) -> tuple[Split, ...]:
+    """The cuts of several dimensions as those of their pairs, the last one's parts innermost."""
+    sizes = [len(split.blocks) for split in splits]
+    places = list(product(*map(range, sizes)))
+    return tuple(
+        Split(split.dim, tuple(split.blocks[place[at]] for place in places)) for at, split in enumerate(splits)
+    )

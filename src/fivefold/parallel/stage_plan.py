@@ -1,0 +1,69 @@
+"""Which layers every pipeline rank has, and where everything around them runs. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import balanced
+from fivefold.models.facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where every module with parameters of its own runs. Without a pipeline: all of them in the one stage of rank 0.
+
+    `splits`: layers of each stage, first and past the last. `places`: module -> the stages that it is part of.
+    """
+
+    layout: Layout
+    layers: tuple[str, ...]
+    splits: tuple[tuple[int, int], ...]
+    places: Mapping[str, tuple[int, ...]]
+
+    @property
+    def count(self) -> int:
+        return len(self.splits)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank of a stage."""
+        return self.layout.schedule.rank_of(stage, self.layout.pp)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank."""
+        return tuple(stage for stage in range(self.count) if self.rank_of(stage) == rank)
+
+    def layers_of(self, rank: int) -> tuple[str, ...]:
+        """The layers of a pipeline rank."""
+        return tuple(layer for stage in self.stages_of(rank) for layer in self.layers[slice(*self.splits[stage])])
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The pipeline ranks that hold a parameter; of a tied embedding there may be two."""
+        if self.layout.pp == 1:
+            return (0,)
+        owner = max((each for each in self.places if name.startswith(f"{each}.")), key=len)
+        return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.places[owner]))
+
+
+def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:
+    """The model in the stages of `layout`, which is legal for it."""
+    anatomy = facts.anatomy
+    if layout.pp == 1:
+        return StagePlan(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
+    count = layout.stages
+    splits = tuple(pairwise(accumulate(_split(facts, layout, count), initial=0)))
+    places: dict[str, tuple[int, ...]] = {}
+    for stage, (first, last) in enumerate(splits):
+        places |= dict.fromkeys(anatomy.layers[first:last], (stage,))
+    first_too = (count - 1,) if anatomy.tied else ()
+    places |= dict.fromkeys(facts.before, (0,)) | dict.fromkeys((*facts.after, anatomy.head), (count - 1,))
+    places[anatomy.embedding] = (0, *first_too)
+    return StagePlan(layout, anatomy.layers, splits, places)
+
+
+def _split(facts: ModelFacts, layout: Layout, count: int) -> tuple[int, ...]:
+    """Layers of each stage; `auto`: by what a token is multiplied with in them, and in the head."""
+    if layout.split is not None:
+        return layout.split
+    costs = tuple(float(cost.active) for cost in facts.layer_costs)
+    return balanced(costs, count, last=float(facts.head_cost))

@@ -1,0 +1,53 @@
+"""A parallelized model, live: its plan, and the groups and objects of this rank that realise it.
+
+`parallelize` leaves it at `model.fivefold`. What a layout is says the plan; here is what runs.
+"""
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+
+from fivefold.models.sources import TensorSource
+from fivefold.parallel import balance as balancing
+from fivefold.parallel import context, expert, pipeline, tensor
+from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.guard import Guard
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """One parallelized model on this rank."""
+
+    plan: ParallelPlan
+    mesh: Mesh
+    tensor: tensor.TensorParallel | None
+    context: context.ContextParallel | None
+    experts: expert.ExpertParallel
+    pipeline: pipeline.Pipeline | None  # None without pipeline parallelism
+    reduce_dtype: torch.dtype
+    balance: balancing.Balance | None  # of routers
+    compiled: Compiled | None = None  # None where blocks run as they are
+    guard: Guard = field(default_factory=Guard)
+
+
+def state_of(model: nn.Module) -> ParallelState:
+    """The record of a parallelized model."""
+    return cast(ParallelState, model.fivefold)
+
+
+def fill(model: nn.Module, source: TensorSource) -> None:
+    """Overwrite every parameter with this rank's part of `source`, and what routers keep, reading nothing else."""
+    state = state_of(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shard = local(parameter)
+            for global_region, local_region in state.plan.regions(name):
+                shard[local_region].copy_(source.read(name, global_region))
+        for name, buffer in model.named_buffers():
+            if name in state.plan.buffers:
+                buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))

@@ -1,0 +1,79 @@
+"""How often FSDP gathers the parameters of a unit in a step, and reduces its gradients. No torch.
+
+| zero | parameters gathered | gradients reduced |
+| ---- | ------------------- | ----------------- |
+| 1    | once a step         | once a step       |
+| 2    | once a step         | per micro batch   |
+| 3    | twice a micro batch (forward, backward) | per micro batch |
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fivefold.core.schedule import Slot
+
+
+@dataclass(frozen=True)
+class Unshards:
+    """Of one unit in a step: gathers in forward and in backward passes, and reductions."""
+
+    forward: int
+    backward: int
+    reductions: int
+
+
+def of_micro_batches(units: Sequence[str], micro_batches: int, zero: int) -> dict[str, Unshards]:
+    """The table at the top: of micro batches one after the other, each through the whole model."""
+    reductions = 1 if zero == 1 else micro_batches
+    if zero < 3:
+        return {name: Unshards(1, 0, reductions) for name in units}
+    return {name: Unshards(micro_batches, micro_batches if name else 0, reductions) for name in units}
+
+
+def of_slots(
+    order: Sequence[Slot], users: Mapping[str, frozenset[int]], micro_batches: int, own: Sequence[int], zero: int
+) -> dict[str, Unshards]:
+    """Of a pipeline rank, whose slots come in `order`. `users`: unit -> its stages here; `own`: all stages here.
+
+    The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.
+    """
+    progress, gathered = Progress(micro_batches, own, zero), set[str]()
+    forward, backward, reductions = Counter[str](), Counter[str](), Counter[str]()
+    for slot in order:
+        progress.note(slot)
+        for name, stages in users.items():
+            reductions[name] += progress.reduces(slot, stages)
+            if slot.kind != "W" and (name == "" or slot.stage in stages):
+                (forward if slot.kind == "F" else backward)[name] += name not in gathered
+                stays = zero < 3 or (name == "" and slot.kind == "F")
+                (gathered.add if stays else gathered.discard)(name)
+    return {name: Unshards(forward[name], backward[name], reductions[name]) for name in users}
+
+
+class Progress:
+    """Which backwards of this rank are still to come, and after which one FSDP reduces a unit.
+
+    ZeRO-1 reduces a unit once, after its last backward. ZeRO-2 and 3 reduce after every backward, except (a) while
+    gradients of weights are still put off, and (b) where several stages of this rank share the unit.
+    """
+
+    def __init__(self, micro_batches: int, own: Sequence[int], zero: int) -> None:
+        self._zero = zero
+        self._left = dict.fromkeys(own, micro_batches)
+        self._waiting = Counter[int]()
+
+    def note(self, slot: Slot) -> None:
+        """A backward, or a part of one, is done."""
+        self._waiting[slot.stage] += {"I": 1, "W": -1}.get(slot.kind, 0)
+        self._left[slot.stage] -= slot.kind in "BW"
+
+    def is_last(self, users: frozenset[int]) -> bool:
+        """Whether no backward is left in the stages that give to a unit."""
+        return not any(self._left[stage] for stage in users)
+
+    def reduces(self, slot: Slot, users: frozenset[int]) -> bool:
+        """Whether the unit to which `users` give is reduced now, after `slot` was noted."""
+        if slot.stage not in users or slot.kind not in "BW":
+            return False
+        return self.is_last(users) or (self._zero > 1 and len(users) == 1 and not self._waiting[slot.stage])

@@ -1,0 +1,220 @@
+"""The plan of a layout as a value: what it says of any rank of any world, from facts that JSON can hold."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import TYPICAL, Slot
+from fivefold.models import discover
+from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of, facts_of_deep
+from fivefold.models.facts import ModelFacts
+from fivefold.models.facts_store import read_facts, write_facts
+from fivefold.parallel.collectives import summed
+from fivefold.parallel.plan import ParallelPlan, lower
+from tests.parity import Case, hf_config, reference_model
+
+GIB = 2**30
+
+
+def facts(family: str = "llama", **overrides: Any) -> ModelFacts:
+    return facts_of(build_meta(hf_config(Case("single", family, overrides=tuple(overrides.items())))))
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "deepseek_v3", "olmo2"])
+def test_facts_are_text_and_back(family: str) -> None:
+    found = facts(family)
+    assert ModelFacts.from_json(found.to_json()) == found
+    assert list(ModelFacts.from_json(found.to_json()).partition.roles) == list(found.parameters)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+def test_more_layers_that_are_alike_are_facts_of_the_deeper_model(family: str) -> None:
+    """As all of them traced."""
+    deep = build_meta(hf_config(Case("single", family, overrides=(("num_hidden_layers", 5),))))
+    assert facts_of_deep(deep) == discover._found(deep)
+    two = facts_of(build_meta(hf_config(Case("single", family, overrides=(("num_hidden_layers", 2),)))))
+    assert two.with_layers(facts_of(deep).anatomy.layers) == facts_of(deep)
+
+
+def test_layers_that_differ_are_not_repeated() -> None:
+    found = facts("deepseek_v3")  # the first layer has no experts
+    with pytest.raises(ValueError, match="layers differ"):
+        found.with_layers([*found.anatomy.layers, "model.layers.9"])
+
+
+def test_kept_facts_are_read_and_a_damaged_file_is_not(tmp_path: Path) -> None:
+    file, found = tmp_path / "facts" / "key.json", facts()
+    assert read_facts(file) is None
+    write_facts(file, found)
+    assert read_facts(file) == found
+    text = file.read_text()
+    for damaged in (text.replace('"hidden_size":32', '"hidden_size":64'), text[: len(text) // 2], "", "{}\n{}", "\x00"):
+        file.write_text(damaged)
+        assert read_facts(file) is None
+
+
+def test_a_second_start_does_not_trace_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    monkeypatch.setattr(discover, "_KNOWN", {})
+    first = facts()
+    monkeypatch.setattr(discover, "_KNOWN", {})
+    monkeypatch.setattr(discover, "trace", lambda *_: pytest.fail("traced again"))
+    assert facts() == first
+
+
+def test_facts_depend_on_config_class_and_what_is_trained() -> None:
+    model = build_meta(hf_config(Case("single")))
+    keys = {discover._key(model), discover._key(build_meta(hf_config(Case("single", "qwen2"))))}
+    model.model.embed_tokens.weight.requires_grad_(False)
+    keys.add(discover._key(model))
+    model.config.rope_parameters = dict(model.config.rope_parameters) | {"rope_theta": 5.0}
+    keys.add(discover._key(model))
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "phi3"])
+def test_saved_activations_are_those_of_a_real_forward(family: str) -> None:
+    """Numbers that a layer of the reference keeps, each tensor once; its attention keeps no scores."""
+    case = Case("single", family)
+    found = facts(family)
+    model = reference_model(case, torch.float32).train()
+    tokens, kept = 24, dict[int, int]()
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() >= tokens and tokens in x.shape and not isinstance(x, nn.Parameter):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+        return x
+
+    held = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: held.append(sum(kept.values())))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        model.model(input_ids=torch.arange(tokens).unsqueeze(0), use_cache=False)
+    measured = (held[1] - held[0]) / tokens
+    expected = found.layer_costs[0].saved.on_rank(1, sequence_parallel=False)
+    assert abs(expected - measured) <= 0.1 * measured, (expected, measured)
+
+
+# ---- any rank of any world -------------------------------------------------------------------------------------------
+
+SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def plans(layout: str, found: ModelFacts) -> list[ParallelPlan]:
+    parsed = Layout.parse(layout)
+    return [lower(found, parsed, rank) for rank in range(parsed.world)]
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2.shard2.tp2", "pp2.tp2+zb", "shard3.cp2.tp2", "tp8+nosp"])
+def test_the_parts_of_all_ranks_are_the_model(layout: str) -> None:
+    """Each number of every parameter is owned once, and plans of the ranks agree on who holds what."""
+    found = facts(**SIZES)
+    of_ranks = plans(layout, found)
+    owned = 0
+    for plan in of_ranks:
+        for name in found.parameters:
+            assert plan.regions(name) == of_ranks[0].regions(name, plan.rank)
+            owned += plan.held_bytes(name, 1) if plan.is_owner(name) else 0
+    assert owned == found.size
+    assert {plan.data_rank for plan in of_ranks} == set(range(of_ranks[0].layout.data_ranks))
+    firsts = sum(plan.is_first_of_row for plan in of_ranks)
+    assert firsts == of_ranks[0].layout.data_ranks
+
+
+def test_what_one_rank_sends_another_receives() -> None:
+    of_ranks = plans("pp4.cp4+ring", facts(**SIZES))
+    sums: dict[tuple[str, str], int] = {}
+    for plan in of_ranks:
+        for each in summed(plan.calls(plan.step_shape(1, 64, 8))):
+            sums[each.axis, each.kind] = sums.get((each.axis, each.kind), 0) + each.bytes
+    assert sums["pp", "send"] == sums["pp", "recv"] > 0
+    assert sums["cp", "send"] == sums["cp", "recv"] > 0
+
+
+def test_bytes_of_a_step() -> None:
+    """ZeRO-3 divides parameters, gradients and state; recompute leaves a layer's input of every layer but one."""
+    found = facts(**SIZES)
+    whole, shards = (lower(found, Layout.parse(text), 0) for text in ("single+fp32", "shard4+fp32"))
+    one = whole.bytes(whole.step_shape(1, 64, 1))
+    part = shards.bytes(shards.step_shape(1, 64, 1))
+    assert one.parameters == one.gradients == 4 * found.size and one.optimizer == 2 * one.parameters
+    assert one.parameters / 4 <= part.parameters < one.parameters / 3
+    every = lower(found, Layout.parse("shard4+fp32+zero1"), 0)
+    kept_whole = every.bytes(every.step_shape(1, 64, 2))
+    assert part.gathered < kept_whole.gathered and part.unreduced < kept_whole.unreduced
+    full = lower(found, Layout.parse("single+fp32+full"), 0)
+    kept = full.bytes(full.step_shape(1, 64, 1)).saved
+    least = 64 * found.hidden_size * 4
+    assert sorted(kept.values())[:-1] == [least] * 3
+    assert sum(kept.values()) < sum(one.saved.values())
+    half = lower(found, Layout.parse("tp2+fp32"), 0)
+    assert sum(half.bytes(half.step_shape(1, 64, 1)).saved.values()) < sum(one.saved.values())
+
+
+def test_a_stage_takes_as_long_as_its_layers_cost() -> None:
+    plan = lower(facts(**SIZES), Layout.parse("pp2+split1-3"), 0)
+    short, long = (plan.slot_duration(Slot(stage, "F", 0)) for stage in (0, 1))
+    assert long > 3 * short and (short + long) / 2 == pytest.approx(TYPICAL["F"])
+    assert plan.slot_duration(Slot(1, "B", 0)) == 2 * long
+
+
+def test_refusals_say_what_fits() -> None:
+    found = facts(**SIZES)
+    for layout, said in (("tp3", "tp=3 does not fit"), ("pp8", "the model has 4 layers"), ("shard2.ep2", "no experts")):
+        with pytest.raises(UserError, match=said):
+            lower(found, Layout.parse(layout), 0)
+    with pytest.raises(UserError, match="layer 1 is given more, and a stage is sent no more"):
+        lower(replace(found, carried="layer 1 is given more"), Layout.parse("pp2"), 0)
+
+
+# ---- 405B on 16,384 ranks --------------------------------------------------------------------------------------------
+
+LARGE = LlamaConfig(
+    hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128, num_key_value_heads=8,
+    head_dim=128, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+ASK = """
+import resource, sys, time
+start = time.process_time()
+from fivefold.doctor.plan import examine
+report = examine({folder!r}, layout={layout!r}, rank={rank})
+took, kib = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert report.rows and "torch" not in sys.modules
+print(took, kib)
+"""
+
+
+@pytest.mark.parametrize("layout", ["dp8.shard16.cp8.tp8.pp2+full", "shard128.tp8.pp16+interleaved+v7"])
+def test_a_rank_of_16384_is_planned_in_two_seconds_and_a_gibibyte(layout: str, tmp_path: Path) -> None:
+    """In seconds of the CPU, and without torch, once its facts are kept."""
+    LARGE.save_pretrained(tmp_path / "model")
+    assert Layout.parse(layout).world == 16384
+    ask = [sys.executable, "-c", ASK.format(folder=str(tmp_path / "model"), layout=layout, rank=9876)]
+    env = os.environ | {"FIVEFOLD_CACHE": str(tmp_path / "cache")}
+    subprocess.run([*ask[:2], ask[2].replace('and "torch" not in sys.modules', "")], env=env, check=True)
+    done = subprocess.run(ask, env=env, check=True, capture_output=True, text=True)
+    seconds, kib = map(float, done.stdout.split())
+    assert seconds < 2 and kib * 1024 < GIB
+
+
+def test_the_plan_is_plain_data() -> None:
+    """Calls and interventions have nothing that JSON does not."""
+    plan = lower(facts("mixtral"), Layout.parse("shard2.tp2.ep2"), 3)
+    for each in (*plan.calls(plan.step_shape(1, 64, 2)), *plan.interventions):
+        assert json.loads(json.dumps(vars(each))) == vars(each)
