@@ -1,7 +1,7 @@
 """Every causal language model of `transformers`, tried: right, refused and why, WRONG or a CRASH. Docs: docs/models.md.
 
     python benchmarks/models.py                            all classes in one process
-    python benchmarks/models.py --layouts tp2,pp2,cp2,shard2.ep2  those that are right, spread over two processes as well
+    python benchmarks/models.py --layouts tp2,pp2,cp2,shard2.ep2  those that are right, over two processes as well
     python benchmarks/models.py --switches                 and every boolean of their configs the other way, once
     python benchmarks/models.py --classes LlamaForCausalLM,OPTForCausalLM --again
 

@@ -19,7 +19,7 @@ from fivefold.launch import worker
 from fivefold.launch.world import World
 from tests.pool import run_ranks
 
-STARTERS = ("fivefold.launch.local", "fivefold.generation.launch")
+STARTERS = ("fivefold.training.launch", "fivefold.generation.launch")
 
 
 def fivefold(arguments: Sequence[str], folder: Path) -> str:

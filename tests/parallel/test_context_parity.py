@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.checkpoint import newest
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients
-from tests.checkpoint.ranks import load_and_train, train_and_save
-from tests.checkpoint.test_reshard import equal
-from tests.checkpoint.test_reshard import whole as whole_state
 from tests.generation.ranks import continue_greedily
 from tests.generation.test_decode import hf_greedy
 from tests.parallel.test_parity import case_id, run
@@ -29,7 +25,6 @@ from tests.parity import (
     build,
     documents,
     gathered,
-    gradient_error,
     hf_config,
     pieces,
     reference_model,
@@ -50,14 +45,6 @@ CASES = [
 def test_layout_equals_one_process(case: Case) -> None:
     found, expected, per_rank = run(case)
     assert_proved(found, expected, per_rank)
-
-
-@pytest.mark.campaign  # as tests/parallel/test_parity.py has it under tp and FSDP
-def test_loss_follows_for_twenty_steps_in_fp32() -> None:
-    found, expected, _ = run(Case("cp4+2x2+mb8+fp32", steps=20))
-    assert gradient_error(found, expected)[0] <= 1e-5
-    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
 # ---- what must not matter --------------------------------------------------------------------------------------------
@@ -179,21 +166,3 @@ def test_a_run_evaluates_and_samples_as_on_one_process(tmp_path: Path) -> None:
         columns[name] = [row[key] for row in bodies.metrics(tree) for key in keys if key in row]
     assert len(columns["one"]) == 11
     assert columns["cp"] == pytest.approx(columns["one"], rel=2e-6)
-
-
-@pytest.mark.campaign  # the matrix saves and loads beside its steps
-def test_a_checkpoint_goes_from_layout_to_layout_bit_for_bit(tmp_path: Path) -> None:
-    """Saved under cp2, loaded under shard2 and one process; and back."""
-    layouts = [f"{layout}+fp64" for layout in ("cp2", "shard2+zero1", "single")]
-    saved = {}
-    for layout in layouts:
-        (tmp_path / layout).mkdir()
-        states = run_ranks(Case(layout).parsed.world, train_and_save, Case(layout), tmp_path / layout, 2, 1)
-        saved[layout] = newest(tmp_path / layout), whole_state(states), states[0].losses
-    for layout in layouts:
-        per_rank = run_ranks(
-            Case(layout).parsed.world, load_and_train, Case(layout), [folder for folder, *_ in saved.values()], 1
-        )
-        for (wrote, (_, state, losses)), states in zip(saved.items(), zip(*per_rank, strict=True), strict=True):
-            assert equal(whole_state(list(states)), state), f"{wrote} under {layout}"
-            np.testing.assert_allclose(states[0].losses, losses, rtol=1e-10, err_msg=f"{wrote} under {layout}")

@@ -5,11 +5,9 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,6 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
 from fivefold.report.slices import slice_map
-from tests.checkpoint.ranks import load_and_save, train_and_save
-from tests.checkpoint.test_reshard import equal, whole
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, build, hf_config, reference_model, refusal
 from tests.pool import run_ranks
@@ -40,24 +36,6 @@ THREE = Case("tp3+etp+mb8+fp64", "mixtral", rows=ROWS, steps=2, kv_heads=3, over
 def test_three_ranks_equal_one_process() -> None:
     found, expected, per_rank = run(THREE)
     assert_proved(found, expected, per_rank)
-
-
-WAY = ("shard2.tp2.ep2+etp", "shard4.ep4", "tp2+etp", "tp2.ep2", "single")
-
-
-@pytest.mark.campaign  # the matrix saves and loads beside its steps
-def test_a_checkpoint_goes_to_other_cuts_and_back_bit_for_bit(tmp_path: Path) -> None:
-    """With transposed matrices and biases: each layout loads what the one before saved, saves it, and trains on."""
-    case = Case(f"{WAY[0]}+fp64", "gpt_oss")
-    states = run_ranks(4, train_and_save, case, tmp_path / "0", 2, 1)
-    expected, losses = whole(states), states[0].losses
-    assert any(name.endswith("experts.down_proj_bias") and values.any() for name, values in expected.items())
-    for number, text in enumerate(WAY[1:], 1):
-        other = case.with_layout(f"{text}+fp64")
-        before = tmp_path / str(number - 1) / "step-000002"
-        states = run_ranks(other.parsed.world, load_and_save, other, before, tmp_path / str(number), 1)
-        assert equal(whole(states), expected), text
-        np.testing.assert_allclose(states[0].losses, losses, rtol=1e-10, err_msg=text)
 
 
 # ---- who holds what --------------------------------------------------------------------------------------------------

@@ -56,3 +56,10 @@ def test_the_catalogue_is_large_and_mostly_named() -> None:
 def test_every_fault_says_what_it_is() -> None:
     for fault in FAULTS.values():
         assert fault.bug and fault.known and fault.expects, fault.name
+
+
+def test_every_fault_fits_the_program() -> None:
+    """Those that only a campaign plants too: what they replace is there under its name."""
+    for fault in FAULTS.values():
+        with fault.plant():
+            pass

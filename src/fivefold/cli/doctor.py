@@ -28,7 +28,7 @@ def doctor(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, or at a model: what is here, what is missing; or at what a layout makes of a model.
+    """Look at this machine, at a model, or at one rank of a layout.
 
     Example: fivefold doctor llama-3.1-8b --tp 8
     Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
