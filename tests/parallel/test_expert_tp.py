@@ -3,6 +3,8 @@
 17 to 29 features, which no degree divides. (Layouts with `expert_tp` are in the matrix, test_matrix.py.)
 """
 
+import re
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,17 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.legality import ModelLimits, violations
+from fivefold.models import discover
+from fivefold.models.build import build_meta
 from fivefold.models.experts import expert_features, expert_mlp
 from fivefold.models.facts import ORDERS, Experts
 from fivefold.parallel import expert_features as feature_cuts
 from fivefold.parallel.expert_features import feature_splits
+from fivefold.parallel.limits import limits_of
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
 from fivefold.report.slices import slice_map
 from tests.parallel.test_parity import run
-from tests.parity import Case, assert_proved, build, reference_model, refusal
+from tests.parity import Case, assert_proved, build, hf_config, reference_model, refusal
 from tests.pool import run_ranks
 
 ROWS = 8
@@ -111,19 +116,25 @@ def sized(gate_up: Tensor) -> Tensor:
     return gate_up[..., :29].sigmoid() * gate_up[..., 29:]
 
 
+def limits(model: Any) -> ModelLimits:
+    return limits_of(discover._found(model))
+
+
 def test_what_cannot_be_split_is_refused_with_its_reason() -> None:
-    module = experts_of("mixtral")
-    with pytest.raises(UserError, match="an expert has 29 features") as raised:
-        splits_of("layers.0.experts", module, 31)
-    assert raised.value.fix == "use tp 29 or less"
+    """By the facts of the model: 29 features are too few for 31 ranks, and each reason is said of its module."""
+    case = Case("single", "mixtral")
+    model = build_meta(hf_config(case))
+    (found,) = violations(Layout(tp=31, expert_tp=True), replace(limits(model), query=31, kv=31, attended=None))
+    assert "29 features, and they cannot be split over 31" in found.what and found.fix == "use tp 29 or less"
     for gate, reason in ((softmaxed, "makes a feature of is in no order that is known"), (sized, "cannot be tried")):
-        module._apply_gate = gate
-        with pytest.raises(UserError, match=f"features of layers.0.experts cannot be split: .*{reason}"):
-            splits_of("layers.0.experts", module, 2)
-    module = experts_of("mixtral")
-    module.register_parameter("scale", nn.Parameter(torch.ones(12, 1)))
-    with pytest.raises(UserError, match="scale acts on what all features of an expert have made"):
-        splits_of("layers.0.experts", module, 2)
+        for layer in model.model.layers:
+            layer.mlp.experts._apply_gate = gate
+        assert re.search(
+            f"features of model.layers.0.* cannot be split: .*{reason}", limits(model).refusals["expert_tp"]
+        )
+    model = build_meta(hf_config(case))
+    model.model.layers[0].mlp.experts.register_parameter("scale", nn.Parameter(torch.ones(12, 1, device="meta")))
+    assert "scale acts on what all features of an expert have made" in limits(model).refusals["expert_tp"]
 
 
 # ---- classes that no test holds against the model: tried first ------------------------------------------------------

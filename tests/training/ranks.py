@@ -108,7 +108,7 @@ def places(case: Case) -> bool:
     fsdp = coords.dp_shard * layout.cp + coords.cp
     in_mesh = state.mesh.fsdp.get_coordinate()
     assert in_mesh is not None
-    return in_mesh == ([coords.dp_replicate, fsdp] if layout.dp_replicate > 1 else [fsdp])
+    return list(in_mesh) == ([coords.dp_replicate, fsdp] if layout.dp_replicate > 1 else [fsdp])
 
 
 def without_gradients(case: Case, ranks: tuple[int, ...]) -> list[bool]:
