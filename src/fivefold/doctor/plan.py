@@ -48,13 +48,14 @@ class PlanReport(Report[PlanRow]):
         from rich.text import Text
 
         console.print(Text(self.title, style="bold"))
-        for part, rows in groupby(self.rows, key=lambda row: row.part):
+        for part, rows in ((part, list(rows)) for part, rows in groupby(self.rows, key=lambda row: row.part)):
             table = Table(title=part, title_justify="left", title_style="dim", box=None, show_header=False)
-            table.add_column("of", overflow="fold", max_width=34 if console.width < 100 else None)
-            table.add_column("says", overflow="fold")
-            table.add_column("why", overflow="fold", style="dim")
+            longest = max(len(row.of) for row in rows)
+            first = min(longest, console.width * 6 // 10)
+            table.add_column("of", overflow="fold", width=first)
+            table.add_column("says", overflow="fold", max_width=console.width - first - 4)
             for row in rows:
-                table.add_row(*map(Text, (row.of, row.says, row.why)))
+                table.add_row(row.of, Text.assemble(row.says, (f"  {row.why}" if row.why else "", "dim")))
             console.print(table)
         console.print(self.closing, highlight=False)
 

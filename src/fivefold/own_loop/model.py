@@ -1,0 +1,283 @@
+"""`ff.parallelize` and the model it returns."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fivefold.checkpoint.live import export_live
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.launch.world import open_world
+from fivefold.models.sources import TensorSource
+from fivefold.parallel import apply, guard
+from fivefold.parallel.balance import BalanceOptions, configure
+from fivefold.parallel.data import put_in_order, reshard
+from fivefold.parallel.state import ParallelState, state_of
+from fivefold.torch_internals import fsdp_settle_root
+from fivefold.training.batches import Batch, differing
+from fivefold.training.model import own_coefficient
+from fivefold.training.own_optimizer import watch_optimizers
+
+READ_MORE = "docs/python.md"
+Precision = Literal["fp32", "bf16", "fp64"]
+_PRECISIONS: Mapping[torch.dtype, Precision] = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16",
+}  # fmt: skip
+
+
+class ParallelModel(nn.Module):
+    """A `transformers` causal language model that `ff.parallelize` has state: the same object, of its own class too.
+
+    Its parameters have the names of the Hugging Face model; a rank holds its part of them, and `.grad` is that part's.
+    A forward without gradients gives logits (not under a pipeline: `ff.logits`).
+    """
+
+    config: Any
+    fivefold: ParallelState
+    given_dtype: torch.dtype  # of the parameters, before
+
+    @property
+    def layout(self) -> Layout:
+        """How the model lies over the world."""
+        return self.fivefold.plan.layout
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_ranks` shares of the data this rank reads: `rank` of a `DistributedSampler`."""
+        return self.fivefold.plan.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks read different rows: `num_replicas` of a `DistributedSampler`."""
+        return self.fivefold.plan.layout.data_ranks
+
+    def backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
+        """`ff.gradients(model, batch)`."""
+        from fivefold.own_loop.step import gradients
+
+        return gradients(self, batch)
+
+    def save_pretrained(self, save_directory: str | Path, *, dtype: str | None = None, **options: Any) -> None:
+        """Write the whole model as a Hugging Face folder, as `transformers` does: files of the same names are replaced,
+        others stay. Every rank calls this, and the first one writes. `dtype`: see `ff.export`."""
+        if unknown := [key for key in options if key not in ("safe_serialization", "is_main_process")]:
+            raise _refused(
+                f"save_pretrained({unknown[0]}=...)", "model.save_pretrained(path), or ff.export(model, path)"
+            )
+        export_live(self, Path(save_directory), dtype=dtype, given=self.given_dtype, into=True)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank has only parts, in shapes that look whole."""
+        raise _refused(
+            "state_dict()",
+            "ff.save(model, optimizer, path) to go on from, ff.export(model, path) for transformers, or "
+            "ff.gather(model) for whole tensors in memory",
+        )
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as `state_dict`."""
+        raise _refused(
+            "load_state_dict()", "ff.load(model, optimizer, path), or load the weights before ff.parallelize"
+        )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parts, even after a call that raised with whole parameters in their places."""
+        if not (self.fivefold.guard.is_library or self.fivefold.guard.is_called):
+            put_in_order(self)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the whole model; of those of other pipeline ranks all count as trainable."""
+        if exclude_embeddings:
+            raise _refused("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
+        frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
+        return sum(math.prod(spec.shape) for name, spec in self.fivefold.plan.shards.items() if name not in frozen)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """That of `transformers`, on one process; refused on several ranks, which have parts of layers and of rows."""
+        if self.layout.world > 1:
+            raise _refused("model.generate()", "ff.generate(model, prompt, tokenizer=tokenizer) on every rank")
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: recompute belongs to the layout."""
+        raise _refused("gradient_checkpointing_enable()", f'ff.parallelize(model, "{self.layout}+full")')
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise _refused("resize_token_embeddings()", "model.resize_token_embeddings(n) before ff.parallelize")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: what pickles a model has the parts of one rank."""
+        raise _refused("pickling", "ff.save(model, optimizer, path), or ff.export(model, path)")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refused: torch has no copies of what FSDP keeps."""
+        raise _refused(
+            "copying",
+            "[p.detach().clone() for p in model.parameters()] for averages of the weights, or ff.gather(model)",
+        )
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise _refused("push_to_hub()", "model.save_pretrained(path), and push the folder")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves and casts (`.to`, `.half`, `.cuda`): those that change nothing pass."""
+        like = next(self.parameters()).detach()
+        found = fn(torch.empty(0, dtype=like.dtype, device=like.device))
+        if (found.dtype, found.device) != (like.dtype, like.device):
+            raise _refused(
+                f"moving or casting to {found.device}, {found.dtype}",
+                "ff.parallelize(model, layout, device=..., precision=...) says both",
+            )
+        return self
+
+
+def _refused(what: str, fix: str) -> UserError:
+    return UserError(f"{what} of a parallelized model is refused", fix=fix, more=READ_MORE)
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout | str,
+    *,
+    device: torch.device | str | None = None,
+    precision: Precision | None = None,
+    source: TensorSource | None = None,
+    seed: int = 1234,
+    reduce: str = "fp32",
+    loss_chunks: int | None = None,
+    compile_blocks: bool = False,
+) -> ParallelModel:
+    """ParallelState a `transformers` causal language model over the current world; the same model, changed in place.
+
+    `layout`: a `Layout` or its text. `precision`: what it computes in (parameters and optimizer state stay in fp32, or
+    in fp64); None: what the layout names, `+fp32` or `+fp64`, else the type that the model's parameters have (bf16 for
+    fp16). Values come from `source`; without one, from the model itself, or, for a model on the meta device, from
+    random initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment
+    (torchrun, srun) is joined, or one of this process alone.
+
+    Build the optimizer after this. Raises `UserError` when the layout does not fit the world or the model.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if not isinstance(layout, Layout):
+        raise UserError(f"the layout is a {type(layout).__name__}", fix='pass a Layout, or its text: "shard2.tp2"')
+    given = _check_model(model)
+    before = list(model.parameters())
+    layout = _with_precision(layout, precision, given)
+    settings: Any = model.config
+    load = own_coefficient(settings.get_text_config())
+    open_world()
+    _check_same_everywhere(model, values=source is None)
+    apply.parallelize(
+        model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
+        compile_blocks=compile_blocks,
+    )  # fmt: skip
+    state = state_of(model)
+    if load and state.balance is None:
+        raise UserError(
+            f"{state.plan.anatomy.model_class} asks for a loss of uneven experts, and has no routers that give logits",
+            fix="model.config.output_router_logits = False before ff.parallelize",
+            more=READ_MORE,
+        )
+    if load:
+        configure(model, state.balance, BalanceOptions(load=load), state.plan.buffers)
+    anatomy = state.plan.anatomy
+    parts = [anatomy.embedding, *anatomy.layers, anatomy.head]
+    guard.install(
+        model, state.guard, base=anatomy.base, parts=parts, pipelined=state.pipeline is not None,
+        splits_tokens=state.tensor is not None and state.tensor.sequence_parallel,
+        reshard=lambda: reshard(model),
+    )  # fmt: skip
+    fsdp_settle_root(model)
+    watch_optimizers(model, state.plan.layout, before)
+    model.__class__ = type(f"Parallel{anatomy.model_class}", (ParallelModel, type(model)), {})
+    assert isinstance(model, ParallelModel)
+    model.given_dtype = given
+    return model
+
+
+def _check_model(model: nn.Module) -> torch.dtype:
+    """The type of its parameters. Raises `UserError` for what is no model to parallelize."""
+    if isinstance(model, ParallelModel):
+        raise UserError("this model is parallelized already", fix="build another one", more=READ_MORE)
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"a {type(model).__name__} cannot be parallelized: it is no model class of transformers",
+            fix="pass the causal language model itself, from AutoModelForCausalLM, with no wrapper around it",
+            more=READ_MORE,
+        )
+    if odd := [name for name, p in model.named_parameters() if p.dtype not in _PRECISIONS]:
+        raise UserError(
+            f"{odd[0]} is {dict(model.named_parameters())[odd[0]].dtype}: quantised weights cannot be trained",
+            fix="load the model without quantization_config",
+            more=READ_MORE,
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UserError(
+            "gradient checkpointing is on in the model",
+            fix="leave it off, and let the layout recompute: +full at the end of its text",
+            more=READ_MORE,
+        )
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return dtype
+
+
+def _check_same_everywhere(model: nn.Module, *, values: bool) -> None:
+    """Raise `UserError` where ranks built different models: each keeps its part of its own, and copies would drift
+    apart. `values`: whether those of the tensors are compared too."""
+    if dist.get_world_size() == 1:
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
+    if differing([zlib.crc32(repr(kinds).encode())]):
+        raise UserError(
+            "ranks were given different models: names, shapes, types or what is frozen",
+            fix="build the same model on every rank",
+            more=READ_MORE,
+        )
+    names = [name for name, t in tensors.items() if values and not t.is_meta]
+    if different := differing([_bits_sum(tensors[name]) for name in names]):
+        raise UserError(
+            f"ranks were given different weights: {names[different[0]]} (and {len(different) - 1} others)",
+            fix="the same on every rank: torch.manual_seed(1) before the model is made, or from_pretrained",
+            more=READ_MORE,
+        )
+
+
+def _bits_sum(tensor: Tensor) -> int:
+    """Of the elements, read as integers: a checksum in one pass and without a copy."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8)
+    return int(tensor.detach().view(bits).sum(dtype=torch.int64)) % 2**62
+
+
+def _with_precision(layout: Layout, precision: Precision | None, given: torch.dtype) -> Layout:
+    """`layout` with what the model computes in. In a `Layout`, bf16 is what stands where nothing was named."""
+    default = Layout().precision
+    if precision and layout.precision not in (default, precision):
+        raise UserError(f"the layout {layout} names a precision, and precision={precision!r} another", fix="name one")
+    if layout.precision == default:
+        layout = replace(layout, precision=precision or _PRECISIONS[given])
+    return layout
+
+
+def check_parallel(model: Any) -> None:
+    """Raise `UserError` for what `parallelize` has not returned; bring the model in order after a call that raised."""
+    if not isinstance(model, ParallelModel):
+        raise UserError(
+            f"a {type(model).__name__} is not a model that ff.parallelize returned",
+            fix="model = ff.parallelize(model, layout), and nothing wrapped around it",
+            more=READ_MORE,
+        )
+    put_in_order(model)

@@ -1,0 +1,175 @@
+"""A parallelized model and its optimizer on disk, and as whole tensors."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
+from fivefold.checkpoint.live import export_live, gathered
+from fivefold.checkpoint.load import restore, scalar_types
+from fivefold.checkpoint.manifest import NAME as MANIFEST
+from fivefold.checkpoint.manifest import WEIGHT
+from fivefold.checkpoint.save import save_as, standing
+from fivefold.core.errors import UserError
+from fivefold.own_loop.model import READ_MORE, ParallelModel, check_parallel
+from fivefold.parallel import plain
+from fivefold.training.batches import on_every_rank
+from fivefold.training.own_optimizer import check_optimizer
+
+
+def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one."""
+    check_parallel(model)
+    return gathered(model, gradients=gradients)
+
+
+# How an optimizer computes, not what: those of the one that is loaded into stay.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+def save(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | Path,
+    *,
+    state: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save weights, optimizer state and the options of its parameter groups as the folder `path`, to be loaded under
+    any layout. It appears when all of it is written and read back.
+
+    `state`: anything that JSON holds (a step, a scheduler's `state_dict()`), which `load` returns. `overwrite`: replace
+    a checkpoint of that name, which `load` finds until the new one is there. Raises `UserError`, and `RunFailed` when
+    it cannot be written.
+    """
+    check_parallel(model)
+
+    def check() -> dict[str, Any]:
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
+        try:
+            kept = json.loads(json.dumps(dict(state or {}), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"state is not JSON: {error}", fix="numbers, texts, lists and dicts of them") from error
+        return {"state": kept}
+
+    about = on_every_rank(check)
+    if optimizer is not None:
+        about["optimizer"] = _described(model, optimizer)
+    at = about["state"].get("step")
+    count = at if isinstance(at, int) and at >= 0 else 0
+    save_as(model, optimizer, Path(path), Metadata(step=count, state=about), overwrite=overwrite)
+    return Path(path)
+
+
+def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
+    """Load what `save` has saved at `path`, or the newest checkpoint of a run folder, under whatever layout. Returns
+    the `state` that was given to `save`.
+
+    The optimizer is one of the same class with the same parameters in the same groups; their options (rates, decay,
+    betas) become those that were saved. Raises `UserError`, before anything changes, where that does not fit.
+    """
+    check_parallel(model)
+    folder = standing(Path(path))
+
+    def check() -> Checkpoint:
+        opened = Checkpoint.open(folder) if (folder / MANIFEST).exists() else find_checkpoint(folder)
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
+            _check_fits(model, optimizer, opened)
+        return opened
+
+    opened = on_every_rank(check)
+    saved = opened.state.get("optimizer") or {}
+    restore(model, optimizer, opened, types=saved.get("types"))
+    if optimizer is not None:
+        for group, was in zip(optimizer.param_groups, saved.get("groups", ()), strict=False):
+            for key, value in was["options"].items():
+                if key not in _IMPLEMENTATION:
+                    group[key] = _like(group.get(key), value)
+    return dict(opened.state.get("state", opened.state))
+
+
+def _described(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The class of an optimizer, and of each group its options and the names of its parameters on all ranks."""
+    own = [{"options": _options(group), "parameters": names} for group, names in _groups(model, optimizer)]
+    everyone = plain.everywhere([own, scalar_types(optimizer)])
+    groups = [
+        {**group, "parameters": sorted({name for ranks, _ in everyone for name in ranks[at]["parameters"]})}
+        for at, group in enumerate(everyone[0][0])
+    ]
+    types = {key: kind for _, each in everyone for key, kind in each.items()}
+    return {"class": type(optimizer).__name__, "groups": groups, "types": types}
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str]]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(group, [names[id(each)] for each in group["params"]]) for group in optimizer.param_groups]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that JSON holds; a tensor of one number as that number."""
+    found = {}
+    for key, value in group.items():
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        is_plain = value is None or isinstance(value, bool | int | str | list | tuple)
+        if key not in ("params", "param_names") and (is_plain or (isinstance(value, float) and math.isfinite(value))):
+            found[key] = value
+    return found
+
+
+def _like(now: Any, saved: Any) -> Any:
+    """An option as the optimizer had it: a tuple, a tensor."""
+    if isinstance(now, tuple) and isinstance(saved, list):
+        return tuple(saved)
+    return torch.full_like(now, saved) if isinstance(now, Tensor) else saved
+
+
+def _check_fits(model: nn.Module, optimizer: torch.optim.Optimizer, opened: Checkpoint) -> None:
+    saved = opened.state.get("optimizer")
+    if not saved and set(opened.kinds) <= {WEIGHT} and not opened.manifest.scalars:
+        raise UserError(
+            f"{opened.path} was saved without an optimizer: this one would begin anew",
+            fix="load the weights alone: ff.load(model, None, path)",
+            more=READ_MORE,
+        )
+    if not saved:
+        return
+    if saved["class"] != type(optimizer).__name__:
+        raise UserError(
+            f"{opened.path} was saved with {saved['class']}, and this optimizer is {type(optimizer).__name__}",
+            fix="build the optimizer that it was saved with, or load the weights alone: ff.load(model, None, path)",
+            more=READ_MORE,
+        )
+    groups = _groups(model, optimizer)
+    if len(groups) != len(saved["groups"]):
+        raise UserError(
+            f"{opened.path} has {len(saved['groups'])} parameter groups, and the optimizer {len(groups)}",
+            fix="build the optimizer with the groups that it was saved with",
+            more=READ_MORE,
+        )
+    for at, ((_, names), was) in enumerate(zip(groups, saved["groups"], strict=True)):
+        here = {name for name, _ in model.named_parameters()}
+        if different := sorted(set(names) ^ (set(was["parameters"]) & here)):
+            raise UserError(
+                f"{different[0]} is {'' if different[0] in names else 'not '}in parameter group {at}, and "
+                f"{'was not' if different[0] in names else 'was'} when {opened.path} was saved",
+                fix="build the optimizer with the groups that it was saved with",
+                more=READ_MORE,
+            )
+
+
+def export(model: ParallelModel, path: str | Path, *, dtype: str | None = None, force: bool = False) -> Path:
+    """Write the whole model as the Hugging Face folder `path`. Every rank calls this, and the first one writes.
+
+    `dtype`: fp32, bf16, fp16 or fp64; None: the type that the model came in, where that has 16 bits, and else the type
+    it is trained in. `force` replaces a model folder that is there.
+    """
+    check_parallel(model)
+    export_live(model, Path(path), dtype=dtype, given=model.given_dtype, force=force)
+    return Path(path)

@@ -1,0 +1,151 @@
+"""Steps, gradients, losses and logits of a parallelized model."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.core.errors import UserError
+from fivefold.data.batch import MicroBatch
+from fivefold.own_loop.model import READ_MORE, ParallelModel, check_parallel
+from fivefold.parallel import guard, passes
+from fivefold.parallel.state import ParallelState
+from fivefold.training.batches import Batch, micro_batches
+from fivefold.training.evaluate import evaluating, mean_loss
+from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
+from fivefold.training.own_optimizer import check_optimizer
+from fivefold.training.step import StepResult, accumulate, to_device
+from fivefold.training.step import train_step as step
+
+
+def train_step(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch | Sequence[Batch],
+    *,
+    max_grad_norm: float | None = None,
+    learning_rate: float | None = None,
+) -> StepResult:
+    """One optimizer step on a global batch; the gradients are gone afterwards.
+
+    `batch`: this data rank's rows as `transformers` takes them, `input_ids` and `labels` [rows, tokens] (unshifted,
+    -100 without a target), optionally `attention_mask` and `position_ids`; or a list of such dicts, the micro batches.
+    Rows may have any length, ranks unequal numbers of rows, targets and micro batches. The loss is the sum of cross
+    entropy over all targets, divided by their number: of all data ranks and micro batches. `max_grad_norm` None: no
+    clipping. `learning_rate` None: each parameter group keeps its own.
+
+    A step without targets, or whose loss or gradient is not finite, is skipped: `result.skipped`. Raises `UserError`.
+    """
+    check_parallel(model)
+
+    def ready_to_step() -> None:
+        _check_grad_enabled()
+        check_optimizer(optimizer, model)
+        if max_grad_norm is not None and not _is_number(max_grad_norm):
+            raise UserError(
+                f"max_grad_norm {max_grad_norm!r} is no norm", fix="a positive number, or None: no clipping"
+            )
+        if learning_rate is not None and not (_is_number(learning_rate) and math.isfinite(learning_rate)):
+            raise UserError(f"learning_rate {learning_rate!r} is no rate", fix="a number, or None: the optimizer's own")
+        if any(parameter.grad is not None for parameter in model.parameters()):
+            raise UserError(
+                "the model has gradients from before, and a step begins with none",
+                fix="optimizer.zero_grad() first; or go on: ff.clip_grad_norm_(model, 1.0); optimizer.step()",
+                more=READ_MORE,
+            )
+
+    own = _some(micro_batches(model, batch, also=ready_to_step))
+    result = step(model, optimizer, own, learning_rate=learning_rate, max_grad_norm=max_grad_norm or 0.0)
+    model.zero_grad(set_to_none=True)  # those that the optimizer does not have, too
+    return result
+
+
+def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
+    """Forward and backward of a global batch, in place of `loss.backward()`: gradients are summed over all ranks and
+    added to those that are there. Returns the loss, nats per target, the same on every rank (fp64, no gradient).
+
+    `batch` as in `train_step`. Several calls add up, each divided by its own targets, as `loss.backward()` would; the
+    micro batches of one step are better passed together, as a list. Raises `UserError`.
+    """
+    check_parallel(model)
+    loss = accumulate(model, _some(micro_batches(model, batch, also=_check_grad_enabled)))
+    if _has_parts(model.fivefold):
+        guard.mark_gradients(model)
+    return loss
+
+
+def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
+    """Scale the gradients so that their norm over the whole model is at most `max_norm`; the norm before that, the same
+    on every rank (fp64). What `torch.nn.utils.clip_grad_norm_` does in one process; `max_norm` inf: only the norm."""
+    check_parallel(model)
+    if not (_is_number(max_norm) and max_norm > 0):
+        raise UserError(f"max_norm {max_norm!r} is no norm to clip to", fix="a positive number")
+    norm = all_reduce_sum(squared_norm(model)).sqrt()
+    clip_(model, float(norm), max_norm)
+    return norm
+
+
+def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
+    """The mean cross entropy, nats per target, of all targets of these batches and those of the other ranks.
+
+    `batches` as in `train_step`, of this data rank; ranks may have unequal numbers of them. NaN without targets.
+    """
+    check_parallel(model)
+    each = iter([batches] if isinstance(batches, Mapping) else batches)
+
+    def read() -> Iterator[MicroBatch]:
+        while own := micro_batches(model, [batch for batch in [next(each, None)] if batch is not None]):
+            yield from own
+
+    return mean_loss(model, read())
+
+
+def logits(model: ParallelModel, batch: Batch) -> Tensor:
+    """Logits [rows, tokens, vocabulary] of this data rank's rows, on each of its ranks, without gradients.
+
+    `batch`: `input_ids`, optionally `position_ids` that restart where a document begins. Any length, any layout.
+    """
+    check_parallel(model)
+
+    def no_mask() -> None:
+        if batch.get("attention_mask") is not None:
+            raise UserError(
+                "logits takes no attention_mask",
+                fix="leave it out: with padding at the end of a row, no token sees it",
+                more=READ_MORE,
+            )
+
+    own = micro_batches(model, batch, needs_labels=False, also=no_mask)
+    inputs = to_device(own[0], next(model.parameters()).device)
+    with evaluating(model):
+        found = passes.logits(
+            model, inputs.input_ids, inputs.position_ids, cu_seqlens=inputs.cu_seqlens, use_cache=False
+        )
+    rows, tokens = batch["input_ids"].shape
+    return found[:rows, :tokens]
+
+
+def _check_grad_enabled() -> None:
+    if not torch.is_grad_enabled():
+        raise UserError(
+            "gradients are off here: torch.no_grad()",
+            fix="train outside of it; ff.evaluate(model, batches) gives a loss alone",
+            more=READ_MORE,
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0
+
+
+def _some(batch: list[MicroBatch]) -> list[MicroBatch]:
+    if not batch:
+        raise UserError("no rank has a micro batch", fix="pass a dict of tensors, or a list of some", more=READ_MORE)
+    return batch
+
+
+def _has_parts(state: ParallelState) -> bool:
+    """Whether gradients have parts on other ranks that their own mesh does not know of."""
+    return state.plan.layout.tp > 1 or state.plan.layout.pp > 1 or state.mesh.experts is not state.mesh.fsdp
