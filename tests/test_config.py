@@ -31,7 +31,7 @@ def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
     return load_config(Path("run.yaml"), overrides)
 
 
-# Every key that the design's section 5 names.
+# Every key of the run file.
 CONTRACT = """
 model.name_or_path model.init model.overrides tokenizer.name_or_path
 data.train data.train[].path data.train[].format data.train[].text_key data.train[].weight

@@ -120,7 +120,7 @@ def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Lin
 
 # ---- which inputs make a feature -------------------------------------------------------------------------------------
 
-_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of the trial
+_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of what `_order` tries
 
 
 def expert_features(module: Any) -> ExpertFeatures:

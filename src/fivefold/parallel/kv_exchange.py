@@ -1,7 +1,7 @@
 """How the ranks of a context exchange what attention needs of each other's tokens.
 
-A `Ring` or a `AllGatherKV` brings keys and values from other tokens to the queries of a rank, and takes their gradients
-home. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) brings all tokens of some heads to each rank instead.
+`Ring` or `AllGatherKV` brings keys and values of other ranks' tokens to the queries of a rank, and returns their
+gradients. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) gives each rank all tokens of some heads instead.
 
 Keys and values travel as the model made them: each key/value head once, in the type that the model computes in.
 
