@@ -93,14 +93,18 @@ class BlockTrace:
 
 @dataclass
 class Trace:
-    """The blocks, and the modules with parameters that ran before the first and after the last of them.
+    """What one run of the model showed.
 
-    `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
-    `in_tuples`: layers that give their hidden states in a tuple. `carried`: why hidden states are not all that a layer
-    has from those before it, if so. `streams`: that there are several of them, if so. `counted`: see there.
-    `padding`: the padding token, where the model counts its tokens from behind it (`positions.py`). `entered`: modules
-    of the base that tokens come to. `to_logits`: modules with parameters from the last hidden states to the logits, in
-    order. `looked_into`: embeddings whose weights the model reads directly.
+    `before`, `after`: modules with parameters that ran before the first block and after the last.
+    `forgetful`: (layer, attention module) where the layer is given `cu_seqlens` and does not pass them on.
+    `in_tuples`: layers that return their hidden states in a tuple.
+    `carried`: the reason why layers pass more than hidden states to each other, or None.
+    `streams`: the reason why hidden states have several streams (Gemma 3n), or None.
+    `counted`: the module that counts the tokens of a row for itself (`facts.Counted`), or None.
+    `padding`: the padding token of a model that counts positions from it (`positions.py`), else None.
+    `entered`: modules of the base that tokens reach.
+    `to_logits`: modules with parameters between the last hidden states and the logits, in order.
+    `looked_into`: embeddings whose weights the model reads directly.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
