@@ -1,7 +1,7 @@
 """Which layouts can run: every rule, with its arithmetic and the nearest values that fit. No torch.
 
-The command line asks before it starts a process, `parallelize` once it has seen the model, and whoever looks for a
-layout asks for each that it weighs. Every rule is a generator of what it finds wrong; `violations` asks them all.
+The command line asks before it starts a process. `parallelize` asks once it has seen the model. A search for a layout
+can ask for each candidate. Every rule is a generator of `Violation`s; `violations` runs all rules.
 """
 
 import re
@@ -203,8 +203,8 @@ def of_micro_batches(layout: "Layout", count: int) -> Iterator[Violation]:
 
 
 def of_heads(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
-    """Every tp rank has as many whole query heads as the others, with their key/value heads; so has every rank that
-    context parallelism deals heads to."""
+    """Every tp rank gets the same number of whole query heads, and the key/value heads that these attend to. The same
+    holds for every Ulysses rank of context parallelism."""
     tp, query, kv = layout.tp, limits.query, limits.kv
     legal: tuple[int, ...] = ()
     if tp > 1 and (refusal := limits.refusals.get("tp")):
@@ -252,7 +252,8 @@ def of_layers(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
 
 
 def of_experts(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
-    """There are experts, one or more for each rank, and features of each where those are split."""
+    """`ep` needs a model with experts, and one or more for each rank. `expert_tp` needs a feature of every expert for
+    each tp rank."""
     ep, etp, experts, features = layout.ep, layout.etp, limits.experts, limits.expert_features
     whole = "set layout.expert_tp: false"
     if ep > 1 and experts == 0:

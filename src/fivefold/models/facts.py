@@ -99,9 +99,9 @@ class TPInput:
 @dataclass(frozen=True)
 class TPBlock:
     """One column/row pair: the `columns` are split over outputs, the `row` over inputs, and the row's outputs are
-    summed over tp. `owner`: the smallest module that holds all of them and the latent projections before them. `heads`: query
-    and key/value heads of an attention, else None. `is_last`: nothing with weights runs after the row in its layer.
-    Example: `q_proj`, `k_proj`, `v_proj` and the row `o_proj` under the owner `self_attn`."""
+    summed over tp. `owner`: the smallest module that holds all of them and the latent projections before them. `heads`:
+    query and key/value heads of an attention, else None. `is_last`: nothing with weights runs after the row in its
+    layer. Example: `q_proj`, `k_proj`, `v_proj` and the row `o_proj` under the owner `self_attn`."""
 
     owner: str
     columns: tuple[str, ...]

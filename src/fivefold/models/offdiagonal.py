@@ -1,14 +1,19 @@
-"""Attention of a part of each row: the single-device arithmetic under context parallelism.
+"""Attention between blocks of a row: the single-device arithmetic under context parallelism.
 
-A rank has blocks of every row. What the tokens of a block see has two shapes, whatever the documents are:
+A rank has blocks of every row. The queries of a block attend in two shapes, whatever the documents are:
 
-- the *diagonal*: queries and keys of one block. Cut at the block's edges, documents are documents: `packed.py`;
-- *rectangles*: queries of a block, keys before it. Only the one document that reaches into the block from before has
-  any, so there is at most one rectangle per row and pair of blocks. Every query of it sees every key, or, under a
-  window, a band of them. It is trimmed so that each query sees a key: a softmax over nothing would be a number, too.
+- *diagonal* blocks: queries and keys of the same block. `packed.py` computes them, with documents cut at the edges of
+  the block;
+- *off-diagonal* blocks: queries of one block, keys of an earlier one. Only the document that begins before the query
+  block and reaches into it has such keys, so there is at most one off-diagonal block per row and pair of blocks. Each
+  query sees every key, or under a window a band of them. The block is trimmed until every query sees a key, because a
+  softmax over no keys would still give a number.
 
-Partial results carry their log-sum-exp and are merged by it in fp32 (fp64). Given the merged output and log-sum-exp,
-the backward kernels are exact part by part. No [T, T] mask exists.
+Example: with documents of 6 and 10 tokens and blocks of 4, the queries 4 and 5 attend to the keys 0 to 3 off-diagonal;
+the queries 6 and 7 begin a document and see nothing before their block.
+
+Partial results carry their log-sum-exp, by which they are merged in fp32 (fp64). Given the merged output and
+log-sum-exp, the backward kernels are exact for each partial result. No [T, T] mask exists.
 
 Legend: B rows, T tokens of a row, L of them on this rank, S keys; H query heads, G key/value heads, D head size.
 """
@@ -29,9 +34,9 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True)
 class OffdiagonalBlock:
-    """Queries against keys that come before them: slices of what a rank holds of the queries, and of the keys.
+    """Queries and the earlier keys that they see. `queries`, `keys`: slices of what a rank holds of each.
 
-    `ahead`: positions from the first key to the first query. `is_band`: some key is out of the window of some query.
+    `ahead`: positions from the first key to the first query. `is_band`: the window hides some key from some query.
     """
 
     rows: slice | list[int]
@@ -42,8 +47,11 @@ class OffdiagonalBlock:
 
 
 def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
-    """Document bounds over the B*L tokens of these blocks (int32, CPU), for bounds `edges` over all B*T: the edges of
-    blocks end documents too, what crosses them is in the rectangles."""
+    """`cu_seqlens` over the B*L tokens of these blocks (int32, CPU), from `edges`, those over all B*T tokens.
+
+    The edges of blocks end documents too; attention across them is off-diagonal. Example: one row of 16 tokens in
+    documents of 6 and 10, `edges` (0, 6, 16), and the blocks (4, 8) and (8, 12) give [0, 2, 4, 8].
+    """
     held = sum(stop - start for start, stop in blocks)
     found = {rows * held}
     by_row = _by_row(edges, rows, length)
@@ -60,9 +68,9 @@ def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blo
 def offdiagonal_blocks(
     edges: tuple[int, ...], rows: int, length: int, queries: Blocks, keys: Blocks, window: int | None
 ) -> tuple[OffdiagonalBlock, ...]:
-    """The rectangles of these blocks of queries and keys in rows of `length` tokens with document bounds `edges`.
+    """The off-diagonal blocks of these query and key blocks, in rows of `length` tokens with document bounds `edges`.
 
-    A key block may hold the query block, or be held: what stands before its first token counts.
+    A key block may contain the query block, or lie inside it: only the keys before the first query of the block count.
     """
     found: dict[tuple[int, int, int, int, int, bool], list[int]] = {}
     by_row = _by_row(edges, rows, length)

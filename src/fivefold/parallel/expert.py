@@ -40,8 +40,8 @@ from fivefold.parallel.tensor import TensorParallel
 @dataclass(frozen=True)
 class ExpertParallel:
     """Expert parallelism of one model on this rank. `group`: None where every rank has all experts. `tensor`: the
-    model's tensor parallelism, None without. With `expert_tp` this rank has part `part` of the `parts` = tp parts of each of
-    its experts; else part 0 of 1."""
+    model's tensor parallelism, None without. With `expert_tp` this rank has part `part` of the `parts` = tp parts of
+    each of its experts; else part 0 of 1."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
