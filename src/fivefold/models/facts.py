@@ -17,7 +17,7 @@ from fivefold.models.anatomy import Anatomy, is_within
 
 
 class Untrainable(UserError):
-    """A model that no layout can train: what is wrong begins with its class."""
+    """A model that no layout can train. The message begins with its class."""
 
 
 # ---- which features belong together ----------------------------------------------------------------------------------
@@ -27,8 +27,8 @@ Owner = Literal["query", "kv", "even"]
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
-    sizes are multiples of `unit`."""
+    """Adjacent features [start, stop) of a projection with one owner. Those of `query` or `kv` go to the tp rank that
+    has head `index`. Of those of `even`, every rank gets an equal share, in multiples of `unit` features."""
 
     start: int
     stop: int
@@ -222,10 +222,11 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Saved:
-    """Numbers that one token leaves behind in a layer for its backward pass, where nothing is recomputed.
+    """Saved activations: numbers that one token leaves in a layer for backward, without recompute.
 
-    `residual`: of the residual stream, which sequence parallelism splits. `entered`: what column-parallel linears read,
-    whole on each tp rank. `inside`: between a column and a row, split by tensor parallelism.
+    `residual`: numbers of the residual stream; sequence parallelism splits them. `entered`: inputs of column-parallel
+    linears; every tp rank has all of them. `inside`: numbers between a column and a row; tensor parallelism splits
+    them.
     """
 
     residual: float = 0.0
@@ -239,7 +240,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The one cost of a layer: what FLOPs, the split of a pipeline, slot durations and memory are computed from."""
+    """The cost of a layer. FLOPs, `pp_split: auto`, slot durations and saved activations are all computed from it."""
 
     matmuls: tuple[Matmul, ...]
     attention: tuple[AttentionShape, ...]
@@ -268,8 +269,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Counted:
-    """A module that counts the tokens of a row for itself, whatever documents are in it, and the longest row in which
-    that changes nothing."""
+    """Module `name` counts the tokens of a row, across documents (Llama 4). Up to `most` tokens its count has no
+    effect."""
 
     name: str
     most: int

@@ -208,8 +208,8 @@ def blockwise_backward(
 def join_sinks(out_xHD: torch.Tensor, lse_xH: torch.Tensor, sinks_H: torch.Tensor) -> None:
     """Put one more logit per head into the softmax, in place: a key without a value (gpt-oss).
 
-    The backward kernels are right with the new output and log-sum-exp: the weights that they recompute then leave the
-    sink its share.
+    The backward kernels need no change. From the new log-sum-exp they recompute weights that sum to less than 1; the
+    rest is the sink's share.
     """
     joined_xH = torch.logaddexp(lse_xH, sinks_H.to(lse_xH.dtype))
     out_xHD.mul_((lse_xH - joined_xH).exp().unsqueeze(-1))
