@@ -9,8 +9,9 @@ A rank has blocks of every row. The queries of a block attend in two shapes, wha
   query sees every key, or under a window a band of them. The block is trimmed until every query sees a key, because a
   softmax over no keys would still give a number.
 
-Example: with documents of 6 and 10 tokens and blocks of 4, the queries 4 and 5 attend to the keys 0 to 3 off-diagonal;
-the queries 6 and 7 begin a document and see nothing before their block.
+Example: documents of 6 and 10 tokens under cp2. Rank 1 has the block (4, 12), rank 0 has (0, 4) and (12, 16). The
+queries 4 and 5 attend to the keys 0 to 3 off-diagonal. The queries 6 to 11 are of the second document, which begins
+inside the block.
 
 Partial results carry their log-sum-exp, by which they are merged in fp32 (fp64). Given the merged output and
 log-sum-exp, the backward kernels are exact for each partial result. No [T, T] mask exists.
@@ -50,7 +51,7 @@ def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blo
     """`cu_seqlens` over the B*L tokens of these blocks (int32, CPU), from `edges`, those over all B*T tokens.
 
     The edges of blocks end documents too; attention across them is off-diagonal. Example: one row of 16 tokens in
-    documents of 6 and 10, `edges` (0, 6, 16), and the blocks (4, 8) and (8, 12) give [0, 2, 4, 8].
+    documents of 6 and 10, `edges` (0, 6, 16). The block (4, 12) gives [0, 2, 8]; (0, 4) and (12, 16) give [0, 4, 8].
     """
     held = sum(stop - start for start, stop in blocks)
     found = {rows * held}

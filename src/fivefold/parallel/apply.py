@@ -82,15 +82,15 @@ def parallelize(
     splits_backward = layout.pp > 1 and layout.schedule.splits_backward
     linears = Linears(store=WeightGradStore() if splits_backward else None)
     _place_linears(model, plan, linears)
-    fold = tensor.apply_tensor_parallel(model, plan, mesh.tp_group, linears) if layout.tp > 1 else None
-    rows = context.apply_context_parallel(model, plan, mesh)
-    experts = expert.apply_expert_parallel(model, plan, fold, mesh.ep_group, linears)
+    tp = tensor.apply_tensor_parallel(model, plan, mesh.tp_group, linears) if layout.tp > 1 else None
+    cp = context.apply_context_parallel(model, plan, mesh)
+    experts = expert.apply_expert_parallel(model, plan, tp, mesh.ep_group, linears)
     router.compute_in_fp32(model, facts.experts, data.COMPUTE_DTYPES[layout.precision])
-    balance = balancing.watch_routers(model, experts, fold, rows, device)
+    balance = balancing.watch_routers(model, experts, tp, cp, device)
     hand_on_cu_seqlens(model, facts.forgetful)
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
-    staged = _staged(model, plan, fold, rows) if layout.pp > 1 else None
+    staged = _staged(model, plan, tp, cp) if layout.pp > 1 else None
     compiled = Compiled() if compile_blocks else None
     _wrap_blocks(model, plan.layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
@@ -99,7 +99,7 @@ def parallelize(
     piped = (
         pipeline.Pipeline(plan, staged, mesh.pp_group, mesh.embedding_group, balance, linears.store) if staged else None
     )
-    model.fivefold = ParallelState(plan, mesh, fold, rows, experts, piped, reduce_dtype, balance, compiled)
+    model.fivefold = ParallelState(plan, mesh, tp, cp, experts, piped, reduce_dtype, balance, compiled)
     _materialise(model, facts.anatomy, device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -135,15 +135,15 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
 
 
 def _staged(
-    model: Any, plan: ParallelPlan, fold: tensor.TensorParallel | None, rows: context.ContextParallel | None
+    model: Any, plan: ParallelPlan, tp: tensor.TensorParallel | None, cp: context.ContextParallel | None
 ) -> StageModules:
     """The model with the stages of this rank."""
 
     def own_tokens(length: int) -> int:
-        return length // rows.size if rows and rows.is_on else length
+        return length // cp.size if cp and cp.is_on else length
 
     def tokens(length: int) -> int:
-        return length // fold.size if fold and fold.sequence_parallel else length
+        return length // tp.size if tp and tp.sequence_parallel else length
 
     dtype = data.COMPUTE_DTYPES[plan.layout.precision]
     return install(model, plan, dtype=dtype, own_tokens=own_tokens, tokens=tokens)

@@ -225,9 +225,9 @@ class Balance:
         tokens_B = self._tokens_B
         assert tokens_B is not None, "a micro batch is begun before it runs"
         blocks = self._shares(logits.numel() // logits.shape[-1] // len(tokens_B)).own
-        places_T = torch.cat([torch.arange(*block, device=logits.device) for block in blocks])
+        positions_T = torch.cat([torch.arange(*block, device=logits.device) for block in blocks])
         tokens_B = tokens_B.to(logits.device)
-        return places_T < tokens_B.unsqueeze(-1), tokens_B
+        return positions_T < tokens_B.unsqueeze(-1), tokens_B
 
     def _shares(self, length: int) -> Shares:
         """The token blocks of every cp x tp rank, for rows of which this rank has `length` tokens."""

@@ -148,14 +148,14 @@ class _TokensForHeads(torch.autograd.Function):
 
 
 def _to_heads(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-    return in_order(_dealt(x_BLnhD.movedim(2, 0), group), tokens, 1)
+    return in_order(_all_to_all(x_BLnhD.movedim(2, 0), group), tokens, 1)
 
 
 def _to_tokens(x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-    return _dealt(by_rank(x_BThD, tokens, 1), group).movedim(0, 2)
+    return _all_to_all(by_rank(x_BThD, tokens, 1), group).movedim(0, 2)
 
 
-def _dealt(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x[i] to rank i; what rank i sent becomes [i]."""
     each = [1] * group.size()
     return _functional.wait_tensor(  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import TYPICAL, Slot
-from fivefold.core.schedule import Plan as Schedule
+from fivefold.core.schedule import Plan as SchedulePlan
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.calls import calls
@@ -270,7 +270,7 @@ class ParallelPlan:
 
     # ---- the passes --------------------------------------------------------------------------------------------------
 
-    def schedule(self, micro_batches: int) -> Schedule:
+    def schedule(self, micro_batches: int) -> SchedulePlan:
         """Of a pipeline. Raises `UserError` where it does not take so many micro batches."""
         return _schedule(self.layout, micro_batches)
 
@@ -380,6 +380,6 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _schedule(layout: Layout, micro_batches: int) -> Schedule:
+def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
     legality.refuse(legality.of_micro_batches(layout, micro_batches))
-    return Schedule.of(layout, micro_batches)
+    return SchedulePlan.of(layout, micro_batches)
