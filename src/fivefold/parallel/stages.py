@@ -68,11 +68,19 @@ class _Slot(StageStub):
 
 
 class _Zeros(StageStub):
-    """Of an embedding or a linear: zeros as it would give them, [*, features]."""
+    """Of an embedding or a linear: zeros as it would give them, [*, features]. `weight` has no numbers; some models
+    (Llama 4) ask it for its device."""
 
     def __init__(self, original: nn.Module, shape: Callable[[Tensor], Sequence[int]], dtype: torch.dtype) -> None:
         super().__init__(original)
         self._shape, self._dtype = shape, dtype
+        self.weight = torch.empty(0, dtype=dtype, device="meta")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """The device follows that of the model; the type stays the one it computes in."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = fn(self.weight).to(self._dtype)
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given: Tensor = args[0] if args else next(iter(kwargs.values()))
