@@ -123,13 +123,13 @@ def _offsets(blocks: Blocks) -> Iterator[tuple[Block, int]]:
         at += block[1] - block[0]
 
 
-# ---- one rectangle, forward and backward -----------------------------------------------------------------------------
+# ---- one off-diagonal block, forward and backward --------------------------------------------------------------------
 
 
 def forward(
     part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp [b,H,l,D], [b,H,l] of the rectangle's rows and queries."""
+    """Output and log-sum-exp [b,H,l,D], [b,H,l] of the block's rows and queries."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     kernel = _kernel(part, q, rule)
     if kernel == "cpu":
@@ -151,7 +151,7 @@ def backward(
     lse: Tensor,
     rule: AttentionParams,
 ) -> kernels.Gradients:
-    """Gradients [b,H or G,.,D] of the rectangle's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
+    """Gradients [b,H or G,.,D] of the block's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     g, o, stat = (each[part.rows, part.queries].transpose(1, 2) for each in (grad, out, lse))
     kernel = _kernel(part, q, rule)
@@ -163,7 +163,7 @@ def backward(
 
 
 def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor) -> None:
-    """Join what a rectangle's keys add into the output and log-sum-exp of the other keys, in place."""
+    """Merge the output and log-sum-exp of an off-diagonal block into those of the keys so far, in place."""
     more, more_lse = out_bHlD.transpose(1, 2).to(out_BLHD.dtype), lse_bHl.transpose(1, 2)
     out, lse = out_BLHD[part.rows, part.queries], lse_BLH[part.rows, part.queries]
     both = torch.logaddexp(lse, more_lse)
@@ -173,7 +173,7 @@ def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: T
 
 
 def add(total_BLxD: Tensor, rows: slice | list[int], tokens: slice, more_bxlD: Tensor) -> None:
-    """Add a rectangle's gradient of q, k or v to the rank's, in place."""
+    """Add the gradient of q, k or v of an off-diagonal block to the rank's total, in place."""
     total_BLxD[rows, tokens] += more_bxlD.transpose(1, 2).to(total_BLxD.dtype)
 
 
@@ -184,7 +184,7 @@ def _taken(part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tenso
 
 
 def _kernel(part: OffdiagonalBlock, q_bHlD: Tensor, rule: AttentionParams) -> str:
-    """Which kernel of `kernels.py` serves a rectangle."""
+    """Which kernel of `kernels.py` serves an off-diagonal block."""
     if part.is_band or rule.softcap is not None:
         return "blockwise"
     if q_bHlD.device.type == "cpu":
