@@ -11,13 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-# Key -> the values that are not built yet, and what can be set instead.
-NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "precision.fp8": (("tensorwise", "rowwise"), "none"),
-    "memory.recompute": (("selective",), "none or full"),
-    "memory.offload_activations": ((True,), "false"),
-    "memory.offload_optimizer": ((True,), "false"),
-}
+from fivefold.core.legality import NOT_BUILT
 
 
 @dataclass(frozen=True)
