@@ -141,7 +141,7 @@ def replaced(model: Any, optimizer: torch.optim.Optimizer, name: str) -> Iterato
 def forgotten(model: Any, optimizer: Muon, name: str) -> Iterator[None]:
     """Muon has a matrix in its group and passes it over."""
     names = [each for each in state_of(model).plan.block_matrices if each != name]
-    with patch.object(optimizer, "_whole", FullMatrices(state_of(model), names)):
+    with patch.object(optimizer, "_whole", FullMatrices(state_of(model).plan, names)):
         yield
 
 

@@ -254,7 +254,7 @@ def deferred_gradients_dropped() -> Any:
 
     def weights(self: Any, slot: Any) -> None:
         if slot.micro_batch == len(self.inputs) - 1:
-            self._deferred[slot.stage, slot.micro_batch]._products.clear()
+            self.pipeline.store._queues[slot.stage, slot.micro_batch].clear()
         plain(self, slot)
 
     return patch.object(pipeline._Step, "_weights", weights)
