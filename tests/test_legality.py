@@ -113,6 +113,13 @@ def experts_are_dealt(layout: Layout, experts: int) -> bool:
     return all(start < stop for start, stop in split_even(experts, layout.ep))
 
 
+@pytest.mark.parametrize("option", ["fp8", "fp8_rowwise", "selective", "offload", "offload_optimizer"])
+def test_what_is_not_built_is_refused_and_not_left_out(option: str) -> None:
+    """Also by a loop of one's own, which reads no run file."""
+    (found,) = violations(Layout.parse(f"shard2+{option}"))
+    assert "is not built yet" in found.what
+
+
 # ---- the rules say the same ------------------------------------------------------------------------------------------
 
 

@@ -11,13 +11,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from fivefold.core import legality
+from fivefold.core.layout import SAID
+
 # Key -> the values that are not built yet, and what can be set instead.
-NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "precision.fp8": (("tensorwise", "rowwise"), "none"),
-    "memory.recompute": (("selective",), "none or full"),
-    "memory.offload_activations": ((True,), "false"),
-    "memory.offload_optimizer": ((True,), "false"),
-}
+NOT_BUILT = {f"{SAID[name].section}.{SAID[name].key}": said for name, said in legality.NOT_BUILT.items()}
 
 
 @dataclass(frozen=True)

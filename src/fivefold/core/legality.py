@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from fivefold.core.layout import Layout
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what a config.json may call the number of layers
+# What a layout can say and no code does yet: field -> its values, and what can be set instead.
+NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "fp8": (("tensorwise", "rowwise"), "none"),
+    "recompute": (("selective",), "none or full"),
+    "offload_activations": ((True,), "false"),
+    "offload_optimizer": ((True,), "false"),
+}
 _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
 
 
@@ -86,7 +93,7 @@ def violations(
     `world`: devices. `batch`: rows of an optimizer step, over all devices. `micro_batches`: of a data rank in a step,
     where `batch` is not known. `dp_shard` -1 is taken as not known yet.
     """
-    found = [*of_cp_method(layout), *of_pipeline(layout)]
+    found = [*of_built(layout), *of_cp_method(layout), *of_pipeline(layout)]
     if world is not None:
         found += of_world(layout, world)
     if batch is not None and layout.dp_shard != -1:
@@ -105,6 +112,13 @@ def refuse(found: Iterable[Violation]) -> None:
 
 
 # ---- the layout by itself --------------------------------------------------------------------------------------------
+
+
+def of_built(layout: "Layout") -> Iterator[Violation]:
+    """What is said is built."""
+    for name, (absent, instead) in NOT_BUILT.items():
+        if (value := getattr(layout, name)) in absent:
+            yield Violation(name, f"{name} {str(value).lower()} is not built yet", f"set {name}: {instead}")
 
 
 def of_world(layout: "Layout", world: int) -> Iterator[Violation]:
