@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -141,7 +142,15 @@ def test_facts_are_of_the_model_at_hand(change: Any, named: str) -> None:
         lower(found, Layout.parse("tp2"), 0)
 
 
-@pytest.mark.parametrize(("change", "said"), [(_own_forward, "lets tokens meet"), (_own_number, "is not causal")])
+def _holds_a_lock(model: Any) -> None:
+    _adapt(model)
+    model.model.layers[0].self_attn.q_proj.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(_own_forward, "lets tokens meet"), (_own_number, "is not causal"), (_holds_a_lock, "cannot be copied")],
+)
 def test_a_model_is_refused_for_what_it_was_changed_to(change: Any, said: str) -> None:
     model = _plain_model()
     change(model)

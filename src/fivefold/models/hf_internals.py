@@ -32,6 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from fivefold.core.errors import UserError, first_line
 from fivefold.models.merged import Piece, merged
 from fivefold.torch_internals import TorchDispatchMode
 
@@ -103,7 +104,13 @@ def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
         return made
     memo: dict[int, Any] = {id(each): each.to("meta" if each.is_meta else "cpu", copy=True) for each in model.buffers()}
     memo |= {id(each): nn.Parameter(each.to("meta"), each.requires_grad) for each in model.parameters()}
-    copied: PreTrainedModel = base_first(copy.deepcopy(model, memo).float())
+    try:
+        copied: PreTrainedModel = base_first(copy.deepcopy(model, memo).float())
+    except Exception as error:  # it may hold a lock, a file, or a tensor with a history
+        raise UserError(
+            f"{type(model).__name__} was changed after it was made, and cannot be copied: {first_line(error)}",
+            fix="keep what copy.deepcopy does not take outside of the model",
+        ) from error
     select_attention(copied, attention)
     return copied
 
