@@ -2,7 +2,8 @@
 
 A case is a layout with its options, a family (experts where there is `ep`), and what hides nothing else: accumulation,
 packing, ties, clipping that bites, decay, unequal token counts, prime sizes, more than ten experts. `tests/parallel/
-test_composition.py` holds those of at most four ranks and some of eight; `benchmarks/compositions.py` all of them.
+test_composition.py` runs two cases of eight ranks each time, and all cases in a campaign.
+`benchmarks/compositions.py` runs all of them and writes docs/compositions.md.
 """
 
 from fivefold.core.layout import DEGREES

@@ -300,7 +300,7 @@ def outcome(case: Case, per_rank: list[dict[str, Any]], shapes: dict[str, tuple[
 
 
 def gradient_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
-    """Largest |g - ref| / max(|ref|, 1e-6 * global norm) over parameters, with its name (design, section 6)."""
+    """Largest |g - ref| / max(|ref|, 1e-6 * global norm) over parameters, with its name."""
     floor = 1e-6 * expected.norms[0]
     errors = {
         name: np.linalg.norm(found.gradients[name] - ref) / max(np.linalg.norm(ref), floor)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
-from fivefold.config.key import NOT_BUILT
 from fivefold.core.errors import UserError
+from fivefold.core.legality import NOT_BUILT
 from fivefold.core.schedule import SCHEDULES
 from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.core.units import human, parse_count, parse_fraction, parse_length
@@ -31,7 +31,7 @@ def loaded(folder: Path, text: str, *overrides: str) -> RunConfig:
     return load_config(Path("run.yaml"), overrides)
 
 
-# Every key that the design's section 5 names.
+# Every key of the run file.
 CONTRACT = """
 model.name_or_path model.init model.overrides tokenizer.name_or_path
 data.train data.train[].path data.train[].format data.train[].text_key data.train[].weight

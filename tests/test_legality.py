@@ -113,13 +113,6 @@ def experts_are_dealt(layout: Layout, experts: int) -> bool:
     return all(start < stop for start, stop in split_even(experts, layout.ep))
 
 
-@pytest.mark.parametrize("option", ["fp8", "fp8_rowwise", "selective", "offload", "offload_optimizer"])
-def test_what_is_not_built_is_refused_and_not_left_out(option: str) -> None:
-    """Also by a loop of one's own, which reads no run file."""
-    (found,) = violations(Layout.parse(f"shard2+{option}"))
-    assert "is not built yet" in found.what
-
-
 # ---- the rules say the same ------------------------------------------------------------------------------------------
 
 
@@ -187,3 +180,10 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     found = violations(layout, ModelLimits(query=4, kv=2, layers=3), world=16, batch=7)
     assert [each.about for each in found] == ["pp_virtual", "dp_shard", "tp", "pp"]
     assert found[2].legal == (1, 2, 4) and found[2].error.fix == "try tp 1, 2, 4"
+
+
+@pytest.mark.parametrize("text", ["tp2+fp8", "shard2+selective", "shard2+offload", "shard2+offload_optimizer"])
+def test_what_is_not_built_is_refused_wherever_a_layout_comes_from(text: str) -> None:
+    """Also from `ff.parallelize`, which reads no run file: it would train without it, and not say so."""
+    (found,) = violations(Layout.parse(text))
+    assert "is not built yet" in found.what

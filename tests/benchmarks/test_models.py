@@ -63,6 +63,8 @@ def test_shared_experts_and_their_gates_are_split(model_class: str, layout: str)
         ("Gemma3ForConditionalGeneration", "tp2"),  # a tower that no token comes to
         ("MiMoV2FlashForCausalLM", "tp2"),  # layers with other numbers of heads
         ("RobertaForCausalLM", "tp2+nosp"),  # what changes hidden states for the head, and its bias of two names
+        ("HunYuanMoEV1ForCausalLM", "tp2"),  # one expert, of whose weights FSDP leaves a rank no rows
+        ("Llama4ForCausalLM", "pp2"),  # asks its embedding's weight for the device
     ],
 )
 def test_parameters_that_had_no_role_have_one(model_class: str, layout: str) -> None:

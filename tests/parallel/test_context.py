@@ -48,7 +48,8 @@ def test_the_order_of_tokens_is_stated() -> None:
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("cp", [1, 2, 3])
 def test_diagonals_and_rectangles_are_what_a_query_sees(cp: int, window: int | None) -> None:
-    """Marked one by one in [T, T]: every pair once, no pair too many, and no query of a rectangle without a key."""
+    """Marked one by one in [T, T]: every pair once, no pair too many, and no query of an off-diagonal block without a
+    key."""
     length, rows, edges = 24, 2, (0, 7, 24, 24 + 13, 24 + 15, 48)
     blocks = [row_blocks(length, cp, rank) for rank in range(cp)]
     places = [[t for start, stop in held for t in range(start, stop)] for held in blocks]

@@ -126,7 +126,7 @@ def test_what_cannot_be_split_is_refused_with_its_reason() -> None:
     model = build_meta(hf_config(case))
     (found,) = violations(Layout(tp=31, expert_tp=True), replace(limits(model), query=31, kv=31, attended=None))
     assert "29 features, and they cannot be split over 31" in found.what and found.fix == "use tp 29 or less"
-    for gate, reason in ((softmaxed, "makes a feature of is in no order that is known"), (sized, "cannot be tried")):
+    for gate, reason in ((softmaxed, "not known in which order its activation reads"), (sized, "cannot be tried")):
         for layer in model.model.layers:
             layer.mlp.experts._apply_gate = gate
         assert re.search(

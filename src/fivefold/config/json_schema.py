@@ -6,7 +6,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from fivefold.config import RunConfig
-from fivefold.config.key import NOT_BUILT, built
+from fivefold.config.key import built
+from fivefold.core.legality import NOT_BUILT
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBER = r"^\s*[+-]?[0-9][0-9_]*(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*[kKmMgGbB%]?\s*$"  # 8k, 500M, 1%, 1e-4

@@ -11,11 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fivefold.core import legality
-from fivefold.core.layout import SAID
-
-# Key -> the values that are not built yet, and what can be set instead.
-NOT_BUILT = {f"{SAID[name].section}.{SAID[name].key}": said for name, said in legality.NOT_BUILT.items()}
+from fivefold.core.legality import NOT_BUILT
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from fivefold.config.key import NOT_BUILT, Key, keys_of
+from fivefold.config.key import Key, keys_of
 from fivefold.config.messages import explained
 from fivefold.config.runfile import READ_MORE, RunFile
 from fivefold.core import legality
@@ -493,11 +493,6 @@ def check_supported(config: RunConfig) -> None:
     Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
     layout = config.layout
-    for key, (absent, instead) in NOT_BUILT.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value in absent:
-            raise UserError(f"{key} {str(value).lower()} is not built yet", fix=f"set {key}: {instead}", more=READ_MORE)
     legality.refuse(legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
         legality.refuse(legality.of_experts(layout, _limits(config.model)))

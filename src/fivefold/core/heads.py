@@ -12,19 +12,23 @@ def head_counts(config: Any) -> tuple[int, int, int]:
 
 
 def kv_copies(kv: int, tp: int) -> int:
-    """How many tp ranks share each of `kv` key/value heads."""
+    """How many tp ranks share each of `kv` key/value heads: 2 heads over tp8 are shared by 4 ranks each."""
     return max(1, tp // kv)
 
 
 def legal_degrees(query: int, kv: int) -> list[int]:
-    """Tensor parallel degrees that deal `query` and `kv` heads evenly."""
+    """Tensor parallel degrees that split `query` and `kv` heads evenly: 1, 2, 4 and 8 for 8 and 2 heads."""
     return [n for n in range(1, query + 1) if query % n == 0 and (kv % n == 0 or n % kv == 0)]
 
 
 @dataclass(frozen=True)
 class CPMethod:
-    """How `cp` = `ring` x `ulysses` ranks attend: keys and values go round rings, or are gathered there (`gathers`);
-    neighbours, `ulysses` of them, deal out heads and have all their tokens."""
+    """How the `cp` = `ring` x `ulysses` ranks attend.
+
+    `ulysses` neighbours exchange heads for tokens: each has some heads of all their tokens. Between these groups keys
+    and values go round a ring of `ring` ranks; with `gathers` they are all-gathered instead. Example: `2x4` of cp8 is
+    rings of 2 over groups of 4.
+    """
 
     ring: int
     ulysses: int
@@ -32,14 +36,16 @@ class CPMethod:
 
 
 def context_method(text: str, cp: int, query: int, kv: int) -> CPMethod:
-    """The method that `cp_method` names, for a tensor parallel rank's `query` and `kv` heads.
+    """The method that `cp_method` names. `query`, `kv`: heads of one tensor parallel rank.
 
-    `auto` sends the least. Of its tokens a rank of a ring of r sends keys and values r - 1 times, 2 kv (r - 1) heads;
-    dealing heads out sends queries, keys, values and results once, 2 (query + kv) (u - 1) / u heads. So few key/value
-    heads speak for the ring, and many ranks for dealing out. Of equals the latter: its work is equal for all, whatever
-    the documents. Keys and values are never gathered unless asked: they would be whole on every rank.
+    `auto` sends the least, counted in heads of a rank's tokens:
 
-    Whether ranks and heads fit what is named is asked of `legality`.
+    - a ring of r ranks sends keys and values r - 1 times: 2 kv (r - 1);
+    - Ulysses over u ranks sends queries, keys, values and results once: 2 (query + kv) (u - 1) / u.
+
+    Few key/value heads favour the ring, many ranks favour Ulysses. Ties go to Ulysses, whose work is balanced whatever
+    the documents. `auto` never gathers keys and values, because every rank would hold all of them. `legality` checks
+    that the ranks and the heads fit the method.
     """
     if text == "auto":
         sizes = [u for u in range(1, cp + 1) if cp % u == 0 and query % u == 0 and kv % u == 0]

@@ -190,7 +190,7 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """How many ranks FSDP shards an expert's parameters over: what `ep` leaves of those that it is taken from."""
+        """How many ranks FSDP shards an expert's parameters over: `expert_ranks / ep`."""
         return self.expert_ranks // self.ep
 
     @property

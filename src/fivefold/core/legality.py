@@ -1,7 +1,7 @@
 """Which layouts can run: every rule, with its arithmetic and the nearest values that fit. No torch.
 
-The command line asks before it starts a process, `parallelize` once it has seen the model, and whoever looks for a
-layout asks for each that it weighs. Every rule is a generator of what it finds wrong; `violations` asks them all.
+The command line asks before it starts a process. `parallelize` asks once it has seen the model. A search for a layout
+can ask for each candidate. Every rule is a generator of `Violation`s; `violations` runs all rules.
 """
 
 import re
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from fivefold.core.layout import Layout
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what a config.json may call the number of layers
-# What a layout can say and no code does yet: field -> its values, and what can be set instead.
-NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fp8": (("tensorwise", "rowwise"), "none"),
-    "recompute": (("selective",), "none or full"),
-    "offload_activations": ((True,), "false"),
-    "offload_optimizer": ((True,), "false"),
-}
 _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
+
+# Key -> the values that are not built yet, and what can be set instead.
+NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "precision.fp8": (("tensorwise", "rowwise"), "none"),
+    "memory.recompute": (("selective",), "none or full"),
+    "memory.offload_activations": ((True,), "false"),
+    "memory.offload_optimizer": ((True,), "false"),
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def violations(
     `world`: devices. `batch`: rows of an optimizer step, over all devices. `micro_batches`: of a data rank in a step,
     where `batch` is not known. `dp_shard` -1 is taken as not known yet.
     """
-    found = [*of_built(layout), *of_cp_method(layout), *of_pipeline(layout)]
+    found = [*of_what_is_not_built(layout), *of_cp_method(layout), *of_pipeline(layout)]
     if world is not None:
         found += of_world(layout, world)
     if batch is not None and layout.dp_shard != -1:
@@ -114,11 +115,12 @@ def refuse(found: Iterable[Violation]) -> None:
 # ---- the layout by itself --------------------------------------------------------------------------------------------
 
 
-def of_built(layout: "Layout") -> Iterator[Violation]:
-    """What is said is built."""
-    for name, (absent, instead) in NOT_BUILT.items():
+def of_what_is_not_built(layout: "Layout") -> Iterator[Violation]:
+    """What the text of a layout can say, and no code does yet."""
+    for key, (absent, instead) in NOT_BUILT.items():
+        name = key.partition(".")[2]
         if (value := getattr(layout, name)) in absent:
-            yield Violation(name, f"{name} {str(value).lower()} is not built yet", f"set {name}: {instead}")
+            yield Violation(name, f"{key} {str(value).lower()} is not built yet", f"set {key}: {instead}")
 
 
 def of_world(layout: "Layout", world: int) -> Iterator[Violation]:
@@ -217,8 +219,8 @@ def of_micro_batches(layout: "Layout", count: int) -> Iterator[Violation]:
 
 
 def of_heads(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
-    """Every tp rank has as many whole query heads as the others, with their key/value heads; so has every rank that
-    context parallelism deals heads to."""
+    """Every tp rank gets the same number of whole query heads, and the key/value heads that these attend to. The same
+    holds for every Ulysses rank of context parallelism."""
     tp, query, kv = layout.tp, limits.query, limits.kv
     legal: tuple[int, ...] = ()
     if tp > 1 and (refusal := limits.refusals.get("tp")):
@@ -266,7 +268,8 @@ def of_layers(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
 
 
 def of_experts(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
-    """There are experts, one or more for each rank, and features of each where those are split."""
+    """`ep` needs a model with experts, and one or more for each rank. `expert_tp` needs a feature of every expert for
+    each tp rank."""
     ep, etp, experts, features = layout.ep, layout.etp, limits.experts, limits.expert_features
     whole = "set layout.expert_tp: false"
     if ep > 1 and experts == 0:

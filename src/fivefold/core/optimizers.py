@@ -10,10 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """One optimizer. `state`: kinds of tensors that it keeps of a parameter, in its shape, and what a person calls
-    them. `per_weight`: how many numbers it keeps of a weight, for most weights. `of_matrices`: the kinds that it keeps
-    of the matrices of layers, each of which it sees whole, and of nothing else; None: all parameters are alike to it.
-    `keys`: the keys of the run file that not every optimizer has, and their defaults."""
+    """One optimizer.
+
+    `state`: kinds of state tensors, each in the shape of its parameter -> what a person calls them.
+    `per_weight`: numbers of state for one weight, for most weights.
+    `of_matrices`: kinds of state that only the matrices of layers have; the optimizer sees each of these matrices whole
+    (Muon). None: the optimizer treats all parameters alike (AdamW).
+    `keys`: keys of the run file that not every optimizer has -> default.
+    """
 
     name: str
     state: Mapping[str, str]

@@ -8,8 +8,8 @@ backward needs, so a collective behind which its layer saves nothing is not issu
 | `none` | 1 | 1 |
 | `full` | 2 | 1 |
 
-Example: a Llama layer under tp2 and `full` gathers in front of attention and of its MLP twice each, adds up behind
-attention twice, and adds up behind the MLP, with which it ends, once.
+Example: a Llama layer under tp2 and `full`. The all-gathers before attention and before the MLP run twice each. The
+reduce-scatter after attention runs twice. The reduce-scatter after the MLP runs once, because the layer ends with it.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a layer that computes or sends: the `module` there, by name. `is_last`: nothing with weights runs
-    behind it in its layer, so that nothing behind it is saved for backward."""
+    """A module of a layer that computes or sends. `module`: its name. `is_last`: no module with weights runs after it
+    in the layer, so nothing after it is saved for backward."""
 
     module: str
     is_last: bool = False

@@ -1,8 +1,8 @@
-"""A pipeline's schedule as data: what every rank does in which order, when it is done, and what is sent. No torch.
+"""A pipeline's schedule as data: the slots of every rank in order, when each runs, and what is sent. No torch.
 
-A pipeline runs `stages` groups of layers over `ranks`. Each micro batch goes forward (F) through all stages and back. A
-backward pass is one slot (B), or two: the gradient of the stage's input (I), which the stage before waits for, and
-that of its weights (W), which nobody waits for.
+A pipeline runs `stages` groups of layers over `ranks`. Each micro batch goes forward (F) through all stages and back.
+The backward of a stage is one slot (B), or two: I computes the gradient of the stage's input, for which the stage
+before waits; W computes the gradients of the weights, for which no stage waits.
 
 Each way to order the slots is one `Schedule` record of `SCHEDULES`, at the end of this file. Everything else asks the
 record; a new schedule is a function that yields slots, and a record.
@@ -31,7 +31,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Hidden states on their way to `stage` (of F), or their gradient (of B): what this rank sends or receives."""
+    """A send or a receive of this rank: of the hidden states for slot F of `stage`, or of the gradient for its B."""
 
     way: Literal["send", "recv"]
     of: Literal["F", "B"]
@@ -45,8 +45,8 @@ Action = Slot | Transfer
 
 @dataclass(frozen=True)
 class Timed:
-    """When a rank was busy with a slot, in seconds (or in the unit of the durations). `waited`: before the start, for
-    what another rank sends."""
+    """When a rank ran a slot, in seconds (or in the unit of the durations). `waited`: how long it waited, before the
+    start, for what another rank sends."""
 
     rank: int
     slot: Slot
@@ -69,7 +69,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the time in which a rank is in no slot, mean over ranks: it waits, also for what a slot needs."""
+        """The share of the time in which a rank runs no slot, mean over ranks. Waiting for a transfer counts as
+        bubble."""
         busy = sum(each.end - each.start for each in self.slots)
         return 1 - busy / (self.ranks * self.span)
 
@@ -134,7 +135,8 @@ class Plan:
         return tuple(tuple(action for *_, on, action in events if on == rank) for rank in range(self.ranks))
 
     def _given(self, slot: Slot) -> tuple[Literal["F", "B"], int] | None:
-        """What a slot makes for which stage."""
+        """What another stage needs of a slot: (F, next stage) of a forward, (B, stage before) of a backward, else
+        None."""
         if slot.kind == "F":
             return ("F", slot.stage + 1) if slot.stage + 1 < self.stages else None
         return ("B", slot.stage - 1) if slot.kind in "BI" and slot.stage else None
@@ -217,7 +219,7 @@ def _gpipe(plan: Plan, rank: int) -> Iterator[Slot]:
 
 
 def _rounds(plan: Plan, rank: int) -> Iterator[Slot]:
-    """1F1B, interleaved, and these with their weights' gradients apart."""
+    """The slots of 1F1B and of interleaved 1F1B, with whole backwards or with I and W apart (`zb`)."""
     split = plan.record.splits_backward
     total = plan.virtual * plan.micro_batches
     of_round = plan.micro_batches // max(1, plan.micro_batches // plan.ranks)
@@ -272,7 +274,8 @@ class _V:
 
 
 def _zbv(plan: Plan, rank: int) -> Iterator[Slot]:
-    """By hand, as in the paper; for fewer micro batches than fill the pipeline, those beyond are left out."""
+    """The order of the ZB-V paper. With fewer than 2 p - 1 micro batches, the order of 2 p - 1 without the missing
+    ones."""
     v, count = _V(plan, rank), max(2 * plan.ranks - 1, plan.micro_batches)
     done = v.counts
 
@@ -306,7 +309,8 @@ def _zbv(plan: Plan, rank: int) -> Iterator[Slot]:
 
 
 def _dualpipev(plan: Plan, rank: int) -> Iterator[Slot]:
-    """The eight steps of DeepSeek's schedule, cut in half; what it overlaps comes one after the other."""
+    """The eight steps of DeepSeek's DualPipe, cut in half (DualPipeV). Slots that it overlaps run one after the
+    other."""
     v, left = _V(plan, rank), plan.ranks - rank - 1
     for _ in range(2 * left):
         v.add(0, "F")

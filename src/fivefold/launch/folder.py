@@ -40,8 +40,8 @@ def named(config: RunConfig, name: str) -> RunConfig:
 def open_folder(config: RunConfig) -> Path:
     """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it.
 
-    A new folder gets the resolved `run.yaml`; one that is there keeps its own until the run it describes has been
-    compared with this one, which is for the training body to do.
+    A new folder gets the resolved `run.yaml`. An existing `run.yaml` is replaced only after the resume checks have
+    passed, in the workers.
     """
     logs = config.run_dir / "logs"
     with writing(config.run_dir, instead=INSTEAD):

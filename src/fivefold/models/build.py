@@ -171,8 +171,8 @@ def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
 
 
 def check_slices(hf_config: PreTrainedConfig, position_ids: Tensor) -> None:
-    """Raise `UserError` if a part of these tokens would be rotated by another table than all of them: `transformers`
-    takes the table by the largest position that it is given."""
+    """Raise `UserError` if a part of these tokens would be rotated by another table than the whole row. `transformers`
+    chooses the rotary table by the largest position that it is given."""
     for kind, limit, instead in _rope_limits(hf_config):
         if int(position_ids.max()) >= limit:
             raise UserError(
@@ -202,8 +202,11 @@ def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
 
 
 def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pre-hook of the base of a model in which `name` counts the tokens of a row for itself: documents that begin
-    within a row, or a rank with one of `parts` of its tokens, would be counted wrong where that says anything."""
+    """A pre-hook of the base of a model in which module `name` counts the tokens of a row for itself (Llama 4).
+
+    The count is wrong for a document that begins inside a row, and on a rank with one of `parts` parts of the row. Up
+    to `most` tokens it has no effect. Raises `UserError` for longer rows of either kind.
+    """
     given = kwargs.get("input_ids", args[0] if args else None)
     length = parts * given.shape[1] if isinstance(given, Tensor) else 0
     if length > most and (kwargs.get("cu_seqlens") is not None or parts > 1):
@@ -215,7 +218,7 @@ def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
-    """Dropout and jitter draw other numbers on every rank: no layout would compute what another does."""
+    """Raise `UserError` for dropout and jitter: every rank draws its own numbers, so results would differ by layout."""
     keys = dict(_noise(model.config.get_text_config().to_dict()))
     if keys or any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         found = ", ".join(f"{key} {value}" for key, value in keys.items())

@@ -38,8 +38,8 @@ def experts_forward(module: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weig
 
 
 def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int, compute: Compute) -> Tensor:
-    """Each token's row to its K experts, and the sum of what they make of it, weighted. A pick of expert E, which is
-    none, is dropped: it adds nothing, and nothing has a gradient of it."""
+    """Send each token to its K experts and sum their results, weighted. Experts are 0 to E - 1. A pick of E is a
+    dropped one: it adds nothing to the output and nothing to any gradient."""
     count, picks = index_NK.shape
     order_S, counts_E = sort_by_expert(index_NK, experts)
     repeated_SD = hidden_ND.unsqueeze(1).expand(-1, picks, -1).flatten(0, 1)
@@ -84,8 +84,8 @@ class Permute(torch.autograd.Function):
 
 
 def router_buffers(model: nn.Module) -> list[str]:
-    """Persistent buffers beside experts: a router's state, which is trained though it has no gradient (DeepSeek's
-    `e_score_correction_bias`). All others a model computes for itself."""
+    """The persistent buffers of routers, which are trained without a gradient (DeepSeek's `e_score_correction_bias`).
+    Every other buffer is computed by the model itself."""
     stored = model.state_dict(keep_vars=True)
     beside = tuple(f"{n.rpartition('.')[0]}." for n, module in model.named_modules() if hf_internals.is_experts(module))
     return [name for name, _ in model.named_buffers() if name in stored and beside and name.startswith(beside)]
@@ -99,9 +99,9 @@ def number_of_experts(module: nn.Module) -> int:
 def expert_mlp(
     module: Any, x_SD: Tensor, counts_E: Tensor, *, biased_from: int = 0, linears: Linears = PLAIN
 ) -> Tensor:
-    """What the experts of `module` make of rows that are sorted by expert: its own gate and activation between two
-    grouped matmuls, as `linears` multiply. Where the module has a part of their features, this is a part of a sum, and
-    its biases are those of some outputs, the first of which is `biased_from`."""
+    """The experts of `module` on rows sorted by expert: two grouped matmuls, as `linears` multiply, with the module's
+    own gate and activation between them. Under `expert_tp` the module has some features of every expert: the result is
+    a partial sum, and `down_proj_bias` covers some outputs only, from number `biased_from` on."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     made = _linear(module, first, x_SD, counts_E, linears)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
@@ -120,14 +120,14 @@ def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Lin
 
 # ---- which inputs make a feature -------------------------------------------------------------------------------------
 
-_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of the trial
+_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of what `_order` tries
 
 
 def expert_features(module: Any) -> ExpertFeatures:
     """Where the inner features of the experts `module` lie in its parameters.
 
-    Which columns make a feature is the gate's business: its `_apply_gate` is tried on a few numbers, and what fits none
-    of `ORDERS` is refused.
+    The gate decides which columns make a feature. Its `_apply_gate` is tried on a few numbers, and an order that is not
+    in `ORDERS` is refused.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
     made, read = (2, 1) if module.is_transposed else (1, 2)
@@ -142,8 +142,11 @@ def expert_features(module: Any) -> ExpertFeatures:
 
 
 def _order(module: Any) -> tuple[str, str | None]:
-    """The order in which the activation of `module` reads its inputs, found by trying it: of a part of the features it
-    must make what it makes of them among all. Or why there is none."""
+    """(name of the order in which the activation of `module` reads its inputs, None), or ("", why no order fits).
+
+    An order fits if the activation gives the same for a part of the features alone as for that part among all: with
+    gate and up after each other, feature 2 of 7 is made of the inputs 2 and 9.
+    """
     activate, inputs = (module._apply_gate, 2) if module.has_gate else (module.act_fn, 1)
     x = 3 * torch.randn(_ROWS, inputs * _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     try:
@@ -153,7 +156,7 @@ def _order(module: Any) -> tuple[str, str | None]:
                 return name, None
     except Exception as error:  # the model's own code
         return "", f"its activation cannot be tried ({type(error).__name__}: {error})"
-    return "", f"which of {inputs} inputs its activation makes a feature of is in no order that is known"
+    return "", f"it is not known in which order its activation reads the inputs of a feature ({inputs} for each)"
 
 
 def _agrees(activate: Callable[[Tensor], Tensor], order: Order, x: Tensor, whole: Tensor, part: Block) -> bool:

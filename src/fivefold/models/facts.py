@@ -17,7 +17,7 @@ from fivefold.models.anatomy import Anatomy, is_within
 
 
 class Untrainable(UserError):
-    """A model that no layout can train: what is wrong begins with its class."""
+    """A model that no layout can train. The message begins with its class."""
 
 
 # ---- which features belong together ----------------------------------------------------------------------------------
@@ -27,8 +27,8 @@ Owner = Literal["query", "kv", "even"]
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """Neighbouring features that are dealt alike: those of head `index` of a kind, or (`even`) in equal shares whose
-    sizes are multiples of `unit`."""
+    """Adjacent features [start, stop) of a projection with one owner. Those of `query` or `kv` go to the tp rank that
+    has head `index`. Of those of `even`, every rank gets an equal share, in multiples of `unit` features."""
 
     start: int
     stop: int
@@ -89,8 +89,8 @@ class Role:
 
 @dataclass(frozen=True)
 class TPInput:
-    """Where hidden states enter a region of split features: the modules that are given them (several linears share one
-    tensor), and as which argument."""
+    """Where hidden states enter a column/row pair: `modules` that are given the same tensor (such as `q_proj`, `k_proj`
+    and `v_proj`), and the `argument` in which they get it."""
 
     modules: tuple[str, ...]
     argument: int | str = 0
@@ -98,9 +98,10 @@ class TPInput:
 
 @dataclass(frozen=True)
 class TPBlock:
-    """One pair: `columns`, and the `row` that sums up. `owner` is the smallest module that holds them all, and the
-    latent projections that some columns read. `heads`: query and key/value heads, where it attends. `is_last`: nothing
-    with weights runs after the row in its layer."""
+    """One column/row pair: the `columns` are split over outputs, the `row` over inputs, and the row's outputs are
+    summed over tp. `owner`: the smallest module that holds all of them and the latent projections before them. `heads`:
+    query and key/value heads of an attention, else None. `is_last`: nothing with weights runs after the row in its
+    layer. Example: `q_proj`, `k_proj`, `v_proj` and the row `o_proj` under the owner `self_attn`."""
 
     owner: str
     columns: tuple[str, ...]
@@ -112,11 +113,12 @@ class TPBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The roles of all parameters (tied ones under the embedding's name), and the regions in order.
+    """The role of every parameter (tied ones under the embedding's name), and the column/row pairs in order.
 
-    `heads`: query and key/value heads, of each kind of layers (MiMo-V2's have several). `across`: modules that need all
-    features -> how those are dealt. `to_logits`: the module that is given the last hidden states, the head or what
-    changes them for it. A refusal says why something cannot be done, or is None.
+    `regions`: the column/row pairs. `heads`: query and key/value heads of each kind of layer (MiMo-V2 has several).
+    `across`: module that needs all features of a split projection -> how ranks share these features. `to_logits`: the
+    module that is given the last hidden states: the head, or a transform before it (BERT). `refusal`: why tp cannot
+    split the model, or None.
     """
 
     roles: Mapping[str, Role]
@@ -220,10 +222,11 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Saved:
-    """Numbers that one token leaves behind in a layer for its backward pass, where nothing is recomputed.
+    """Saved activations: numbers that one token leaves in a layer for backward, without recompute.
 
-    `residual`: of the residual stream, which sequence parallelism splits. `entered`: what column-parallel linears read,
-    whole on each tp rank. `inside`: between a column and a row, split by tensor parallelism.
+    `residual`: numbers of the residual stream; sequence parallelism splits them. `entered`: inputs of column-parallel
+    linears; every tp rank has all of them. `inside`: numbers between a column and a row; tensor parallelism splits
+    them.
     """
 
     residual: float = 0.0
@@ -237,7 +240,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The one cost of a layer: what FLOPs, the split of a pipeline, slot durations and memory are computed from."""
+    """The cost of a layer. FLOPs, `pp_split: auto`, slot durations and saved activations are all computed from it."""
 
     matmuls: tuple[Matmul, ...]
     attention: tuple[AttentionShape, ...]
@@ -266,8 +269,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Counted:
-    """A module that counts the tokens of a row for itself, whatever documents are in it, and the longest row in which
-    that changes nothing."""
+    """Module `name` counts the tokens of a row, across documents (Llama 4). Up to `most` tokens its count has no
+    effect."""
 
     name: str
     most: int
@@ -277,13 +280,16 @@ class Counted:
 class ModelFacts:
     """Everything that a layout is planned from.
 
-    `parameters`: tied ones once, in the model's order. `attends`: by attention module. `before`, `after`: modules with
-    parameters that run before the first layer and after the last. `forgetful`: (layer, attention module) where the
-    layer does not hand on the bounds of documents. `in_tuples`: layers that give their hidden states in a tuple.
-    `padding`: the padding token, where the model counts its tokens from behind it. `carried`: why layers pass more than
-    hidden states to each other, or None; pipelines are then refused. `router_buffers`: with shapes; trained without a
-    gradient. `costs`, `kinds`: the cost of each kind of layer, and of each layer its kind. `outside`: linears outside
-    of layers, the head among them.
+    `parameters`: tied ones once, in the model's order.
+    `attends`: attention module -> its heads.
+    `before`, `after`: modules with parameters that run before the first layer and after the last.
+    `forgetful`: (layer, attention module) where the layer does not pass `cu_seqlens` on.
+    `in_tuples`: layers that return their hidden states in a tuple.
+    `carried`: why layers pass more than hidden states to each other, or None. Pipelines are then refused.
+    `padding`: the padding token of a model that counts positions from it (`positions.py`), else None.
+    `router_buffers`: buffers that are trained without a gradient -> shape.
+    `costs`, `kinds`: the cost of each kind of layer; the kind of each layer, as an index into `costs`.
+    `outside`: linears outside of the layers, the head included.
     """
 
     anatomy: Anatomy

@@ -60,8 +60,11 @@ NEARBY = 64  # features that are tried until one is found that depends on a colu
 
 
 def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, FeatureGroups]:
-    """Deals of an element-wise region: feature j of the row comes from feature j of each column, of each of its equal
-    chunks, or from neighbours. Three features are looked at."""
+    """Feature groups of an MLP, whose features are element-wise. Three features are looked at.
+
+    Feature j of the row's n inputs comes from feature j of a column. If the column makes gate and up at once (2n
+    features), it comes from j and n + j (chunked: Phi-3), or from 2j and 2j + 1 (neighbours).
+    """
     reads = block.linear(row).inputs[0]
     width = reads.shape[-1]
     deals: dict[str, FeatureGroups] = {row: (FeatureGroup(0, width, "even"),)}
@@ -81,8 +84,8 @@ def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str
 
 
 def _first_alive(reads: Tensor, leaf: Tensor, near: int) -> tuple[int, list[int]]:
-    """The feature of `reads` nearest to `near` that depends on `leaf`, and on which of its features: behind a ReLU many
-    are dead for all of a few tokens."""
+    """(feature of `reads` nearest to `near` that depends on `leaf`, the features of `leaf` that it depends on). The
+    nearest is not always `near`: after a ReLU many features are zero for every token of the trace."""
     width = reads.shape[-1]
     for j in sorted(range(max(0, near - NEARBY), min(width, near + NEARBY)), key=lambda j: abs(j - near)):
         (mask,) = depends(reads[..., j], [leaf])

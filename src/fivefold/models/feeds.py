@@ -1,4 +1,4 @@
-"""Who feeds whom in a block: which projections read the residual stream, which give back to it, what lies between."""
+"""The column/row pairs of a block: which projections read the residual stream, and which write back to it."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ class Pair:
 
 
 def pairs_of(block: BlockTrace) -> list[Pair]:
-    """In order, without the linears that read the residual and feed no row: they scale what is on it, or send its
-    tokens to experts. Raises `Untraceable` for a projection that is neither of these, nor column, row or latent."""
+    """The pairs in order. A linear that reads the residual stream and feeds no row is in no pair: a gate that scales
+    the stream, or a router. Raises `Untraceable` for a projection that is no column, row or latent either."""
     columns: list[str] = []
     behind: dict[str, frozenset[str]] = {}
     rows: dict[str, frozenset[str]] = {}

@@ -13,7 +13,7 @@ One row of 32,768 tokens, 8 heads of 64 (2 for keys), window 256, forward and ba
 fp32 and 2.1 s in bf16 by the blockwise kernel, with 0.48 and 0.24 GB more than before it, results and gradients
 included. Plain causal attention by the fused one: 51 s and 44 s, in the same memory.
 
-Attention sinks need no kernel of their own: `join_sinks` puts them into what any of the three hands over.
+Attention sinks need no kernel of their own: `join_sinks` puts them into the output and log-sum-exp of any of the four.
 
 Legend: N documents of L tokens, or one row of M tokens of all documents; H query heads, G key/value heads (R = H / G
 query heads share one), D head size. In a block: L queries, S keys, and X = R * L queries of the heads that share keys.
@@ -208,8 +208,8 @@ def blockwise_backward(
 def join_sinks(out_xHD: torch.Tensor, lse_xH: torch.Tensor, sinks_H: torch.Tensor) -> None:
     """Put one more logit per head into the softmax, in place: a key without a value (gpt-oss).
 
-    The backward kernels are right with the new output and log-sum-exp: the weights that they recompute then leave the
-    sink its share.
+    The backward kernels need no change. From the new log-sum-exp they recompute weights that sum to less than 1; the
+    rest is the sink's share.
     """
     joined_xH = torch.logaddexp(lse_xH, sinks_H.to(lse_xH.dtype))
     out_xHD.mul_((lse_xH - joined_xH).exp().unsqueeze(-1))

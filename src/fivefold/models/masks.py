@@ -1,10 +1,10 @@
 """Which keys a query sees, as numbers instead of a matrix.
 
-Models of `transformers` ask for a mask with a function of positions, and hand what they get to attention, layer by
-layer. Here they get a `Mask`: what the matrix would have said. In eager attention and in PyTorch's own the mask alone
-decides, not the window that some models pass as well, so attention reads it here too.
+Models of `transformers` ask for a mask with a function of positions, and pass the result to attention, layer by layer.
+Here the result is a `Mask`, which says the same in two numbers. Some models pass attention a window as well. The eager
+and the PyTorch attention of `transformers` follow the mask and ignore that window; so does the attention here.
 
-What a `Mask` cannot say is refused: a `trace` holds the function of positions against it (`check`).
+A mask that a `Mask` cannot express is refused: `trace` compares it with the function of positions (`check`).
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ class MaskOpened(TypeError, AttributeError):
 
 @dataclass(frozen=True)
 class Mask:
-    """A query sees itself and earlier keys of its document: of the last `window` positions, and of its own chunk of
-    `chunk` positions, counted from the start of the document. `start`: the position of the first key, where a cache
-    has dropped earlier ones; 0 without a cache."""
+    """A query sees itself and earlier keys of its document. `window`: it sees the last `window` positions only.
+    `chunk`: it sees its own chunk only; chunks of `chunk` positions count from the start of the document. `start`: the
+    position of the first key, if a cache has dropped earlier ones; else 0."""
 
     window: int | None = None
     chunk: int | None = None

@@ -1,14 +1,20 @@
-"""Attention of a part of each row: the single-device arithmetic under context parallelism.
+"""Attention between blocks of a row: the single-device arithmetic under context parallelism.
 
-A rank has blocks of every row. What the tokens of a block see has two shapes, whatever the documents are:
+A rank has blocks of every row. The queries of a block attend in two shapes, whatever the documents are:
 
-- the *diagonal*: queries and keys of one block. Cut at the block's edges, documents are documents: `packed.py`;
-- *rectangles*: queries of a block, keys before it. Only the one document that reaches into the block from before has
-  any, so there is at most one rectangle per row and pair of blocks. Every query of it sees every key, or, under a
-  window, a band of them. It is trimmed so that each query sees a key: a softmax over nothing would be a number, too.
+- *diagonal* blocks: queries and keys of the same block. `packed.py` computes them, with documents cut at the edges of
+  the block;
+- *off-diagonal* blocks: queries of one block, keys of an earlier one. Only the document that begins before the query
+  block and reaches into it has such keys, so there is at most one off-diagonal block per row and pair of blocks. Each
+  query sees every key, or under a window a band of them. The block is trimmed until every query sees a key, because a
+  softmax over no keys would still give a number.
 
-Partial results carry their log-sum-exp and are merged by it in fp32 (fp64). Given the merged output and log-sum-exp,
-the backward kernels are exact part by part. No [T, T] mask exists.
+Example: documents of 6 and 10 tokens under cp2. Rank 1 has the block (4, 12), rank 0 has (0, 4) and (12, 16). The
+queries 4 and 5 attend to the keys 0 to 3 off-diagonal. The queries 6 to 11 are of the second document, which begins
+inside the block.
+
+Partial results carry their log-sum-exp, by which they are merged in fp32 (fp64). Given the merged output and
+log-sum-exp, the backward kernels are exact for each partial result. No [T, T] mask exists.
 
 Legend: B rows, T tokens of a row, L of them on this rank, S keys; H query heads, G key/value heads, D head size.
 """
@@ -29,9 +35,9 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True)
 class OffdiagonalBlock:
-    """Queries against keys that come before them: slices of what a rank holds of the queries, and of the keys.
+    """Queries and the earlier keys that they see. `queries`, `keys`: slices of what a rank holds of each.
 
-    `ahead`: positions from the first key to the first query. `is_band`: some key is out of the window of some query.
+    `ahead`: positions from the first key to the first query. `is_band`: the window hides some key from some query.
     """
 
     rows: slice | list[int]
@@ -42,8 +48,11 @@ class OffdiagonalBlock:
 
 
 def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
-    """Document bounds over the B*L tokens of these blocks (int32, CPU), for bounds `edges` over all B*T: the edges of
-    blocks end documents too, what crosses them is in the rectangles."""
+    """`cu_seqlens` over the B*L tokens of these blocks (int32, CPU), from `edges`, those over all B*T tokens.
+
+    The edges of blocks end documents too; attention across them is off-diagonal. Example: one row of 16 tokens in
+    documents of 6 and 10, `edges` (0, 6, 16). The block (4, 12) gives [0, 2, 8]; (0, 4) and (12, 16) give [0, 4, 8].
+    """
     held = sum(stop - start for start, stop in blocks)
     found = {rows * held}
     by_row = _by_row(edges, rows, length)
@@ -60,9 +69,9 @@ def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blo
 def offdiagonal_blocks(
     edges: tuple[int, ...], rows: int, length: int, queries: Blocks, keys: Blocks, window: int | None
 ) -> tuple[OffdiagonalBlock, ...]:
-    """The rectangles of these blocks of queries and keys in rows of `length` tokens with document bounds `edges`.
+    """The off-diagonal blocks of these query and key blocks, in rows of `length` tokens with document bounds `edges`.
 
-    A key block may hold the query block, or be held: what stands before its first token counts.
+    A key block may contain the query block, or lie inside it: only the keys before the first query of the block count.
     """
     found: dict[tuple[int, int, int, int, int, bool], list[int]] = {}
     by_row = _by_row(edges, rows, length)
@@ -114,13 +123,13 @@ def _offsets(blocks: Blocks) -> Iterator[tuple[Block, int]]:
         at += block[1] - block[0]
 
 
-# ---- one rectangle, forward and backward -----------------------------------------------------------------------------
+# ---- one off-diagonal block, forward and backward --------------------------------------------------------------------
 
 
 def forward(
     part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp [b,H,l,D], [b,H,l] of the rectangle's rows and queries."""
+    """Output and log-sum-exp [b,H,l,D], [b,H,l] of the block's rows and queries."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     kernel = _kernel(part, q, rule)
     if kernel == "cpu":
@@ -142,7 +151,7 @@ def backward(
     lse: Tensor,
     rule: AttentionParams,
 ) -> kernels.Gradients:
-    """Gradients [b,H or G,.,D] of the rectangle's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
+    """Gradients [b,H or G,.,D] of the block's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     g, o, stat = (each[part.rows, part.queries].transpose(1, 2) for each in (grad, out, lse))
     kernel = _kernel(part, q, rule)
@@ -154,7 +163,7 @@ def backward(
 
 
 def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor) -> None:
-    """Join what a rectangle's keys add into the output and log-sum-exp of the other keys, in place."""
+    """Merge the output and log-sum-exp of an off-diagonal block into those of the keys so far, in place."""
     more, more_lse = out_bHlD.transpose(1, 2).to(out_BLHD.dtype), lse_bHl.transpose(1, 2)
     out, lse = out_BLHD[part.rows, part.queries], lse_BLH[part.rows, part.queries]
     both = torch.logaddexp(lse, more_lse)
@@ -164,7 +173,7 @@ def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: T
 
 
 def add(total_BLxD: Tensor, rows: slice | list[int], tokens: slice, more_bxlD: Tensor) -> None:
-    """Add a rectangle's gradient of q, k or v to the rank's, in place."""
+    """Add the gradient of q, k or v of an off-diagonal block to the rank's total, in place."""
     total_BLxD[rows, tokens] += more_bxlD.transpose(1, 2).to(total_BLxD.dtype)
 
 
@@ -175,7 +184,7 @@ def _taken(part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tenso
 
 
 def _kernel(part: OffdiagonalBlock, q_bHlD: Tensor, rule: AttentionParams) -> str:
-    """Which kernel of `kernels.py` serves a rectangle."""
+    """Which kernel of `kernels.py` serves an off-diagonal block."""
     if part.is_band or rule.softcap is not None:
         return "blockwise"
     if q_bHlD.device.type == "cpu":

@@ -29,7 +29,7 @@ def packed_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [B,H,T,D], key and value [B,G,T,D], bounds int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,T,H]).
+    """query [B,H,T,D], key and value [B,G,T,D], cu_seqlens int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,T,H]).
 
     `cu_seqlens` are cumulative over the B*T tokens: 0 first, B*T last, every row start included. A query sees itself
     and the `window` - 1 tokens before it. `softcap`: scores become tanh(scores / softcap) * softcap. `sinks` [H]: one

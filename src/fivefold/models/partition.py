@@ -1,9 +1,9 @@
 """How tensor parallelism cuts a model: the role of every parameter, derived from what feeds what.
 
 `trace` says which projection reads the residual stream, which one gives back to it, and which features make which
-attention head. From that follow Megatron's pairs (arXiv:1909.08053): the first are split over outputs, the second over
-inputs, and what stands between is dealt to the ranks by heads or by features. The model's own plan is compared with
-it. Nothing here knows a layout.
+attention head. From that follow Megatron's column/row pairs (arXiv:1909.08053): columns are split over outputs, rows
+over inputs, and the features between them go to the ranks by heads or one by one. The tensor parallel plan that the
+model itself ships, if any, is compared with the result. Nothing here knows a layout.
 """
 
 import re
@@ -213,7 +213,8 @@ class _Derivation:
         return Role("norm", "acts on the residual")
 
     def _dealt(self, event: Event, roles: Mapping[str, Role]) -> FeatureGroups:
-        """How the features are dealt that a wide module reads: a projection's, or those that the row reads."""
+        """How ranks share the features that a wide module reads: the features of one projection, or the row's
+        inputs."""
         sources = {name.removesuffix(" (attention)") for name in event.sources}
         if len(event.sources) == 1 and (role := roles.get(f"{next(iter(event.sources))}.weight")):
             return role.deal or ()
@@ -260,7 +261,7 @@ def _reason(deal: FeatureGroups, what: str) -> str:
 
 
 def _compared(name: str, role: Role, plan: Mapping[str, str]) -> tuple[Role, str | None]:
-    """The role with what the model's own plan says of it; and what is wrong when it says otherwise."""
+    """The role, its reason extended by the model's own plan; and an error text if the plan contradicts the role."""
     module = name.rpartition(".")[0]
     key = next((key for key in plan if _pattern(key).fullmatch(module)), None)
     if key is None or role.kind not in ("column", "row", "local"):

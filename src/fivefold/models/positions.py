@@ -14,10 +14,11 @@ from fivefold.core.errors import UserError
 
 
 def behind_padding(ids_BT: Tensor, positions_BT: Tensor, padding: int) -> Tensor:
-    """What such a model counts of tokens that stand at `positions_BT` of their documents, [B, T]: tokens from
-    padding + 1. A token that is the padding token stands at `padding`, and is not counted.
+    """The positions [B, T] that such a model counts for tokens at `positions_BT` of their documents.
 
-    Tokens of a document that are not here (they are in a cache) count, whatever they are: as in `transformers`.
+    Tokens count from padding + 1. A padding token has position `padding` and is not counted. Example: padding 1 and the
+    tokens 7, 1, 8 of one document give 2, 1, 3. Tokens of a document that lie in a cache all count, as in
+    `transformers`.
     """
     is_token = ids_BT != padding
     place = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -27,7 +28,7 @@ def behind_padding(ids_BT: Tensor, positions_BT: Tensor, padding: int) -> Tensor
 
 
 def count_behind_padding(base: nn.Module, padding: int) -> None:
-    """Have the base of a model stand its tokens where it would itself, whatever documents they are of."""
+    """Give the base of such a model the positions that it would count for each document alone."""
     base.register_forward_pre_hook(partial(_place, padding), with_kwargs=True, prepend=True)  # while rows are whole
 
 

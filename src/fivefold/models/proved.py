@@ -1,7 +1,7 @@
-"""Classes of `transformers` that are proved: the tests hold the partition that is derived for them against the library.
+"""Classes of `transformers` whose derived partition the tests compare with the unmodified model.
 
-A class that is not listed is partitioned in the same way, and tried by a parity run before it is trusted. A class
-belongs here once `tests/families.py` has a small config of it.
+A class that is not listed is partitioned in the same way. Before tensor parallelism of it starts, `parallel/probe.py`
+compares a small copy with the unmodified model. A class belongs here once `tests/families.py` has a small config of it.
 """
 
 PROVED = frozenset(

@@ -77,8 +77,9 @@ class Event:
 
 @dataclass
 class BlockTrace:
-    """What happened in one block, in order. `hidden_arguments`: module -> where it was given hidden states: a position,
-    or a keyword. `saved`: (module, memory, numbers of a token) of what is kept for the backward pass."""
+    """What happened in one block, in order. `hidden_arguments`: module -> the positions or keywords of the arguments in
+    which it was given hidden states. `saved`: (module, memory, numbers of one token) of each tensor kept for
+    backward."""
 
     layer: str
     leaves: dict[str, Tensor]
@@ -93,14 +94,18 @@ class BlockTrace:
 
 @dataclass
 class Trace:
-    """The blocks, and the modules with parameters that ran before the first and after the last of them.
+    """What one run of the model showed.
 
-    `forgetful`: (layer, attention module) where the layer is given the bounds of documents and does not hand them on.
-    `in_tuples`: layers that give their hidden states in a tuple. `carried`: why hidden states are not all that a layer
-    has from those before it, if so. `streams`: that there are several of them, if so. `counted`: see there.
-    `padding`: the padding token, where the model counts its tokens from behind it (`positions.py`). `entered`: modules
-    of the base that tokens come to. `to_logits`: modules with parameters from the last hidden states to the logits, in
-    order. `looked_into`: embeddings whose weights the model reads directly.
+    `before`, `after`: modules with parameters that ran before the first block and after the last.
+    `forgetful`: (layer, attention module) where the layer is given `cu_seqlens` and does not pass them on.
+    `in_tuples`: layers that return their hidden states in a tuple.
+    `carried`: the reason why layers pass more than hidden states to each other, or None.
+    `streams`: the reason why hidden states have several streams (Gemma 3n), or None.
+    `counted`: the module that counts the tokens of a row for itself (`facts.Counted`), or None.
+    `padding`: the padding token of a model that counts positions from it (`positions.py`), else None.
+    `entered`: modules of the base that tokens reach.
+    `to_logits`: modules with parameters between the last hidden states and the logits, in order.
+    `looked_into`: embeddings whose weights the model reads directly.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
@@ -140,7 +145,7 @@ class Trace:
 
 
 def _router(block: BlockTrace, experts: Event) -> str:
-    """The module that says where tokens go: the last that ran beside the experts before them."""
+    """The router of an experts module: the last small module or linear with the same parent that ran before it."""
     parent = experts.name.rpartition(".")[0] + "."
     before = block.events[: block.events.index(experts)]
     beside = [event.name for event in before if event.kind in ("small", "linear") and event.name.startswith(parent)]
@@ -197,8 +202,8 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
 
 
 def _to_logits(recorder: "_Recorder", copy: PreTrainedModel, anatomy: Anatomy) -> tuple[str, ...]:
-    """The modules with parameters that hidden states come to behind the base; the head alone where they cannot be
-    followed."""
+    """The modules with parameters between the base and the logits, in order; only the head, if the trace cannot follow
+    hidden states there."""
     recorder.begin()
     hidden = torch.zeros(1, recorder.tokens, recorder.hidden)
     with head_only(copy, anatomy) as logits_of, suppress(Untraceable):
@@ -223,7 +228,7 @@ def _padding(recorder: "_Recorder", base: PreTrainedModel, inputs: dict[str, Any
 
 
 def _check_masks(recorder: "_Recorder", base: nn.Module, inputs: dict[str, Any]) -> None:
-    """Hold masks against functions that look at tokens (Gemma 4's, for images) in a row of text that is long enough."""
+    """Compare each `Mask` with a mask function that looks at tokens (Gemma 4's, for images), in a long row of text."""
     tokens, recorder.tokens = recorder.tokens, recorder.longest
     recorder.begin(stops_at_block=True)
     ids = inputs["input_ids"]
@@ -232,8 +237,8 @@ def _check_masks(recorder: "_Recorder", base: nn.Module, inputs: dict[str, Any])
 
 
 def _same_up_to(recorder: "_Recorder", run: Callable[[], None], traced: Trace) -> int:
-    """The longest row (or a somewhat shorter one) at whose end the tokens that a model counts for itself change
-    nothing. Raises `Untraceable` where they do in a row of a thousand tokens."""
+    """The longest row, found to an eighth, in which the model's own count of tokens changes nothing. Raises
+    `Untraceable` if the count already matters in the shortest row that is tried."""
 
     def changes(place: int) -> bool:
         recorder.begin(place=place)
@@ -355,7 +360,8 @@ def depends(output: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def gradients(output: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradient of a random mixture of `output` for each leaf: zero, or None, where it does not depend on it."""
+    """For each leaf, the gradient of a random mixture of `output`. It is zero or None where `output` does not depend on
+    the leaf."""
     if not output.requires_grad:
         return [None] * len(leaves)
     weights = torch.rand(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(0)) + 0.5

@@ -1,8 +1,8 @@
-"""`parallelize(model, layout)`: the one path by which every model is state, whatever the layout.
+"""`parallelize(model, layout)`: the one path by which every model is parallelized, whatever the layout.
 
-In order: cut for tensor and context parallelism, recompute and compile per block, FSDP, then memory is allocated and
-every rank fills its own part from a `TensorSource`. The model stays the `transformers` class with its own parameter
-names.
+In order: tensor, context and expert parallelism; pipeline stages; recompute and compile, block by block; FSDP. Then the
+parameters are allocated, and every rank fills its own shards from a `TensorSource`. The model keeps its `transformers`
+class and its parameter names.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,14 +52,15 @@ def parallelize(
 ) -> Any:
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
 
-    Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
-    initialisation by the model's own recipe with `seed`. The process group is there already. Adds
-    `model.loss_sum(LossInputs)`, the summed cross entropy, which `passes.py` runs, and the record `model.fivefold`
-    (`ParallelState`). For users: `fivefold.own_loop.parallelize`.
+    The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
+    model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds two attributes:
+    `model.loss_sum(LossInputs)`, the summed cross entropy that `passes.py` runs, and `model.fivefold`, the
+    `ParallelState`. For users: `fivefold.own_loop.parallelize`.
 
-    `prove` (see `probe.check`) is asked where tensor parallelism of this class is held against the model by no test.
+    `prove` (see `probe.check`) is called for a class that `models/proved.py` does not list, where tp is more than 1.
 
-    Raises `UserError` when the layout does not fit the world or the model, or this torch lacks what is read of it.
+    Raises `UserError` when the layout does not fit the world or the model, or when this torch lacks a private interface
+    that `torch_internals.py` reads.
     """
     torch_internals.check()
     layout = layout.resolve(dist.get_world_size())
@@ -81,15 +82,15 @@ def parallelize(
     splits_backward = layout.pp > 1 and layout.schedule.splits_backward
     linears = Linears(store=WeightGradStore() if splits_backward else None)
     _place_linears(model, plan, linears)
-    fold = tensor.apply_tensor_parallel(model, plan, mesh.tp_group, linears) if layout.tp > 1 else None
-    rows = context.apply_context_parallel(model, plan, mesh)
-    experts = expert.apply_expert_parallel(model, plan, fold, mesh.ep_group, linears)
+    tp = tensor.apply_tensor_parallel(model, plan, mesh.tp_group, linears) if layout.tp > 1 else None
+    cp = context.apply_context_parallel(model, plan, mesh)
+    experts = expert.apply_expert_parallel(model, plan, tp, mesh.ep_group, linears)
     router.compute_in_fp32(model, facts.experts, data.COMPUTE_DTYPES[layout.precision])
-    balance = balancing.watch_routers(model, experts, fold, rows, device)
+    balance = balancing.watch_routers(model, experts, tp, cp, device)
     hand_on_cu_seqlens(model, facts.forgetful)
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
-    staged = _staged(model, plan, fold, rows) if layout.pp > 1 else None
+    staged = _staged(model, plan, tp, cp) if layout.pp > 1 else None
     compiled = Compiled() if compile_blocks else None
     _wrap_blocks(model, plan.layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
@@ -98,7 +99,7 @@ def parallelize(
     piped = (
         pipeline.Pipeline(plan, staged, mesh.pp_group, mesh.embedding_group, balance, linears.store) if staged else None
     )
-    model.fivefold = ParallelState(plan, mesh, fold, rows, experts, piped, reduce_dtype, balance, compiled)
+    model.fivefold = ParallelState(plan, mesh, tp, cp, experts, piped, reduce_dtype, balance, compiled)
     _materialise(model, facts.anatomy, device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -115,11 +116,14 @@ def parallelize(
 
 
 def _trust(*_: Any) -> None:
-    """Of a model that is the proof itself."""
+    """`prove` for the small model of `probe.check`, which needs no proof of its own."""
 
 
 def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> None:
-    """Let every linear of the layers, and the head, multiply as its role asks; rows are placed where they are cut."""
+    """Let every linear of the layers, and the head, multiply as its role asks.
+
+    Row linears are left to `apply_tensor_parallel`, which knows how their partial products are summed.
+    """
     anatomy, partition = plan.anatomy, plan.partition
     roles: dict[str, Role] = {anatomy.head: "head", **{each.router: "router" for each in plan.facts.experts}}
     for region in partition.regions if partition else ():
@@ -131,15 +135,15 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
 
 
 def _staged(
-    model: Any, plan: ParallelPlan, fold: tensor.TensorParallel | None, rows: context.ContextParallel | None
+    model: Any, plan: ParallelPlan, tp: tensor.TensorParallel | None, cp: context.ContextParallel | None
 ) -> StageModules:
     """The model with the stages of this rank."""
 
     def own_tokens(length: int) -> int:
-        return length // rows.size if rows and rows.is_on else length
+        return length // cp.size if cp and cp.is_on else length
 
     def tokens(length: int) -> int:
-        return length // fold.size if fold and fold.sequence_parallel else length
+        return length // tp.size if tp and tp.sequence_parallel else length
 
     dtype = data.COMPUTE_DTYPES[plan.layout.precision]
     return install(model, plan, dtype=dtype, own_tokens=own_tokens, tokens=tokens)

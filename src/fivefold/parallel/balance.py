@@ -1,9 +1,9 @@
 """What keeps experts busy: a loss for uneven load, one for large router logits, and a bias moved after the step.
 
-The losses are per layer and per packed row, averaged over the layers with experts and over the rows of the global
-batch: the same number for every layout. (The pooled form of `transformers` is not linear in the set of tokens, so that
-it would depend on how they are dealt.) With f_e the number of times that a token of the row goes to expert e, over its
-tokens, and P_e the mean of its probability (https://arxiv.org/abs/2101.03961):
+Both losses are computed per layer and per packed row, then averaged over the layers with experts and over the rows of
+the global batch. So the number is the same for every layout. (`transformers` pools the tokens of all rows; that form
+would depend on which rows share a rank.) For one row, f_e is the number of tokens that go to expert e over the number
+of tokens, and P_e the mean probability of e (https://arxiv.org/abs/2101.03961):
 
     load of a row, a layer      E * sum_e f_e * P_e
     z of a row, a layer         mean of logsumexp(logits)^2
@@ -51,8 +51,9 @@ class BalanceOptions:
 
 @dataclass(frozen=True)
 class BalanceResult:
-    """Of one step, over the global batch: the two losses, without their coefficients; rows that the router wants of
-    each expert [layers, E] (ragged where layers differ); picks that were dropped, None without a capacity."""
+    """What routers did in one step, over the global batch. `load`, `z`: the two losses, without their coefficients.
+    `rows`: tokens that each router wants to send to each expert [layers, E], dropped ones included, padding not (ragged
+    where layers differ). `dropped`: picks beyond the capacity; None without a capacity."""
 
     load: float
     z: float
@@ -60,8 +61,8 @@ class BalanceResult:
     dropped: int | None = None
 
     def metrics(self) -> dict[str, Any]:
-        """The largest load of an expert over the mean of its layer, the part of experts without a token, all loads, and
-        what was dropped."""
+        """The metrics of a step: the busiest expert over the mean of its layer, the share of experts without a token,
+        the tokens of every expert, and the picks that were dropped."""
         means = [max(sum(each) / len(each), 1e-9) for each in self.rows]
         idle = sum(count == 0 for each in self.rows for count in each) / sum(map(len, self.rows))
         largest = max(max(each) / mean for each, mean in zip(self.rows, means, strict=True))
@@ -74,8 +75,11 @@ class BalanceResult:
 
 @dataclass
 class Balance:
-    """Watches the routers of one model, on this rank. `options` may be set until the first step. `senders`: how many
-    ranks send a token's row to experts elsewhere; `unsent`: by router, those of this rank that the last step dropped.
+    """Watches the routers of one model, on this rank.
+
+    `options` may be set until the first step. `senders`: how many tp ranks send the same token to its experts: tp with
+    `expert_tp`, else 1; 0 where nothing is sent. `unsent`: router -> this rank's picks that the last step
+    dropped.
     """
 
     modules: tuple[Experts, ...]
@@ -113,8 +117,8 @@ class Balance:
         self._seen, self._summed = {}, {}
 
     def begin_micro_batch(self, tokens_B: Tensor | None, *, again: bool = False) -> None:
-        """`tokens_B`: real tokens of each row; None: all. `again`: its backward pass, which may compute it again, comes
-        after another's forward (in a pipeline); where it comes before the next one, nothing need be said."""
+        """`tokens_B`: real tokens of each row; None: all. `again`: a forward that is recomputed in backward, whose
+        tokens are already counted. Only pipelines pass it: there, other micro batches run in between."""
         for name, each in self._seen.items():
             self._summed[name] = self._summed[name] + each if name in self._summed else each
         self._seen, self._tokens_B, self._is_again = {}, tokens_B, again
@@ -178,8 +182,8 @@ class Balance:
         return hook
 
     def _note(self, name: str, logits: Tensor, index: Tensor, *, sigmoid: bool) -> tuple[Tensor | None, Tensor]:
-        """Count; the loss of this rank's tokens as it enters the gradient (None: without coefficients), and the indices
-        that a capacity leaves."""
+        """Count this router's tokens. Returns the loss of this rank's tokens, which enters the gradient (None if both
+        coefficients are 0), and the indices without the picks that the capacity drops."""
         experts = logits.shape[-1]
         precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
         real_BT, tokens_B = self._real(logits)
@@ -206,7 +210,7 @@ class Balance:
         return self.options.load * load + self.options.z * z, taken
 
     def _within(self, index: Tensor, chosen_BTE: Tensor, real_BT: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices, E in place of those that find their expert full; how many do."""
+        """The indices, with E (no expert) for every pick whose expert is full; and the number of these picks."""
         factor, experts = self.options.capacity_factor, chosen_BTE.shape[-1]
         if factor is None:
             return index, tokens_B.new_zeros(())
@@ -217,16 +221,16 @@ class Balance:
         return index_BTK.masked_fill(full_BTK, experts).view_as(index), full_BTK.sum()
 
     def _real(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of this rank's tokens are no padding, [B, T]; how many a row has over all ranks, [B]."""
+        """True where this rank's tokens are not padding, [B, T]; real tokens of each whole row, over all ranks, [B]."""
         tokens_B = self._tokens_B
         assert tokens_B is not None, "a micro batch is begun before it runs"
         blocks = self._shares(logits.numel() // logits.shape[-1] // len(tokens_B)).own
-        places_T = torch.cat([torch.arange(*block, device=logits.device) for block in blocks])
+        positions_T = torch.cat([torch.arange(*block, device=logits.device) for block in blocks])
         tokens_B = tokens_B.to(logits.device)
-        return places_T < tokens_B.unsqueeze(-1), tokens_B
+        return positions_T < tokens_B.unsqueeze(-1), tokens_B
 
     def _shares(self, length: int) -> Shares:
-        """Who has which tokens of rows of which this rank has `length`."""
+        """The token blocks of every cp x tp rank, for rows of which this rank has `length` tokens."""
         cp, cp_rank = (self.context.size, self.context.rank) if self.context else (1, 0)
         tp, tp_rank = (self.tensor.size, self.tensor.rank) if self.tensor and self._is_split else (1, 0)
         everyone = tuple(row_blocks(length * cp * tp, cp, r, tp, t) for r in range(cp) for t in range(tp))
@@ -285,7 +289,8 @@ def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions
 
 
 def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[Collective]:
-    """What a capacity dropped in the last step is not sent: known only after it, taken from the bytes of a plan."""
+    """Corrections to the declared all-to-alls: negative bytes for the picks that the last step dropped. They depend on
+    the data, so a plan cannot know them."""
     found = []
     for each in balance.modules if balance.senders else ():
         if is_within(each.name, layers):

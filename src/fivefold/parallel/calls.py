@@ -1,8 +1,8 @@
 """Every collective of an optimizer step on one rank, call by call, from the plan alone. No torch.
 
-A function for each dimension of parallelism, in the order of a step. What they say is what a run is recorded to send:
-tests hold the sums equal. A planner needs the calls one by one: how large each is, over which ranks, and whether
-compute can hide it.
+One function for each dimension of parallelism, in the order of a step. Tests hold the sums of these calls equal to the
+collectives that a run is recorded to issue. A planner needs the calls one by one: the bytes of each, its ranks, and
+whether compute can hide it.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class _Step:
     def call(
         self, axis: str, kind: str, size: int, phase: Phase, layer: str, *, times: int = 1, overlaps: bool = False
     ) -> Call:
-        """One of every micro batch, `times` in each."""
+        """A call that every micro batch makes `times` times."""
         times *= self.shape.micro_batches
         return Call(axis=axis, kind=kind, bytes=size, phase=phase, layer=layer, times=times, overlaps=overlaps)
 
@@ -69,7 +69,7 @@ class _Step:
         self, axis: str, kind: str, size: int, site: str, *, layer: str | None = None, is_last: bool = False,
         overlaps: bool = False,
     ) -> Iterator[Call]:  # fmt: skip
-        """One of every forward pass of `site`, a module; those that compute it again are in the backward pass."""
+        """A call that every forward of the module `site` makes. A recomputed forward counts as backward."""
         layer = self.layer_of(site) if layer is None else layer
         yield self.call(axis, kind, size, "forward", layer, overlaps=overlaps)
         if again := self.shape.recompute.forwards(Site(site, is_last)) - 1:
@@ -80,7 +80,8 @@ class _Step:
 
 
 def _of_units(step: _Step) -> Iterator[Call]:
-    """FSDP gathers a unit before it is used, and reduces its gradients; copies then add them up once."""
+    """FSDP gathers a unit before it is used and reduce-scatters its gradients. Replicas all-reduce their shards once a
+    step."""
     plan, shape = step.plan, step.shape
     counts = plan.unshards(shape.micro_batches)
     for unit in filter(lambda unit: unit.parameters, plan.units):
@@ -130,7 +131,8 @@ def _of_stages(step: _Step) -> Iterator[Call]:
 
 
 def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
-    """Into and out of every pair of linears, the embedding and the head; gradients that ranks hold in part."""
+    """The mappings into and out of every column/row pair, the embedding and the head; then, once a step, the sum of the
+    gradients that each tp rank holds in part."""
     plan, shape = step.plan, step.shape
     partition = plan.facts.partition.of_layers(plan.layers)
     anatomy = plan.facts.anatomy
@@ -154,7 +156,7 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
 
 
 def _enter(step: _Step, site: str, *, is_in_block: bool = True) -> Iterator[Call]:
-    """All tokens on every rank; backward adds the gradients up."""
+    """Into a column: an all-gather of tokens (nothing with `+nosp`); backward sums the gradients."""
     size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     if step.plan.splits_sequence:
         yield from step.forwards("tp", "all_gather", size, site, layer=layer, is_last=not is_in_block)
@@ -164,7 +166,7 @@ def _enter(step: _Step, site: str, *, is_in_block: bool = True) -> Iterator[Call
 
 
 def _leave(step: _Step, site: str, *, is_in_block: bool = True, is_last: bool = False) -> Iterator[Call]:
-    """Partial sums are added up; backward gathers their gradients."""
+    """Out of a row: partial sums are reduced; backward gathers the gradients (nothing with `+nosp`)."""
     size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     kind, is_last = ("reduce_scatter" if step.plan.splits_sequence else "all_reduce"), is_last or not is_in_block
     yield from step.forwards("tp", kind, size, site, layer=layer, is_last=is_last)
@@ -173,7 +175,8 @@ def _leave(step: _Step, site: str, *, is_in_block: bool = True, is_last: bool = 
 
 
 def _across(step: _Step, module: str, deal: FeatureGroups) -> Iterator[Call]:
-    """A module that sees all features: gathered, padded to the widest rank, forward; summed backward."""
+    """A module that sees all features, such as a norm over all heads. Forward gathers them, padded to the widest rank;
+    backward sums their gradients."""
     plan, shape = step.plan, step.shape
     feature = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of all tokens
     shares = dealt(deal, plan.layout.tp)
@@ -184,8 +187,8 @@ def _across(step: _Step, module: str, deal: FeatureGroups) -> Iterator[Call]:
 
 
 def _of_loss(step: _Step) -> Iterator[Call]:
-    """Two all-reduces for each chunk: the largest logit of each token; its sum of exponentials, and its target's logit.
-    In fp32 (fp64)."""
+    """Two all-reduces for each chunk of N tokens, in fp32 (fp64): N largest logits; then N sums of exponentials and N
+    logits of the targets."""
     if not step.plan.has_ends[1]:
         return
     head = step.plan.facts.anatomy.head
@@ -199,7 +202,8 @@ def _of_loss(step: _Step) -> Iterator[Call]:
 
 
 def _of_attention(step: _Step) -> Iterator[Call]:
-    """Keys and values go to the queries of other ranks, or heads are dealt out for tokens (Ulysses)."""
+    """A ring or an all-gather brings keys and values to the queries of other ranks; Ulysses exchanges heads for tokens.
+    `RxU` does both."""
     plan, shape = step.plan, step.shape
     method = plan.cp_method
     assert method is not None
@@ -224,7 +228,8 @@ def _of_attention(step: _Step) -> Iterator[Call]:
 def _ring(
     step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
 ) -> Iterator[Call]:
-    """Keys and values go round forward and once more backward; gradients go home. `size`: bytes of a token's."""
+    """Keys and values go round the ring in forward, and once more in backward, when their gradients go straight to the
+    owners. `size`: bytes of the keys and values of one token."""
     for part in range(1, len(tokens)):
         keys, gradients = ring_keys(tokens, rank, part), ring_gradients(tokens, rank, part)
         for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
@@ -236,7 +241,7 @@ def _ring(
 def _gathered(
     step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
 ) -> Iterator[Call]:
-    """Keys and values of whole rows on every rank; their gradients dealt to the owners."""
+    """Every rank gathers the keys and values of whole rows. One all-to-all sends their gradients to the owners."""
     whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
     yield from step.forwards(axis, "all_gather", whole, site, overlaps=True)
     yield step.call(axis, "all_gather", whole, "backward", step.layer_of(site), overlaps=True)
@@ -247,9 +252,9 @@ def _gathered(
 
 
 def _of_experts(step: _Step) -> Iterator[Call]:
-    """Rows of tokens to the ranks of their experts and back.
+    """Tokens go to the ranks of their experts, and the results come back.
 
-    The bytes of all-to-alls are those of balanced routing: exact only when summed over ranks.
+    The bytes of the all-to-alls assume balanced routing. They are exact only when summed over ranks.
     """
     plan, shape = step.plan, step.shape
     layout = plan.layout
@@ -269,8 +274,8 @@ def _of_experts(step: _Step) -> Iterator[Call]:
 
 
 def _summed_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]:
-    """Of experts whose features are split: what enters, its gradients, and the sum. A second forward that nothing
-    follows does without the sum."""
+    """With `expert_tp`: the tokens that enter, their gradients, and the sum over tp. A recomputed forward stops before
+    the sum if nothing follows it in the layer."""
     shape, site = step.shape, experts.name
     tokens, hidden = shape.rows * shape.tokens, shape.hidden_bytes
     weights = tokens * experts.picks * max(4, shape.compute_bytes)
@@ -288,7 +293,8 @@ def _summed_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]
 
 
 def _shared_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]:
-    """Each tp rank sends its share of the tokens that all of them have: results are gathered, padded to the longest."""
+    """With `+nosp` all tp ranks have the same tokens. Each sends its share of them, and the results are gathered,
+    padded to the longest share."""
     shape, tp = step.shape, step.plan.layout.tp
     longest = -(-shape.rows * shape.tokens // tp) * tp
     rows = longest * shape.hidden * shape.compute_bytes
@@ -298,8 +304,8 @@ def _shared_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]
 
 
 def _of_routers(step: _Step) -> Iterator[Call]:
-    """What all routers saw is added up once a step. Where a row's tokens are on several ranks, so are its counts for
-    each router: with a loss for uneven load, or a capacity."""
+    """One all-reduce a step sums the counts of all routers. If the tokens of a row lie on several ranks (sequence or
+    context parallelism), a loss for uneven load or a capacity also needs a collective for each router."""
     plan, shape = step.plan, step.shape
     if not plan.watches_routers:
         return
@@ -318,7 +324,7 @@ def _of_routers(step: _Step) -> Iterator[Call]:
 
 
 def router_numbers(experts: Experts) -> int:
-    """What is counted of a router: its rows per expert, its two losses, and what was dropped."""
+    """Numbers counted for one router: tokens of each expert, two losses, dropped picks."""
     return experts.experts + 3
 
 
@@ -339,7 +345,7 @@ def _of_world(step: _Step) -> Iterator[Call]:
 
 
 def _of_full_matrices(step: _Step) -> Iterator[Call]:
-    """Matrices that an optimizer sees whole are put together on one rank each, and dealt out again."""
+    """Muon: all-to-alls put each matrix together on one rank, and send the shards of its update back."""
     plan = step.plan
     if plan.world == 1:
         return

@@ -1,9 +1,9 @@
 """A capacity: how many tokens of a packed row an expert takes at most; picks beyond it are dropped.
 
-With a factor c, K picks per token, E experts and a row of n real tokens, an expert takes ceil(c * K * n / E) of them,
-the first by their position. Padding stands after all of them and takes no capacity. It is per row, so that it is the
-same for every layout: ranks that have parts of a row (sequence parallelism, context parallelism) tell each other how
-many picks of every expert each of their blocks has, and count on from those that come before.
+With a factor c, K picks per token, E experts and a row of n real tokens, an expert takes the first ceil(c * K * n / E)
+tokens that pick it, by position. Padding stands after the real tokens and takes no capacity. The capacity is per row,
+so every layout drops the same picks. Ranks with parts of a row (sequence or context parallelism) gather the picks of
+each expert in each of their blocks, and count on from the blocks before their own.
 
 Legend: B rows, T tokens of a row (those of this rank), L of the whole row, E experts, K experts per token.
 """
@@ -25,8 +25,8 @@ SHORTEST = 10**6  # a factor is taken as it is written, to so many parts of one
 
 @dataclass(frozen=True)
 class Shares:
-    """Which tokens of its rows this rank has (`own`), and every rank that has others (`everyone`, in the order in which
-    gathering over `groups`, by axis, puts them)."""
+    """The token blocks of a row: `own` of this rank, and `everyone`, of all ranks with a part of the row, in the order
+    of a gather over `groups`, axis by axis."""
 
     own: Blocks
     everyone: tuple[Blocks, ...]
@@ -49,11 +49,11 @@ def beyond(chosen_BTE: Tensor, index_BTK: Tensor, capacity_B: Tensor, shares: Sh
 
 
 def _before(chosen_BTE: Tensor, shares: Shares) -> Tensor:
-    """How many tokens of the row that come before each one go to each expert, int64 [B, T, E]."""
+    """For each token and expert, the earlier tokens of the row that go to this expert, int64 [B, T, E]."""
     parts = torch.split(chosen_BTE, [stop - start for start, stop in shares.own], 1)
-    places = [part.cumsum(1) - part for part in parts]
+    before = [part.cumsum(1) - part for part in parts]
     if not shares.groups:
-        return torch.cat(places, 1)
+        return torch.cat(before, 1)
     slots = _slots(shares.everyone)
     counts_BSE = torch.stack([part.sum(1) for part in parts], 1)
     counts_BSE = F.pad(counts_BSE, (0, 0, 0, slots - len(parts)))
@@ -62,12 +62,12 @@ def _before(chosen_BTE: Tensor, shares: Shares) -> Tensor:
     starts = [start for blocks in shares.everyone for start in _padded(blocks, slots)]
     for at, (first, _) in enumerate(shares.own):
         earlier = [slot for slot, start in enumerate(starts) if start is not None and start < first]
-        places[at] = places[at] + counts_BSE[:, earlier].sum(1, keepdim=True)
-    return torch.cat(places, 1)
+        before[at] = before[at] + counts_BSE[:, earlier].sum(1, keepdim=True)
+    return torch.cat(before, 1)
 
 
 def _slots(everyone: Sequence[Blocks]) -> int:
-    """Of how many blocks a rank tells, whether it has as many or not."""
+    """How many blocks each rank sends counts for: the most that any rank has."""
     return max(map(len, everyone))
 
 

@@ -45,10 +45,11 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What the folds need to know of an optimizer step to declare their collectives.
+    """The sizes of an optimizer step: its collectives (`calls.py`) and its memory (`memory.py`) follow from them.
 
-    `rows` x `tokens` is what a rank of cp has of a micro batch, `loss_rows` the tokens of each loss chunk; sizes in
-    bytes. `balances_load`, `has_capacity`: whether routers have a loss for uneven load, and experts a capacity.
+    `rows` x `tokens`: what a rank of cp has of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
+    `..._bytes`: bytes of one number. `balances_load`: routers have a loss for uneven load. `has_capacity`: experts have
+    a capacity. Example: 2 rows of 4096 tokens under cp2 are `rows` 2 and `tokens` 2048.
     """
 
     rows: int

@@ -1,13 +1,13 @@
 """Context parallelism: the tokens of a row over the ranks of `cp`, for any model that attends through `transformers`.
 
-Rank r of n has chunks r and 2n-1-r of the 2n equal chunks of each row, so that causal attention is equal work for all.
-Everything but attention sees one token at a time and runs on a rank's own; attention exchanges keys and values, or
-heads (`kv_exchange.py`). The fold is placed from outside:
+Rank r of n has chunks r and 2n-1-r of the 2n equal chunks of each row. So causal attention is the same work for every
+rank. All modules but attention work token by token, on the tokens of this rank. Attention exchanges keys and values, or
+heads (`kv_exchange.py`). Hooks from outside add context parallelism to a model:
 
     base: whole rows -> cut -> [B, L, D] -> ... attention calls `ContextParallel.attend` ... -> head -> whole logits
     (in the chunked loss logits stay where they are, and labels are cut)
 
-Positions are always explicit and those of the whole row; the bounds of documents stay whole, and say who sees whom.
+Positions are always explicit, and count through the whole row. `cu_seqlens` are those of the whole row too.
 
 Legend: B rows, T tokens of a row, L = T/n of them on this rank, n ranks of cp in rings of r and groups of u; H query
 heads, G key/value heads, D head size.
@@ -51,9 +51,9 @@ from fivefold.parallel.temporarily import temporarily
 
 @dataclass
 class ContextParallel:
-    """The context parallel fold of one model on this rank.
+    """Context parallelism of one model on this rank.
 
-    `is_on` is what changes during a run: generation with a cache works on whole rows, on every rank alike.
+    `is_on` changes during a run: generation with a cache works on whole rows, and every rank computes the same.
     """
 
     group: dist.ProcessGroup
@@ -70,9 +70,10 @@ class ContextParallel:
         self.tokens = lru_cache(maxsize=64)(self._tokens)
 
     def _tokens(self, length: int) -> tuple[Tokens, Tokens]:
-        """Of rows of `length`: the blocks of each rank of this rank's ring, and of each of its group of u.
+        """For rows of `length` tokens: the blocks of each rank of this rank's ring, and of each rank of its Ulysses
+        group.
 
-        u neighbours have, together, what one rank of a ring of cp / u has.
+        The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
         """
         u = self.method.ulysses
         rings = tuple(row_blocks(length, self.size // u, each) for each in range(self.size // u))
@@ -140,7 +141,8 @@ class ContextParallel:
 
 
 def _by_rank_of_heads(x_BLHD: Tensor, u: int) -> Tensor:
-    """[B,L,u,h,D]: the heads for each of u ranks; fewer key/value heads than ranks go to several of them."""
+    """[B,L,u,h,D]: the heads of each of u ranks. With fewer key/value heads than ranks, several ranks get the same
+    head: 2 heads over 4 ranks are 0, 0, 1, 1."""
     heads = x_BLHD.shape[2]
     if heads % u:
         x_BLHD = x_BLHD[:, :, [rank * heads // u for rank in range(u)]]
@@ -167,8 +169,8 @@ class _WholeRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class CPAttentionArgs:
-    """What one call of attention is about: the bounds of documents in `rows` rows of `length` tokens, the blocks of
-    each rank that exchanges keys, and how."""
+    """The arguments of one attention call. `edges`: `cu_seqlens` of `rows` rows of `length` tokens. `tokens`: the
+    blocks of each rank that exchanges keys. `exchange`: how they do; None where every rank has whole rows."""
 
     edges: tuple[int, ...]
     rows: int
@@ -184,19 +186,19 @@ class CPAttentionArgs:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Of the documents, as the blocks cut them."""
+        """`cu_seqlens` of this rank's tokens: block edges end documents too."""
         return _cu_seqlens(self.edges, self.rows, self.length, self.mine)
 
     def parts(self, kv: Tensor) -> Iterator[tuple[Blocks, Tensor]]:
-        """Keys and values that queries of this rank may see, beside those of their own block."""
+        """Yield (blocks, their keys and values) that the queries of this rank attend to."""
         return self.exchange.parts(kv, self.tokens) if self.exchange else iter([((), kv)])
 
     def return_dkv(self, step: int, grad: Tensor, wire: torch.dtype) -> Pending:
-        """Gradients of the kv of part `step` go home; what comes home of this rank's own."""
+        """Send the gradient of part `step` to the owner of its kv; see `Exchange.return_dkv`."""
         return self.exchange.return_dkv(step, grad, self.tokens, wire) if self.exchange else lambda: grad
 
     def offdiagonal_blocks(self, keys: Blocks) -> Sequence[offdiagonal.OffdiagonalBlock]:
-        """Where this rank's queries see keys of these blocks, other than their own."""
+        """The off-diagonal blocks of this rank's queries and the keys of these blocks."""
         return offdiagonal.offdiagonal_blocks(self.edges, self.rows, self.length, self.mine, keys, self.rule.window)
 
 
@@ -274,7 +276,7 @@ def apply_context_parallel(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> 
 
 
 def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.ProcessGroup | None]:
-    """The exchange of keys, and the ranks that deal out heads."""
+    """(how keys and values are exchanged, the Ulysses group); None for the one that the method does not use."""
     if method.ring == 1:
         return None, mesh.cp_group
     if method.ulysses == 1:

@@ -1,16 +1,17 @@
-"""Expert parallelism: the experts of a layer dealt to ranks, each token's rows sent to them and back.
+"""Expert parallelism: every rank holds some experts of a layer; tokens are sent to their experts and back.
 
-Ranks are taken innermost first from dp_shard, cp and tp: they have different tokens already, so that the world does not
-grow. What is left of these three shards the experts' parameters (`data.py`), and their gradients are sums of every
-token's, like all others. Dropless: counts first, then as many rows as the router asked for.
-With `expert_tp`, tp is not among them: each of its ranks has a part of the features of every expert
-(`expert_features.py`), sees the tokens of all, and its results are parts of a sum.
+The `ep` ranks are taken innermost first from dp_shard, cp and tp. These ranks have different tokens already, so the
+world does not grow: `shard4.ep2` has 4 ranks. FSDP shards the experts' parameters over the rest of the three
+(`data.py`). Routing is dropless: ranks exchange counts first, then as many rows as the routers asked for.
+
+With `expert_tp`, ep takes no ranks from tp. Each tp rank holds some features of every expert (`expert_features.py`),
+sees the tokens of all tp ranks, and computes a partial sum.
 
     tokens [N, D] --sort--> rows [S, D] by expert --all-to-all--> rows of this rank's experts --grouped matmuls-->
     --all-to-all--> rows [S, D] --weights, sum--> tokens [N, D]
 
-Else, with replicated activations (tp without sequence parallelism) each tp rank takes its share of the tokens, and the
-results are gathered; with one expert rank, nothing is sent.
+Without `expert_tp` but with replicated activations (tp, `+nosp`), each tp rank takes its share of the tokens, and the
+results are gathered. With one expert rank, nothing is sent.
 
 Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden size, E experts, n expert ranks.
 """
@@ -38,8 +39,9 @@ from fivefold.parallel.tensor import TensorParallel
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The expert parallel fold of one model on this rank. `group` None: every rank has all experts. `tensor`: where
-    activations may be replicated. Of each of its experts it has part `part` of `parts`, which are over tp."""
+    """Expert parallelism of one model on this rank. `group`: None where every rank has all experts. `tensor`: the
+    model's tensor parallelism, None without. With `expert_tp` this rank has part `part` of the `parts` = tp parts of
+    each of its experts; else part 0 of 1."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
@@ -69,7 +71,7 @@ class ExpertParallel:
         assert self.tensor is not None
         hidden, index, weights = (self.tensor.enter(each.unsqueeze(0)).squeeze(0) for each in given)
         out = routed(hidden, index, weights, experts, partial(self.compute, module))
-        return self.tensor.leave(out.unsqueeze(0)).squeeze(0).clone()  # FSDP hooks what no view is
+        return self.tensor.leave(out.unsqueeze(0)).squeeze(0).clone()  # FSDP cannot hook a view
 
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """All tp ranks have all tokens: each sends its share of them."""
@@ -127,7 +129,7 @@ def apply_expert_parallel(
 
 
 def _arguments(given: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, indices and weights, whatever a model calls the last two and in whatever order."""
+    """Hidden states, indices and weights. Models name and order the last two freely: the integers are the indices."""
     hidden, *others = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
     weights, index = sorted(others, key=lambda each: not each.is_floating_point())
     return hidden, index, weights
@@ -144,7 +146,9 @@ def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: dis
 
 
 def by_expert(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows arrive by sender, then by expert. The order that sorts them by expert, then by sender; rows per expert."""
+    """Received rows are sorted by sender, then by expert. Returns the order that sorts them by expert, then by sender,
+    and the rows of each expert. Example: 2 senders and 2 experts with counts [[1, 2], [1, 0]] give the order
+    [0, 3, 1, 2] and the rows [2, 2]."""
     experts = torch.arange(counts_nE.shape[1], device=counts_nE.device).repeat(len(counts_nE))
     return experts.repeat_interleave(counts_nE.flatten()).argsort(stable=True), counts_nE.sum(0)
 

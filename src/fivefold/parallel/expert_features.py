@@ -1,11 +1,12 @@
-"""Where the inner features of experts lie in their parameters, so that each rank can have some of every expert.
+"""Expert tensor parallelism (`expert_tp`): which part of every expert's parameters a tp rank holds.
 
-An expert computes `down(act(gate_up(x)))` on I features of its own. A rank that has some of them has the columns of
-`gate_up_proj` that make them and the rows of `down_proj` that read them, and its results are parts of a sum (Megatron's
-expert tensor parallelism). Which columns make a feature is a fact of the model (`ExpertFeatures.order`).
+An expert computes `down(act(gate_up(x)))` through I inner features. A rank holds some of these features: the columns of
+`gate_up_proj` that make them and the rows of `down_proj` that read them. Its result is a partial sum over features.
+`ExpertFeatures.order` says which columns make a feature. Example: I = 6 over tp2, gate before up. Rank 0 has the
+features 0 to 2, so the columns 0 to 2 (gate) and 6 to 8 (up).
 
-`down_proj_bias` is added to the sum: each rank has, and adds, that of its share of the outputs, so that every number of
-it is added once and lies on one rank.
+Each rank holds `down_proj_bias` for its share of the outputs, and adds it to its partial sum. So every number of the
+bias lies on one rank and is added once.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from fivefold.parallel.sharding import Split, split_even
 
 
 def features_refusal(facts: ModelFacts, experts: Experts) -> str | None:
-    """Why a part of the features would not compute a part of the result; None where it does."""
+    """Why the features of these experts cannot be split over ranks, or None."""
     features, name = experts.features, experts.name
     assert features is not None, "they are found with the facts"
     reason = features.refusal

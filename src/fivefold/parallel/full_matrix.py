@@ -1,8 +1,8 @@
-"""Matrices seen whole, whatever the layout: put together on one rank, worked on there, and dealt out again.
+"""Whole matrices for Muon, whatever the layout: gathered on one rank, updated there, and sent back as shards.
 
-Each matrix has one owner among all ranks of the world, copies of the model included, so that nothing is computed
-twice. They are taken in rounds of as many matrices as there are ranks, the most costly first: the matrices of a round
-cost about the same, and no rank ever holds more than one whole.
+Each matrix has one owner among all ranks of the world, replicas included, so that nothing is computed twice. A round
+takes as many matrices as there are ranks, the most costly first. So the matrices of a round cost about the same, and no
+rank ever holds more than one whole matrix. Example: 10 matrices on 4 ranks are rounds of 4, 4 and 2.
 
     round of n matrices on n ranks     every rank's part -> all-to-all -> matrix i whole on rank i
                                        work on it        -> all-to-all -> every rank's part of the result

@@ -1,10 +1,10 @@
-"""What a parallelized model refuses when its user calls it, because it would be wrong without a word.
+"""What a parallelized model refuses when its user calls it, because the result would be silently wrong.
 
-A plain `loss.backward()` misses what the library sums over ranks after it: gradients of tensor parallel ranks, of the
-ends of a pipeline, and the division by the targets of all data ranks. So every output that carries a gradient raises
-when one reaches it. On one process there is nothing to sum: there a plain backward is right, and is left alone. A
-pipeline rank has only its own layers: there a plain forward is refused. The library's own passes run inside
-`Guard.library`, where nothing is refused.
+After backward the library sums gradients over tensor parallel ranks and over the two ends of a pipeline, and it divides
+by the targets of all data ranks. A plain `loss.backward()` misses all three. So every output of the model has a hook
+that raises when a gradient reaches it. On one process a plain backward is right and is allowed. On a pipeline rank,
+which has only its own layers, a plain forward is refused too. The library's own passes run inside `Guard.library`,
+where nothing is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,8 +57,8 @@ def install(
 ) -> None:
     """Hook `model`, its `base` and its `parts` (names of modules), for calls that are not the library's.
 
-    `reshard` drops gathered parameters: after a plain forward they would hide the next update from the forward that
-    follows it.
+    `reshard` drops gathered parameters after a plain forward. Otherwise the forward after the next optimizer step would
+    still use the old values.
     """
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -150,8 +150,8 @@ def refuse_backward(_: Tensor) -> None:
 
 
 def _with_cu_seqlens(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`transformers` keeps documents apart where `position_ids` restart, unless there is a mask or a cache: so does a
-    plain call here."""
+    """The keyword arguments with `cu_seqlens`, if `position_ids` restart. As in `transformers`, a restart begins a new
+    document unless there is a mask or a cache. Example: positions 0 1 2 0 1 give [0, 3, 5]."""
     positions, others = kwargs.get("position_ids"), ("attention_mask", "past_key_values", "cu_seqlens")
     tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
     if positions is None or positions.ndim != 2 or tokens is None or any(kwargs.get(key) is not None for key in others):

@@ -99,7 +99,7 @@ def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
 
 
 def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
-    """A schedule that splits backward computes the gradients of weights later, of all linears in layers."""
+    """Linears inside layers, whose weight gradients a schedule that splits backward computes later."""
     routers = {each.router for each in plan.facts.experts}
     rows = {block.row for block in plan.partition.regions} if plan.partition else set()
     for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):

@@ -1,7 +1,7 @@
 """How the ranks of a context exchange what attention needs of each other's tokens.
 
-A `Ring` or a `AllGatherKV` brings keys and values from other tokens to the queries of a rank, and takes their gradients
-home. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) brings all tokens of some heads to each rank instead.
+`Ring` or `AllGatherKV` brings keys and values of other ranks' tokens to the queries of a rank, and returns their
+gradients. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) gives each rank all tokens of some heads instead.
 
 Keys and values travel as the model made them: each key/value head once, in the type that the model computes in.
 
@@ -31,21 +31,22 @@ class Exchange(Protocol):
     def group(self) -> dist.ProcessGroup: ...
 
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
-        """(blocks of a row, their kv) that the queries are held against, this rank's own first. What comes next travels
-        while a part is worked on, from the moment the first is asked for."""
+        """Yield (blocks of a row, their kv) for the queries to attend to, this rank's own first. While the caller works
+        on one part, the next is on its way."""
 
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
-        """Send the gradient of part `step` (from 0) home in the type `wire`; what comes home for this rank's kv."""
+        """Send the gradient of part `step` (from 0) to the owner of its keys, in the type `wire`. The result, when
+        it is waited for, is what other ranks sent for this rank's kv."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Keys and values go round: what a rank works on, it sends on meanwhile (arXiv:2310.01889).
+    """Ring attention (arXiv:2310.01889): a rank sends keys and values on while it attends to them.
 
-    They go to the rank before, for those see the most of a rank's tokens: each sends on what ranks still to come see,
-    and in zigzag order that is what the next one sees, never more. Gradients go straight to the owner of the keys and
-    are added up there in fp32. As a running sum that goes round with them they would be rounded on every rank, or take
-    twice the bytes, and wait for each other.
+    Keys and values move from rank r to rank r - 1. Each hop forwards only the keys that later ranks can still attend
+    to; in zigzag order that is what the next rank attends to, never more. Gradients go straight to the rank that owns
+    the keys, which adds them up in fp32. A running sum that went round the ring would be rounded on every rank, or take
+    twice the bytes.
     """
 
     group: dist.ProcessGroup
@@ -90,8 +91,8 @@ class Ring:
 class AllGatherKV:
     """Keys and values of all tokens on every rank, in the row's order, as Llama 3 was trained (arXiv:2407.21783).
 
-    Gradients are dealt to the owners of the keys and added up there in fp32, as a ring's are: a reduce-scatter would
-    add them up in the type that they travel in.
+    One all-to-all sends the gradients to the ranks that own the keys, which add them up in fp32. A reduce-scatter would
+    add them up in the type in which they are sent.
     """
 
     group: dist.ProcessGroup
@@ -147,14 +148,14 @@ class _TokensForHeads(torch.autograd.Function):
 
 
 def _to_heads(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-    return in_order(_dealt(x_BLnhD.movedim(2, 0), group), tokens, 1)
+    return in_order(_all_to_all(x_BLnhD.movedim(2, 0), group), tokens, 1)
 
 
 def _to_tokens(x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-    return _dealt(by_rank(x_BThD, tokens, 1), group).movedim(0, 2)
+    return _all_to_all(by_rank(x_BThD, tokens, 1), group).movedim(0, 2)
 
 
-def _dealt(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x[i] to rank i; what rank i sent becomes [i]."""
     each = [1] * group.size()
     return _functional.wait_tensor(  # type: ignore[no-any-return]

@@ -32,7 +32,7 @@ def limits_of(facts: ModelFacts) -> ModelLimits:
 
 
 def _stages_refusal(facts: ModelFacts) -> str | None:
-    """Why the model cannot be cut into stages whatever the layout; None where it can."""
+    """Why no layout can cut the model into pipeline stages; None where one can."""
     name, anatomy = facts.model_class, facts.anatomy
     if facts.carried:
         return f"in {name}, {facts.carried}, and a stage is sent no more"

@@ -79,7 +79,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _accumulate(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Add a chunk's parameter gradients, in fp32 or better: bf16 sums over many chunks lose the small ones."""
+    """Add a chunk's parameter gradients in fp32 or fp64. In bf16 a sum over many chunks would lose small gradients."""
     if not sums:
         return [g if g is None else g.to(_accumulator(g.dtype)) for g in grads]
     for s, g in zip(sums, grads, strict=True):
@@ -133,7 +133,7 @@ def _cross_entropy(
 
 
 def parameters_after_base(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
-    """Trained parameters that stand outside the base model, each once: the head's, tied ones too, and scales of the
+    """Trained parameters outside the base model, each once: those of the head, also if tied, and scales of the
     logits."""
     prefix = f"{anatomy.base}."
     named = model.named_parameters(remove_duplicate=False)

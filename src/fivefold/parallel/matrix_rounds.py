@@ -1,4 +1,4 @@
-"""Who sends which part of which matrix, where matrices are seen whole: the arithmetic of `full_matrix.py`. No torch."""
+"""Which rank sends which part of which matrix to its owner, and back: the arithmetic of `full_matrix.py`. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +64,7 @@ def _regions(plan: "ParallelPlan", name: str, rank: int, *, local: bool) -> list
 
 
 def _sends(plan: "ParallelPlan", name: str, rank: int, owner: int) -> bool:
-    """Of the ranks that hold the same values, the first in the owner's own copy of the model."""
+    """Whether `rank` sends its part to `owner`: of all ranks with the same values, only the first one in the owner's
+    own replica does."""
     is_own_copy = plan.grid.coords(rank).dp_replicate == plan.grid.coords(owner).dp_replicate
     return is_own_copy and plan.shards[name].is_owner(plan.shard_index(name, rank).part)

@@ -1,8 +1,8 @@
 """What a step needs of a rank's memory, by kind, from the plan alone. No torch.
 
-Counted: what is there at the fullest moment of a step. Not counted: buffers of collectives, work space of kernels,
-what the allocator keeps. Saved activations are numbers of the traced layer, each in the compute type: a norm that keeps
-a copy in fp32 is a little more.
+The sum is the peak of a step. It leaves out buffers of collectives, work space of kernels and what the allocator keeps.
+Saved activations come from the traced layer, every number in the compute type; a norm that keeps a copy in fp32 takes a
+little more.
 """
 
 from collections.abc import Mapping
@@ -72,8 +72,8 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
 def _of_units(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int]:
     """Gathered parameters, and gradients before they are reduced.
 
-    ZeRO-3 has two units gathered besides the model's own: the one at work and the next. ZeRO-1 and 2 have all of them.
-    ZeRO-1 keeps every gradient whole until the last micro batch; others those of the unit at work.
+    ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
+    all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
     """
     sizes = [plan.padded_sizes(unit) for unit in plan.units]
     *inner, (root, _) = sizes  # the model's own unit is the last
@@ -86,8 +86,8 @@ def _of_units(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int]:
 
 
 def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
-    """By layer: what its micro batches under way keep. With recompute that is the layer's input, and of the one layer
-    that is computed again all it saves."""
+    """Layer -> bytes that its micro batches in flight keep for backward. With recompute a layer keeps only its input;
+    the one layer that is being recomputed also has all that it saves."""
     tp, splits = plan.layout.tp, plan.splits_sequence
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     tokens = shape.rows * shape.tokens
@@ -106,7 +106,7 @@ def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
 
 
 def _under_way(plan: "ParallelPlan", micro_batches: int) -> dict[int, int]:
-    """Of each stage here, how many micro batches have gone forward and not back, at most."""
+    """Stage of this rank -> the most micro batches in flight at once, between their forward and their backward."""
     if plan.layout.pp == 1:
         return {0: 1}
     most, now = dict.fromkeys(plan.own_stages, 0), dict.fromkeys(plan.own_stages, 0)

@@ -1,7 +1,8 @@
-"""The process groups of a layout, live, and the meshes of them that FSDP takes.
+"""The process groups of a layout, and the device meshes that FSDP takes.
 
-Who is in which group says the `RankGrid`. A group that spans the world is the world's own. NCCL makes all groups of an
-axis in one split of the world's communicator, where that is bound to a device; other backends make one after the other.
+`RankGrid` says which ranks form a group. An axis that spans the world uses the world's own group. NCCL makes all groups
+of an axis by one split of the world's communicator, if that is bound to a device. Other backends make the groups one
+after the other.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ from fivefold.torch_internals import can_split_world, timeout_of_world
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups of a grid, by axis (`RankGrid.axes`): `dp_shard`, what FSDP shards over, is there always.
+    """This rank's process groups by axis (`RankGrid.axes`). `dp_shard`, over which FSDP shards, always exists.
 
-    `fsdp` and `experts` are the meshes that `fully_shard` takes: (shard,) or, for HSDP, (replicate, shard); the same
-    where experts are sharded as all else is.
+    `fsdp` is the mesh that `fully_shard` takes: (shard,), or (replicate, shard) for HSDP. `experts` is the mesh for
+    experts' parameters, of `Layout.expert_shards` ranks; it is `fsdp` itself where experts are sharded like the rest.
     """
 
     grid: RankGrid
@@ -99,8 +100,8 @@ def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str
 
 
 def _own_group(groups: Sequence[list[int]], axis: str, device_type: str) -> dist.ProcessGroup | None:
-    """The group that this rank is in; every rank makes all of them. One that spans the world is the world's own group,
-    unless its axis stands `APART`. All have the timeout of the world's."""
+    """This rank's group of an axis. Every rank makes all of the groups. A group that spans the world is the world's own
+    group, unless its axis is in `APART`. New groups get the timeout of the world's group."""
     if len(groups[0]) == dist.get_world_size() and axis not in APART:
         return dist.group.WORLD
     timeout = timeout_of_world(device_type)

@@ -1,9 +1,9 @@
 """Pipeline parallelism: one optimizer step over the stages of this rank, in the order of a schedule.
 
-`run` carries out the rank's part of a `schedule.Plan`: slots (forward, backward) and transfers between them. Hidden
-states travel as they are, their gradients back; the last stage computes the loss. The orders are those of
-`torch.distributed.pipelining` (the tests hold them equal); they are carried out here because FSDP has to be told, unit
-by unit, which backward is the last, and because every transfer is known, and declared, before the step.
+`run` executes this rank's actions of a `schedule.Plan`: slots (forward, backward) and the transfers between them.
+Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The orders
+equal those of `torch.distributed.pipelining` (a test compares them). They are executed here for two reasons: FSDP must
+be told, unit by unit, which backward is the last; and every transfer must be known, and declared, before the step.
 
 Legend: B rows, T tokens of a row on this rank, D hidden size.
 """
@@ -181,7 +181,7 @@ class _Step:
 
 
 def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
-    """Each end of the pipeline has its part of a tied embedding's gradient: both get the whole."""
+    """Sum the gradient of a tied embedding over the embedding group: the first and the last stage each have a part."""
     if pipeline.embedding_group is not None:
         tied = dict(model.named_parameters())[pipeline.plan.tied or ""]
         if not tied.requires_grad:
@@ -206,8 +206,8 @@ def _irecv(buffer: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
 
 
 class _Flags:
-    """Tells FSDP, unit by unit, what each backward keeps and reduces. Where weights' gradients come later than FSDP's
-    hooks, it reduces when they have."""
+    """Tells FSDP, unit by unit, what each backward reduces and keeps gathered. With deferred weight gradients (W
+    slots), FSDP's own hooks come too early: the unit is then reduced after a W slot."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
         self._zero, self._splits = pipeline.plan.layout.zero, plan.record.splits_backward
@@ -241,8 +241,8 @@ class _Flags:
 
 
 def prefetch_within_stages(model: Any, staged: StageModules) -> None:
-    """In backward, the layer before is gathered ahead, if it is of the same stage: FSDP would guess by the last
-    forward, which may have been another stage's."""
+    """In backward, FSDP prefetches the layer before, if it belongs to the same stage. By default FSDP would follow the
+    order of the last forward, which may have been that of another stage."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead

@@ -17,7 +17,7 @@ from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import TYPICAL, Slot
-from fivefold.core.schedule import Plan as Schedule
+from fivefold.core.schedule import Plan as SchedulePlan
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.calls import calls
@@ -38,8 +38,9 @@ BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
 
 @dataclass(frozen=True)
 class Unit:
-    """One group of parameters that FSDP gathers and reduces together. `name` "" is the whole model's own unit.
-    `frozen`: those of them that have no gradient, such as a correction bias (ERNIE 4.5): they are gathered alone."""
+    """One group of parameters that FSDP gathers and reduces together. `name`: its module; "" is the model's own unit.
+    `frozen`: its parameters without a gradient, which are gathered but not reduced, such as a correction bias (ERNIE
+    4.5)."""
 
     name: str
     parameters: tuple[str, ...]
@@ -48,7 +49,8 @@ class Unit:
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
-    """Whether a unit's parameters stay gathered between forward and backward; the last unit's are needed at once."""
+    """Whether a unit's parameters stay gathered between forward and backward. The model's own unit ("") always does:
+    backward begins with it."""
     return layout.zero < 3 or unit == ""
 
 
@@ -185,7 +187,8 @@ class ParallelPlan:
         return local_regions(self.shards[name], index.part, index.row, index.rows)
 
     def is_owner(self, name: str) -> bool:
-        """True where this rank's values of `name` are counted once: in the gradient norm, in a checkpoint."""
+        """True on one of the ranks that hold the same values of `name`: it alone counts them in the gradient norm and
+        saves them."""
         is_first_end = self.pp_ranks[name][0] == self.coords.pp
         return is_first_end and self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
 
@@ -228,8 +231,8 @@ class ParallelPlan:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """The experts of each layer, the embedding (unless tied), each layer, and last the rest: final norm and head
-        (and a tied embedding). An inner unit stands before the one around it. Of this rank's parameters."""
+        """The FSDP units of this rank, inner before outer: the experts of each layer; the embedding (unless tied); each
+        layer; last the rest, which is the final norm, the head and a tied embedding."""
         names, anatomy = [name for name in self.shards if self.holds(name)], self.anatomy
         frozen = frozenset(name for name in names if not self.facts.parameters[name].is_trained)
         separate = (*self.layers,) if anatomy.tied else (anatomy.embedding, *self.layers)
@@ -244,7 +247,8 @@ class ParallelPlan:
         )
 
     def padded_sizes(self, unit: Unit) -> tuple[int, int]:
-        """Numbers of a unit on the wire, gathered and reduced: FSDP pads dimension 0 up to a multiple of the shards."""
+        """(numbers that a unit gathers, numbers that it reduces). FSDP pads dimension 0 up to a multiple of the shards:
+        7 rows over 4 shards count as 8."""
         shards = self.grid.fsdp_shards(unit.over)
         sizes = {name: _padded(self.gathered_shape(name), shards) for name in unit.parameters}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
@@ -266,12 +270,12 @@ class ParallelPlan:
 
     # ---- the passes --------------------------------------------------------------------------------------------------
 
-    def schedule(self, micro_batches: int) -> Schedule:
+    def schedule(self, micro_batches: int) -> SchedulePlan:
         """Of a pipeline. Raises `UserError` where it does not take so many micro batches."""
         return _schedule(self.layout, micro_batches)
 
     def slot_duration(self, slot: Slot) -> float:
-        """How long a slot takes by the cost of its stage, 1 for the forward of a stage of mean cost."""
+        """Duration of a slot from the cost of its stage. The forward of a stage of mean cost takes 1."""
         costs = self._stage_costs
         return TYPICAL[slot.kind] * costs[slot.stage] * len(costs) / sum(costs)
 
@@ -282,9 +286,9 @@ class ParallelPlan:
         return (*costs[:-1], costs[-1] + self.facts.head_cost)
 
     def rings(self, tokens: int) -> tuple[Blocks, ...]:
-        """The tokens of a row on each rank of this rank's ring, where a rank of cp has `tokens` of it.
+        """The token blocks of each rank of this rank's ring; a rank of cp has `tokens` tokens of a row.
 
-        u neighbours that deal out heads have, together, what one rank of a ring of cp / u has.
+        The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
         """
         ring = self.layout.cp // (self.cp_method.ulysses if self.cp_method else 1)
         return tuple(row_blocks(tokens * self.layout.cp, ring, rank) for rank in range(ring))
@@ -376,6 +380,6 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _schedule(layout: Layout, micro_batches: int) -> Schedule:
+def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
     legality.refuse(legality.of_micro_batches(layout, micro_batches))
-    return Schedule.of(layout, micro_batches)
+    return SchedulePlan.of(layout, micro_batches)

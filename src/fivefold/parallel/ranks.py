@@ -1,4 +1,4 @@
-"""The ranks of a layout as arithmetic: where a rank stands, who is in its groups, which part of everything it has.
+"""The ranks of a layout as arithmetic: the coordinates of a rank, the members of its groups, its shards and tokens.
 
 No torch and no tensors of the world: a grid of 16,384 ranks costs as much as one of two. The world is its ranks in
 order, with the axes of `MESH_AXES`, the last one innermost. Along an axis, neighbours of a group are a fixed `stride`
@@ -36,8 +36,8 @@ class RankCoords:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Which part of a parameter a rank has: `part` of those that its blocks go to, and of that, along dimension 0,
-    FSDP's shard `row` of `rows`."""
+    """The shard of a parameter that a rank has: part `part` of its `ShardSpec`, and of this part, along dimension 0,
+    FSDP shard `row` of `rows`."""
 
     part: int
     row: int
@@ -136,7 +136,7 @@ class RankGrid:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether experts are sharded over other ranks than all else is."""
+        """Whether FSDP shards experts over other ranks than the other parameters."""
         return self.has_experts and (self.layout.ep > 1 or self.layout.etp != self.layout.tp)
 
     # ---- groups ------------------------------------------------------------------------------------------------------
@@ -243,28 +243,32 @@ def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
 
 
 def ring_keys(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
-    """Of how many tokens a rank of a ring sends keys and values, and receives them, for its part `step`, from 1."""
+    """(tokens whose keys and values a rank of a ring sends, tokens that it receives) for hop `step`, from 1."""
     size = len(tokens)
     return carried(tokens, (rank + step - 1) % size, step), carried(tokens, (rank + step) % size, step)
 
 
 def ring_gradients(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
-    """Of how many tokens gradients of part `step` are sent home, and received: of those that were seen."""
+    """(tokens whose gradients a rank sends to their owner after hop `step`, tokens that it receives): only of keys that
+    some query attended to."""
     size = len(tokens)
     owner, user = (rank + step) % size, (rank - step) % size
     return seen(tokens[rank], tokens[owner]), seen(tokens[user], tokens[rank])
 
 
 def seen(queries: Blocks, keys: Blocks) -> int:
-    """How many of the tokens of `keys`, from the first, some query may see: those before the last block of `queries`.
+    """How many tokens of `keys`, counted from the first, some query may attend to: those before the last block of
+    `queries`. Documents and windows are not looked at, so that bytes are known before a step.
 
-    Of documents and windows nothing is asked: how much travels is to be known before them.
+    Example: 16 tokens over 2 ranks. The queries (0, 4), (12, 16) see all 8 of the keys (4, 12). The queries (4, 12) see
+    4 of the keys (0, 4), (12, 16).
     """
     last = queries[-1][0]
     return sum(max(0, min(stop, last) - start) for start, stop in keys)
 
 
 def carried(tokens: Tokens, owner: int, step: int) -> int:
-    """How many of its tokens leave for the rank `step` before `owner`: what that one and those after it see."""
+    """How many of `owner`'s tokens travel to the rank `step` places before it: all that this rank, or a rank further on
+    in the ring, may attend to."""
     size = len(tokens)
     return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))

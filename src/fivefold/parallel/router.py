@@ -1,9 +1,8 @@
 """Routers in fp32: under 16-bit compute a router says where tokens go, and with which weights, in fp32.
 
-Its parameters are the 16-bit ones that every rank has gathered, and its input is 16-bit as well; both are cast up, so
-that logits which differ are not rounded to a tie, and weights reach the experts as they were computed. (Megatron's
-`moe_router_dtype`.) The class of the model stays as it is: only what its own forward is given changes. In fp32 and fp64
-nothing does.
+A router's gathered parameters and its input are 16-bit; both are cast to fp32. So different logits are not rounded to a
+tie, and the weights reach the experts in fp32. (Megatron: `moe_router_dtype`.) The router keeps its class and its
+forward; only the arguments of the forward change. Under fp32 and fp64 compute nothing changes.
 """
 
 from collections.abc import Sequence

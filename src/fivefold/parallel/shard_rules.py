@@ -40,9 +40,10 @@ def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> 
 
 
 def dealt(deal: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
-    """The blocks of features that each tp rank holds, in their global order, neighbours joined.
+    """The blocks of features of each tp rank, in global order, adjacent blocks joined.
 
-    A rank has an equal number of whole query heads and the key/value heads that these attend to.
+    Every rank has the same number of whole query heads, and the key/value heads that these attend to. Example: q, k and
+    v in one projection with 4 query and 2 key/value heads of 8 features, tp2. Rank 0 has (0, 16), (32, 40), (48, 56).
     """
     return tuple(joined(_blocks(deal, rank, tp)) or ((0, 0),) for rank in range(tp))
 
@@ -81,9 +82,9 @@ def kv_copies(facts: ModelFacts, tp: int) -> int:
 
 
 def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
-    """Parameters whose gradient on a rank covers only its tokens or heads -> the axis over which it is summed.
+    """Parameter whose gradient on a rank covers only this rank's tokens or heads -> the axis over which it is summed.
 
-    Losing one of these sums leaves logits and loss exact: only gradients and replicas show it.
+    Without such a sum the logits and the loss of the first step stay exact. Only gradients and replicas show the error.
     """
     sums = {}
     for name, spec in specs.items():
@@ -120,7 +121,8 @@ def _shapes(facts: ModelFacts, experts: Experts) -> dict[str, tuple[int, ...]]:
 
 
 def _crossed(splits: Sequence[Split]) -> tuple[Split, ...]:
-    """The cuts of several dimensions as those of their pairs, the last one's parts innermost."""
+    """Splits of several dimensions, for all pairs of their parts. Example: a split into 2 parts and one into 3 give two
+    splits into 6 parts; part 4 = 1 x 3 + 1 has part 1 of the first and part 1 of the second."""
     sizes = [len(split.blocks) for split in splits]
     places = list(product(*map(range, sizes)))
     return tuple(

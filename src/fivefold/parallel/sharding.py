@@ -1,9 +1,9 @@
 """Which part of each parameter a rank holds: the one description that init, load, save and verify read.
 
-Tensor parallelism cuts a parameter along one dimension into blocks chosen by its role (whole heads, vocabulary
-rows, features), expert parallelism along the experts, and along their features as well with `expert_tp`; FSDP then cuts
-the local result along dimension 0. A `ShardSpec` says the first, `local_regions` adds the second and answers in global
-coordinates.
+A parameter is cut twice. First, tensor parallelism cuts it along one dimension into blocks by its role (whole heads,
+vocabulary rows, features); expert parallelism cuts along the experts, and with `expert_tp` along their features too. A
+`ShardSpec` describes this first cut. Second, FSDP cuts the local result along dimension 0. `local_regions` applies both
+and answers in global coordinates.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,29 +19,12 @@ Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank of the world stands: its pipeline rank, its full copy of the model, its FSDP shard (dp_shard x cp),
-    its tensor parallel rank."""
-
-    pp: int
-    replica: int
-    fsdp: int
-    tp: int
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which part of a parameter a rank has: `part` of those that its blocks are dealt to, then FSDP's `row` of `rows`
-    along dimension 0 of that."""
-
-    part: int
-    row: int
-    rows: int
-
-
-@dataclass(frozen=True)
 class Split:
-    """A cut along dimension `dim`: `blocks[p]` are what part p holds of it, in local order."""
+    """A cut along dimension `dim`: part p holds the blocks `blocks[p]`, in local order.
+
+    Example: 6 rows over tp2, where rank 0 has rows 0, 1 and 4 and rank 1 the others:
+    `Split(0, (((0, 2), (4, 5)), ((2, 4), (5, 6))))`.
+    """
 
     dim: int
     blocks: tuple[Blocks, ...]
@@ -51,9 +34,10 @@ class Split:
 class ShardSpec:
     """How tensor (or expert) parallelism cuts one parameter.
 
-    There are `parts` of it, dealt to the ranks of `over` in their order (`Mesh.cut`): the product of the blocks that
-    each split gives a part, and all of every other dimension. Several parts may be the same (key/value heads fewer than
-    tp); without splits, each is the whole parameter.
+    The parameter has `parts` parts. Part p goes to rank p of the axis `over` (`RankGrid.shard_index`). A part is the
+    product of its blocks along each split dimension, and all of every other dimension. Several parts may be equal: with
+    2 key/value heads and tp4, parts 0 and 1 are head 0, parts 2 and 3 head 1. Without splits every part is the whole
+    parameter.
     """
 
     name: str
@@ -72,24 +56,24 @@ class ShardSpec:
         return tuple(sum(stop - start for start, stop in blocks) for blocks in self.held[part])
 
     def is_owner(self, part: int) -> bool:
-        """True on the first of the parts that hold the same values: who counts it in the norm, who saves it."""
+        """True for the first of several equal parts: its rank alone counts the values in the norm and saves them."""
         return self.held.index(self.held[part]) == part
 
     @cached_property
     def held(self) -> tuple[tuple[Blocks, ...], ...]:
-        """For each part and each dimension, the blocks of it."""
+        """`held[part][dim]`: the blocks that a part has along a dimension."""
         cut = {split.dim: split.blocks for split in self.splits}
         by_dim = [cut.get(dim, (((0, size),),) * self.parts) for dim, size in enumerate(self.shape)]
         return tuple(tuple(blocks[part] for blocks in by_dim) for part in range(self.parts))
 
     @property
     def dims(self) -> int:
-        """Dimensions of what it is to the model: those of one expert, where all of a layer's are kept as one."""
+        """Dimensions of the matrix or vector that the model means: experts [E, O, I] are matrices, so 2."""
         return len(self.shape) - (self.over == "ep")
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is one matrix (and not as many as there are experts)."""
+        """Whether the parameter is one matrix. (Experts [E, O, I] are E matrices.)"""
         return self.over == "tp" and self.dims == 2
 
     @property
@@ -120,7 +104,9 @@ def fsdp_rows(rows: int, rank: int, size: int) -> Block:
 def local_regions(spec: ShardSpec, part: int, fsdp_rank: int, fsdp_size: int) -> list[tuple[Region, Region]]:
     """Pairs (global region, region of this rank's local tensor) that together make up the local tensor.
 
-    Empty when FSDP leaves this rank no rows.
+    Example: a [6, 4] weight split over tp2 along dimension 0 into rows 0 to 3 and 3 to 6, part 1, FSDP rank 0 of 2.
+    Of the 3 local rows rank 0 keeps 2: the one pair is ((rows 3 to 5, columns 0 to 4), (rows 0 to 2, columns 0 to 4)).
+    The list is empty when FSDP leaves this rank no rows.
     """
     if not spec.shape:  # a scalar: FSDP keeps it on rank 0 as one row
         return [((), ())]
@@ -142,7 +128,7 @@ def _located(blocks: Iterable[Block]) -> Iterator[tuple[slice, slice]]:
 
 
 def _clipped(located: Iterable[tuple[slice, slice]], first: int, last: int) -> Iterator[tuple[slice, slice]]:
-    """What of these lies in the local rows [first, last), in which they are counted from there."""
+    """The parts of the blocks inside local rows [first, last). Local rows are then counted from `first`."""
     for of_whole, of_local in located:
         low, high = max(of_local.start, first), min(of_local.stop, last)
         if low < high:

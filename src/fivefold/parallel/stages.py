@@ -1,9 +1,10 @@
-"""Which layers this rank has, and the model with others in their places.
+"""The stages of this rank: its own layers, and stubs in place of all others.
 
-A rank keeps the one Hugging Face model with its parameters' names. The layers of other ranks are replaced by modules
-that hand hidden states on (never removed: models read settings by a layer's place), and so are the embedding, the last
-norm and the head where they are not. While a stage runs, the rank's other stages are out of the way too, and the places
-before and after its layers take in and give out what travels: the model's own forward does the rest.
+A rank keeps the one Hugging Face model and its parameter names. Stubs that return the hidden states they are given
+replace the layers of other ranks, and the embedding, final norm and head where these run elsewhere. Layers are never
+removed, because models read settings by layer index. While a stage runs, stubs also replace this rank's other stages.
+The stub before the first layer of the stage returns the hidden states that were received. The stub after its last
+layer keeps those to be sent. The model's own forward does the rest.
 
     stage of layers 2, 3 of 6:   zeros -> hand on -> take in -> layer 2 -> layer 3 -> give out -> hand on -> hand on
                                  embedding   0          1          2          3          4          5       norm
@@ -28,9 +29,10 @@ from fivefold.parallel.stage_plan import StagePlan
 
 
 class StageStub(nn.Module):
-    """Hands hidden states on, as the module of another stage whose place it has would give them.
+    """Stands in for a module of another stage: returns the hidden states it is given, in the form (tensor or tuple) of
+    that module.
 
-    It has that module's settings, which some models read off their layers.
+    It keeps the attributes of the module, which some models read from their layers.
     """
 
     def __init__(self, original: nn.Module, *, in_tuple: bool = False) -> None:
@@ -52,7 +54,7 @@ class StageStub(nn.Module):
 
 
 class _Slot(StageStub):
-    """Before a stage's first layer: gives what was received. After its last: keeps what it was given."""
+    """Before a stage's first layer: returns what was received. After its last layer: keeps what it is given."""
 
     value: Tensor | None = None
     takes_in = False
@@ -66,11 +68,19 @@ class _Slot(StageStub):
 
 
 class _Zeros(StageStub):
-    """Of an embedding or a linear: zeros as it would give them, [*, features]."""
+    """Of an embedding or a linear: zeros as it would give them, [*, features]. `weight` has no numbers; some models
+    (Llama 4) ask it for its device."""
 
     def __init__(self, original: nn.Module, shape: Callable[[Tensor], Sequence[int]], dtype: torch.dtype) -> None:
         super().__init__(original)
         self._shape, self._dtype = shape, dtype
+        self.weight = torch.empty(0, dtype=dtype, device="meta")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """The device follows that of the model; the type stays the one it computes in."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = fn(self.weight).to(self._dtype)
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given: Tensor = args[0] if args else next(iter(kwargs.values()))
@@ -126,7 +136,8 @@ class StageModules:
         return torch.empty(self.shape(ids_BT), dtype=self.dtype, device=ids_BT.device)
 
     def check(self, stage: int, hidden_BTD: Tensor, ids_BT: Tensor) -> None:
-        """Raises `UserError` for hidden states that the next stage does not expect: it would read them as others."""
+        """Raises `UserError` for hidden states of a shape or type that the next stage does not expect: its buffer would
+        be misread."""
         if (hidden_BTD.shape, hidden_BTD.dtype) != (self.shape(ids_BT), self.dtype):
             raise UserError(
                 f"stage {stage} of {type(self.model).__name__} gives hidden states {list(hidden_BTD.shape)} in "
@@ -136,7 +147,7 @@ class StageModules:
 
     @contextmanager
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[Callable[[], Tensor]]:
-        """Inside, the model's forward is that of `stage` on `hidden`; the yielded function has what it gives out."""
+        """Inside, the model's forward runs `stage` alone on `hidden`. The yielded function returns its output."""
         taken, given = self.slots[stage]
         if taken:
             taken.value = hidden

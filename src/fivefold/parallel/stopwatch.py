@@ -1,7 +1,7 @@
-"""When the slots of a pipeline's step ran on this rank, by the clock of what runs them.
+"""When the slots of a pipeline step ran on this rank.
 
-On a GPU a slot is only put into a queue: its times are those of CUDA events between the slots. What a slot waits for
-(hidden states on their way, or their gradient) comes before its start, and is kept apart.
+On a CPU the wall clock measures the slots. On a GPU a slot is only queued, so CUDA events between the slots measure
+them. The time that a slot waits for hidden states or a gradient ends at its start, and is kept apart.
 """
 
 import time

@@ -59,8 +59,8 @@ class TensorParallel:
     sums: dict[str, str] = field(default_factory=dict)  # parameter name -> axis its gradient is summed over
 
     def enter(self, x_BTD: Tensor) -> Tensor:
-        """Into a column-parallel region: all tokens on every rank. (Of tokens [N, D], those of a rank after another's:
-        `leave` gives each its own again.)"""
+        """Into a column-parallel region: all tokens on every rank. Tokens [N, D] without rows are gathered rank after
+        rank, and `leave` returns each rank its own."""
         if x_BTD.ndim == 2:
             return self.enter(x_BTD.unsqueeze(0)).squeeze(0)
         copy = GatherFromSequence if self.sequence_parallel else CopyToTensorParallel
@@ -144,10 +144,11 @@ def _cut_parameters(model: nn.Module, specs: Mapping[str, ShardSpec], rank: int)
 
 
 def _place_entry(model: nn.Module, entry: TPInput, fold: TensorParallel) -> None:
-    """Gather the hidden states for the modules of an entry: the first gathers, the others are given the same tensor.
+    """Gather the hidden states for the modules of an entry, such as `q_proj`, `k_proj` and `v_proj`. The first one
+    gathers; the others get the same tensor.
 
-    Which of them a module is, is settled here: Dynamo would guard on a name that a hook compares, and a name of one
-    layer would have every layer compiled anew.
+    Each module gets its own hook. One hook that compared module names would make Dynamo guard on the name, and compile
+    every layer anew.
     """
     shared: list[Tensor] = []
     others = len(entry.modules) - 1
@@ -167,7 +168,7 @@ def _place_entry(model: nn.Module, entry: TPInput, fold: TensorParallel) -> None
 
 
 def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Any, Any]]:
-    """A pre-hook that gives `replace` the argument of that place or name, which may also come as the first one."""
+    """A pre-hook that passes one argument through `replace`. A named argument may also be given as the first one."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         where = argument if isinstance(argument, int) or argument in kwargs else 0
@@ -198,7 +199,8 @@ def _count_own_heads(module: nn.Module, row: Any, of_layer: tuple[int, int], siz
 def _over_all_features(
     plain: Callable[[Tensor], Tensor], blocks: tuple[tuple[Block, ...], ...], fold: TensorParallel
 ) -> Callable[[Tensor], Tensor]:
-    """A module that must see all features of a split projection: they are gathered, and its own are kept."""
+    """The forward of a module that needs all features of a split projection (a norm over all heads). They are gathered,
+    and this rank keeps its own of the result."""
     mine = places(blocks[fold.rank])
 
     def forward(x_BTF: Tensor) -> Tensor:
@@ -209,7 +211,8 @@ def _over_all_features(
 
 
 def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
-    """Pre-hook of the base: positions of the whole sequence, which a model would count off its share of the tokens."""
+    """Pre-hook of the base: explicit positions of the whole sequence. By itself the model would count its shard of the
+    hidden states."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         tokens = kwargs.get("input_ids", args[0] if args else None)

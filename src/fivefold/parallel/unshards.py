@@ -55,7 +55,7 @@ class Progress:
     """Which backwards of this rank are still to come, and after which one FSDP reduces a unit.
 
     ZeRO-1 reduces a unit once, after its last backward. ZeRO-2 and 3 reduce after every backward, except (a) while
-    gradients of weights are still put off, and (b) where several stages of this rank share the unit.
+    weight gradients are still deferred, and (b) if several stages of this rank share the unit.
     """
 
     def __init__(self, micro_batches: int, own: Sequence[int], zero: int) -> None:

@@ -1,6 +1,6 @@
 """What a person sees while a run trains: a live panel on a terminal, plain lines anywhere else.
 
-Both take the rows of `metrics.jsonl` as they are written (design, section 5). Only rank 0 opens one.
+Both take the rows of `metrics.jsonl` as they are written. Only rank 0 opens one.
 """
 
 import sys

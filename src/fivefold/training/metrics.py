@@ -1,4 +1,4 @@
-"""`metrics.jsonl` and the other places metrics go. Rank 0 writes; names are slash-grouped (design, section 5)."""
+"""`metrics.jsonl` and the other places metrics go. Rank 0 writes. Names have groups: `train/loss`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""One layout, proved, read downwards: the model is state, watched for one step, trained for some, saved and loaded.
+"""One layout, proved. Read downwards: the model is parallelized, watched for a step, trained, saved and loaded.
 
 Everything runs through the functions that train; this file only looks.
 """
@@ -45,7 +45,7 @@ class Proof:
     """A layout under proof on this rank. Every rank makes one and calls the same methods; rank 0 has the rows."""
 
     def __init__(self, subject: ProofCase, layout: Layout, evidence: ReferenceTensors, device: str) -> None:
-        """ParallelState the model of `subject`. Raises `UserError` where it cannot be spread so."""
+        """Parallelize the model of `subject` by `layout`. Raises `UserError` where the layout does not fit it."""
         self.subject, self.evidence = subject, evidence
         self.layout = layout.resolve(dist.get_world_size())
         model = build_meta(load_model_config(subject.folder))

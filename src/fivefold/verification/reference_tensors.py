@@ -82,7 +82,7 @@ def logit_distances(found: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 class ReferenceTensors:
-    """ReferenceTensors on disk: tensors read region by region, and what `about` says of them (JSON)."""
+    """The tensors of a reference run, on disk: read region by region, and what `about` says of them (JSON)."""
 
     def __init__(self, path: Path) -> None:
         self._file: Any = safe_open(path, framework="pt", device="cpu")

@@ -49,7 +49,7 @@ class LayoutResult:
     precision: str = "fp64"
 
     def add(self, row: Row) -> None:
-        """A row; or, where its tolerance would let everything pass, a word that this was not told."""
+        """Add a row. If its tolerance is 1 or more, everything would pass: it goes to the `not_told` list instead."""
         if row.tolerance >= 1.0 and not row.what.startswith("logits"):
             self.not_told += [row.what] if row.what not in self.not_told else []
         else:

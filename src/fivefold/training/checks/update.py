@@ -43,10 +43,10 @@ def observing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Up
 
 
 def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *, rule: UpdateRule) -> list[Finding]:
-    """Parameters that the step inside `observing` left as they were though it had to change them.
+    """Findings for parameters that did not change in the step inside `observing` although they had to.
 
-    It had to where the parameter has a gradient that the optimizer does not see, or where by the optimizer's `rule` the
-    update is too large to be lost in rounding. Not for a step that was skipped.
+    A parameter must change if (a) it has a gradient but the optimizer does not hold it, or (b) by the optimizer's
+    `rule` the update is larger than rounding. A skipped step changes nothing, and is not checked.
     """
     parameters, state, mine = _parameters(model), state_of(model), dict[tuple[int, str], bool]()
     labels = [*state.plan.shards, "the optimizer"]
