@@ -79,7 +79,8 @@ class _Zeros(StageStub):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """The device follows that of the model; the type stays the one it computes in."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight = fn(self.weight).to(self._dtype)
+        if "weight" in vars(self):  # not where the stub holds a tied embedding
+            self.weight = fn(self.weight).to(self._dtype)
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -210,6 +211,7 @@ def install(
     if shared and staged.own[0] != 0 and set(shared) & set(staged.own):
         # Only the head is here: the weight keeps the embedding's name in a module that does not look it up.
         holder = stand_ins[anatomy.embedding]
+        vars(holder).pop("weight", None)
         holder.register_parameter("weight", originals[anatomy.embedding].weight)  # type: ignore[arg-type]
         at_rest[anatomy.embedding] = holder
     _place(model, at_rest)
