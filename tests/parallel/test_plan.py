@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import read_facts, write_facts
+from fivefold.models.hf_internals import unmodified_model
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.plan import ParallelPlan, lower
 from tests.parity import Case, hf_config, reference_model
@@ -85,6 +88,104 @@ def test_facts_depend_on_config_class_and_what_is_trained() -> None:
     model.config.rope_parameters = dict(model.config.rope_parameters) | {"rope_theta": 5.0}
     keys.add(discover._key(model))
     assert len(keys) == 4
+
+
+class Adapted(nn.Module):
+    """A linear with a second path beside it, of few features."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.plain, self.down = plain, nn.Linear(plain.in_features, 4, bias=False)
+        self.up = nn.Linear(4, plain.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x) + self.up(self.down(x))
+
+
+def _mixes(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """An MLP in which tokens meet."""
+    return type(self).forward(self, x.cumsum(1))
+
+
+def _adapt(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj = Adapted(model.model.layers[0].self_attn.q_proj)
+
+
+def _other_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.Identity()
+
+
+def _own_forward(model: Any) -> None:
+    model.model.layers[0].mlp.forward = MethodType(_mixes, model.model.layers[0].mlp)
+
+
+def _own_number(model: Any) -> None:
+    model.model.layers[0].self_attn.is_causal = False
+
+
+def _plain_model() -> Any:
+    return unmodified_model(hf_config(Case("single")), torch.float32)
+
+
+@pytest.mark.parametrize(("change", "named"), [(_adapt, "q_proj is a Adapted"), (_other_activation, "a Identity")])
+def test_facts_are_of_the_model_at_hand(change: Any, named: str) -> None:
+    """Not of what its class makes of its config: what was put into it is traced, and is not split."""
+    model, expected = _plain_model(), facts()
+    before = [each.clone() for each in model.buffers()]
+    assert discover._found(model) == expected
+    change(model)
+    found = facts_of(model)
+    assert found.parameters.keys() == dict(model.named_parameters()).keys() and found != expected
+    assert all(map(torch.equal, before, model.buffers())) and not next(model.parameters()).is_meta
+    lower(found, Layout.parse("shard2.cp2.pp2"), 0)
+    with pytest.raises(UserError, match=named):
+        lower(found, Layout.parse("tp2"), 0)
+
+
+def _holds_a_lock(model: Any) -> None:
+    _adapt(model)
+    model.model.layers[0].self_attn.q_proj.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(_own_forward, "lets tokens meet"), (_own_number, "is not causal"), (_holds_a_lock, "cannot be copied")],
+)
+def test_a_model_is_refused_for_what_it_was_changed_to(change: Any, said: str) -> None:
+    model = _plain_model()
+    change(model)
+    with pytest.raises(UserError, match=said):
+        facts_of(model)
+
+
+def test_a_resized_vocabulary_is_no_change() -> None:
+    model = _plain_model()
+    model.resize_token_embeddings(120)
+    found = facts_of(model)
+    assert found.vocabulary == 120 and found.partition.refusal is None
+
+
+def test_code_of_others_is_traced_at_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that was patched has the name of the one that was not, and a base class may be in another file."""
+    model = build_meta(hf_config(Case("single")))
+    assert discover._key(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.model.layers[0].mlp), "forward", _mixes)
+        assert discover._key(model) is None
+    _adapt(model)
+    assert discover._key(model) is None
+
+
+def test_a_config_with_keys_of_several_types_is_a_name_too() -> None:
+    model = build_meta(hf_config(Case("single")))
+    model.config.label_names = {1: "a", "b": 2}
+    assert discover._key(model)
+
+
+def test_facts_under_the_name_of_others_are_not_believed(tmp_path: Path) -> None:
+    write_facts(tmp_path / "one.json", facts())
+    (tmp_path / "one.json").rename(tmp_path / "two.json")
+    assert read_facts(tmp_path / "two.json") is None
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi3"])

@@ -5,12 +5,9 @@ code that look at it. These name the facts, so that a second start, a second ran
 """
 
 import copy
-import inspect
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -32,7 +29,7 @@ from fivefold.models.facts import (
     Saved,
     Untrainable,
 )
-from fivefold.models.facts_store import about_code, digest, facts_file, read_facts, write_facts
+from fivefold.models.facts_store import about_code, facts_file, read_facts, write_facts
 from fivefold.models.partition import derive
 from fivefold.models.trace import BlockTrace, Untraceable, trace
 
@@ -92,29 +89,22 @@ def _kept(model: Any, key: str) -> ModelFacts:
 
 
 def _key(model: Any) -> str | None:
-    """A name for all that the facts depend on; None where that cannot be told."""
-    modules = [(name, type(module)) for name, module in model.named_modules()]
-    own_code = []
-    for module in sorted({kind.__module__ for _, kind in modules}):
-        if not module.startswith(_OURS):
-            if (source := _source_of(module)) is None:
-                return None
-            own_code.append([module, source])
+    """A name for all that the facts depend on; None where code of others runs in the model: no version stands for that,
+    and its file may change while this process runs."""
+    modules = [(name, type(module), module) for name, module in model.named_modules()]
+    code = {of for _, kind, module in modules for of in (kind.__module__, getattr(module.forward, "__module__", None))}
+    if any(of is None or not of.startswith(_OURS) for of in code):
+        return None
     parameters = [
         [name, list(parameter.shape), parameter.requires_grad] for name, parameter in model.named_parameters()
     ]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    kinds = [[name, f"{kind.__module__}.{kind.__qualname__}"] for name, kind in modules]
-    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    return key_of(*about_code(), kinds, own_code, parameters, names, config)
-
-
-def _source_of(module: str) -> str | None:
-    """Of a module that is no library's."""
-    with suppress(OSError, TypeError, KeyError):
-        if file := inspect.getsourcefile(sys.modules[module]):
-            return digest(Path(file).read_bytes())
-    return None
+    buffers = [[name, list(buffer.shape)] for name, buffer in model.named_buffers()]
+    kinds = [
+        [name, f"{kind.__module__}.{kind.__qualname__}", hf_internals.own_numbers(module)]
+        for name, kind, module in modules
+    ]
+    return key_of(*about_code(), kinds, parameters, names, buffers, repr(model.config.to_dict()))
 
 
 # ---- found -----------------------------------------------------------------------------------------------------------
@@ -132,6 +122,9 @@ def _found(model: Any) -> ModelFacts:
             or "use a model whose layers mix tokens through the attention functions of transformers alone",
         ) from error
     partition = derive(model, anatomy, traced)
+    if changed := hf_internals.unlike_its_class(model):
+        refusal = f"{anatomy.model_class} was changed after it was made: {changed}, and no test holds its parts"
+        partition = replace(partition, refusal=partition.refusal or refusal)
     hidden_size = model.config.get_text_config().hidden_size
     of_layers = [_cost(model, block, partition, experts, hidden_size) for block in traced.blocks]
     costs = tuple(dict.fromkeys(of_layers))

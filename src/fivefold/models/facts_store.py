@@ -1,7 +1,7 @@
 """Where facts are kept between starts: one file for each key, in the cache. No torch.
 
-A file that is damaged, or that something else wrote, is not believed: its first line is the hash of the second. Nothing
-in it is ever run.
+A file that is damaged, or that stands under another's name, is not believed: its first line is the hash of its name and
+of the second. Nothing in it is ever run.
 """
 
 import hashlib
@@ -45,9 +45,9 @@ def facts_file(key: str) -> Path:
 
 def read_facts(file: Path) -> ModelFacts | None:
     """What a file holds, if it is whole."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         said, _, text = file.read_text(encoding="utf-8").partition("\n")
-        if said == digest(text.encode()):
+        if said == digest(f"{file.name}\n{text}".encode()):
             return ModelFacts.from_json(text)
     return None
 
@@ -56,7 +56,7 @@ def write_facts(file: Path, facts: ModelFacts) -> None:
     """Keep them. A cache that is read-only or full keeps nothing: nothing depends on it."""
     text = facts.to_json()
     with suppress(UserError):
-        write_atomically(file, f"{digest(text.encode())}\n{text}")
+        write_atomically(file, digest(f"{file.name}\n{text}".encode()) + f"\n{text}")
 
 
 def about_code() -> list[str]:
@@ -67,7 +67,9 @@ def about_code() -> list[str]:
 @cache
 def _code() -> str:
     """Of the files that find facts."""
-    return digest(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder.parent / "torch_internals.py"]
+    return digest(b"".join(file.read_bytes() for file in files))
 
 
 def digest(data: bytes) -> str:

@@ -32,6 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from fivefold.core.errors import UserError, first_line
 from fivefold.models.merged import Piece, merged
 from fivefold.torch_internals import TorchDispatchMode
 
@@ -96,8 +97,56 @@ def causal_class_name(config: PreTrainedConfig) -> str:
 
 
 def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """A second model of the same class and config, in fp32 on the meta device, with the named attention function."""
-    return causal_lm_on_meta(model.config, attention, type(model))
+    """A second model of the same class and config, in fp32 on the meta device, with the named attention function. Of a
+    model that was changed after it was made: a copy of what it is now."""
+    made = causal_lm_on_meta(model.config, attention, type(model))
+    if unlike_its_class(model, made) is None:
+        return made
+    memo: dict[int, Any] = {id(each): each.to("meta" if each.is_meta else "cpu", copy=True) for each in model.buffers()}
+    memo |= {id(each): nn.Parameter(each.to("meta"), each.requires_grad) for each in model.parameters()}
+    try:
+        copied: PreTrainedModel = base_first(copy.deepcopy(model, memo).float())
+    except Exception as error:  # it may hold a lock, a file, or a tensor with a history
+        raise UserError(
+            f"{type(model).__name__} was changed after it was made, and cannot be copied: {first_line(error)}",
+            fix="keep what copy.deepcopy does not take outside of the model",
+        ) from error
+    select_attention(copied, attention)
+    return copied
+
+
+def unlike_its_class(model: PreTrainedModel, made: PreTrainedModel | None = None) -> str | None:
+    """Where a model is not what its class makes of its config, in words: a module of another class, added, gone, with
+    a forward of its own, or with other sizes; None where it is."""
+    made = made or causal_lm_on_meta(model.config, "eager", type(model))
+    expected = dict(made.named_modules(remove_duplicate=False))
+    found = dict(model.named_modules(remove_duplicate=False))
+    for name, module in found.items():
+        if "forward" in vars(module):
+            return f"{name or 'the model'} has a forward of its own"
+        if name not in expected:
+            return f"{name} was added"
+        if type(module) is not type(expected[name]):
+            return f"{name} is a {type(module).__name__} in place of a {type(expected[name]).__name__}"
+        if _sizes(module) != _sizes(expected[name]):
+            return f"{name} has other sizes than its config says"
+    return next((f"{name} is gone" for name in expected if name not in found), None)
+
+
+def _sizes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+    return own, own_numbers(module)
+
+
+def own_numbers(module: nn.Module) -> dict[str, int]:
+    """The numbers that a module with weights was made with, such as heads, or experts per token."""
+    if isinstance(module, PreTrainedModel) or next(module.parameters(), None) is None:
+        return {}
+    others = ("training", "gradient_checkpointing", "padding_idx", "layer_idx")
+    return {
+        name: value for name, value in vars(module).items()
+        if isinstance(value, int) and not name.startswith("_") and name not in others
+    }  # fmt: skip
 
 
 def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:

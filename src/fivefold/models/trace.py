@@ -184,7 +184,7 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str
     _follow(recorder, base, position_ids=ids, **inputs)
     traced, noisy, places = recorder.trace, recorder.draws, recorder.places
     counts = recorder.counts
-    if len(traced.blocks) != len(anatomy.layers):
+    if len(traced.blocks) != len(set(anatomy.layers)):
         raise Untraceable("its forward does not run every layer once")
     if not _same(counted, places):
         traced.padding = _padding(recorder, base, inputs)
@@ -385,7 +385,9 @@ class _Recorder:
             raise Untraceable("its config has no hidden_size")
         self.names = {id(module): name for name, module in model.named_modules()}
         self.layers = set(anatomy.layers)
-        values = buffer_values(model)
+        values = dict(model.named_buffers())
+        if any(each.is_meta for each in values.values()):
+            values = buffer_values(model)
         for name, module in model.named_modules():
             for leaf, _ in list(module.named_buffers(recurse=False)):
                 module._buffers[leaf] = values[f"{name}.{leaf}" if name else leaf]
