@@ -64,6 +64,7 @@ def test_shared_experts_and_their_gates_are_split(model_class: str, layout: str)
         ("MiMoV2FlashForCausalLM", "tp2"),  # layers with other numbers of heads
         ("RobertaForCausalLM", "tp2+nosp"),  # what changes hidden states for the head, and its bias of two names
         ("HunYuanMoEV1ForCausalLM", "tp2"),  # one expert, of whose weights FSDP leaves a rank no rows
+        ("MllamaForCausalLM", "tp2"),  # its embedding has more rows than its head
         ("Llama4ForCausalLM", "pp2"),  # asks its embedding's weight for the device
     ],
 )

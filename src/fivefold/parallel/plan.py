@@ -131,9 +131,15 @@ class ParallelPlan:
         return f"{self.anatomy.embedding}.weight" if self.anatomy.tied else None
 
     @property
+    def head_weight(self) -> str:
+        """The parameter that makes logits: the embedding, where the two are tied."""
+        own = f"{self.anatomy.head}.weight"
+        return own if own in self.shards else f"{self.anatomy.embedding}.weight"
+
+    @property
     def vocabulary(self) -> int:
-        """Rows of the vocabulary on this rank."""
-        return self.gathered_shape(f"{self.anatomy.embedding}.weight")[0]
+        """Logits of a token on this rank. (An embedding may have more rows: Mllama's has 8 for tokens of images.)"""
+        return self.gathered_shape(self.head_weight)[0]
 
     @cached_property
     def layers(self) -> tuple[str, ...]:

@@ -92,11 +92,14 @@ def apply_tensor_parallel(
     """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
     rows multiply."""
     rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.facts.partition
-    vocabulary = tuple(rows[0] for rows, _ in plan.shards[f"{anatomy.embedding}.weight"].held)
+    looked_up, vocabulary = (
+        tuple(rows[0] for rows, _ in plan.shards[name].held)
+        for name in (f"{anatomy.embedding}.weight", plan.head_weight)
+    )
     fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary, sums=dict(plan.gradient_sums))
     _cut_parameters(model, plan.shards, rank)
     embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
-    _replace_forward(embedding, _vocabulary_lookup(embedding, fold))
+    _replace_forward(embedding, _vocabulary_lookup(embedding, looked_up[rank], fold))
     head = model.get_submodule(anatomy.head)
     first = model.get_submodule(partition.to_logits)  # the head, or what changes hidden states for it
     first.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
@@ -231,9 +234,9 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _vocabulary_lookup(embedding: nn.Embedding, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
     """Each rank looks up the ids of its own rows, as the module does it (some scale them); the others give zero."""
-    start, stop = fold.vocabulary[fold.rank]
+    start, stop = own
     padding, plain = embedding.padding_idx, embedding.forward
     embedding.num_embeddings = stop - start
     embedding.padding_idx = padding - start if padding is not None and start <= padding < stop else None

@@ -40,7 +40,9 @@ def micro_batches(
     cannot be read on one, and where ranks of one data rank were given different batches.
     """
     state = state_of(model)
-    vocabulary = state.plan.shards[f"{state.plan.anatomy.embedding}.weight"].shape[0]
+    vocabulary, logits = (
+        state.plan.shards[name].shape[0] for name in (f"{state.plan.anatomy.embedding}.weight", state.plan.head_weight)
+    )
     multiple = state.plan.layout.row_multiple
 
     def read() -> list[MicroBatch]:
@@ -48,7 +50,12 @@ def micro_batches(
         if isinstance(each, str | Tensor) or not isinstance(each, Sequence):
             raise _refusal(f"the batch is a {type(batch).__name__}", "pass a dict of tensors, or a list of such dicts")
         also()
-        options: Any = {"row_multiple": multiple, "vocabulary": vocabulary, "needs_labels": needs_labels}
+        options: Any = {
+            "row_multiple": multiple,
+            "vocabulary": vocabulary,
+            "logits": logits,
+            "needs_labels": needs_labels,
+        }
         options["reads_mask"] = _reads_mask(model)
         return [micro_batch(one, **options) for one in each]
 
@@ -58,9 +65,11 @@ def micro_batches(
 
 
 def micro_batch(
-    batch: Batch, *, row_multiple: int, vocabulary: int, needs_labels: bool = True, reads_mask: bool = False
-) -> MicroBatch:
+    batch: Batch, *, row_multiple: int, vocabulary: int, logits: int | None = None, needs_labels: bool = True,
+    reads_mask: bool = False,
+) -> MicroBatch:  # fmt: skip
     """One micro batch of tensors: any T is padded up to a multiple of `row_multiple`, and padding carries no loss.
+    `vocabulary`: tokens that the embedding has; `logits`: those that the head tells apart, where that is otherwise.
     `reads_mask`: the model makes positions of the attention mask where it is given none.
 
     Raises `UserError` for what is missing, of another shape or type, out of range, or would be computed otherwise than
@@ -70,7 +79,7 @@ def micro_batch(
     rows, length = ids_BT.shape
     if not rows:
         return _nothing(row_multiple)
-    targets_BT = _targets(batch, ids_BT, vocabulary, needs_labels)
+    targets_BT = _targets(batch, ids_BT, logits or vocabulary, needs_labels)
     positions_BT = _given(batch, "position_ids", (rows, length))
     mask_BT = _given(batch, "attention_mask", (rows, length))
     if positions_BT is None:
