@@ -303,7 +303,7 @@ def _derived(values: Values) -> Values:
 
 def _leaves(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        if isinstance(value, dict) and "rope" not in key:
+        if isinstance(value, dict) and "rope" not in str(key):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
