@@ -73,6 +73,14 @@ def test_parameters_that_had_no_role_have_one(model_class: str, layout: str) -> 
     assert verdict.kind == "right", verdict
 
 
+def test_an_embedding_whose_weight_is_read_outside_of_it_is_gathered_for_that() -> None:
+    changed = {"tie_word_embeddings": False}
+    verdict = sweep.module("held_against").judged(
+        run_ranks(2, sweep.on_rank, "Gemma4ForConditionalGeneration", "shard2", changed)
+    )
+    assert verdict.kind == "right", verdict
+
+
 @pytest.mark.parametrize(("plant", "kind"), [("", "right"), ("scale", "WRONG"), ("crash", "CRASH")])
 def test_what_is_wrong_is_called_wrong(plant: str, kind: str) -> None:
     (found,) = run_ranks(1, sweep.on_rank, "LlamaForCausalLM", "single", {}, plant)

@@ -138,6 +138,7 @@ def _found(model: Any) -> ModelFacts:
         before=tuple(traced.before),
         after=tuple(traced.after),
         forgetful=tuple(traced.forgetful),
+        looked_into=tuple(sorted(traced.looked_into)),
         in_tuples=tuple(sorted(traced.in_tuples)),
         carried=traced.carried,
         counted=traced.counted,

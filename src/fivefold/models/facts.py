@@ -284,6 +284,7 @@ class ModelFacts:
     `attends`: attention module -> its heads.
     `before`, `after`: modules with parameters that run before the first layer and after the last.
     `forgetful`: (layer, attention module) where the layer does not pass `cu_seqlens` on.
+    `looked_into`: embeddings whose weights the model reads directly, not through the module.
     `in_tuples`: layers that return their hidden states in a tuple.
     `carried`: why layers pass more than hidden states to each other, or None. Pipelines are then refused.
     `padding`: the padding token of a model that counts positions from it (`positions.py`), else None.
@@ -301,6 +302,7 @@ class ModelFacts:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     forgetful: tuple[tuple[str, str], ...] = ()
+    looked_into: tuple[str, ...] = ()
     in_tuples: tuple[str, ...] = ()
     carried: str | None = None
     counted: Counted | None = None

@@ -237,11 +237,13 @@ class ParallelPlan:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """The FSDP units of this rank, inner before outer: the experts of each layer; the embedding (unless tied); each
-        layer; last the rest, which is the final norm, the head and a tied embedding."""
+        """The FSDP units of this rank, inner before outer: the experts of each layer; the embedding; each layer; last
+        the rest, which is the final norm and the head. An embedding that is tied, or whose weight the model reads
+        outside of the module (Gemma 4), is gathered with the rest."""
         names, anatomy = [name for name in self.shards if self.holds(name)], self.anatomy
         frozen = frozenset(name for name in names if not self.facts.parameters[name].is_trained)
-        separate = (*self.layers,) if anatomy.tied else (anatomy.embedding, *self.layers)
+        is_apart = not anatomy.tied and anatomy.embedding not in self.facts.looked_into
+        separate = (anatomy.embedding, *self.layers) if is_apart else self.layers
         found = [Unit(each.name, _inside(each.name, names), "ep") for each in self.experts]
         inner = {name for unit in found for name in unit.parameters}
         found += [Unit(module, tuple(n for n in _inside(module, names) if n not in inner)) for module in separate]
