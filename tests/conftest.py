@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import signal
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,9 @@ AIM_MINUTES = 12  # of `make test` with lint and types, on two idle cores
 DEAREST = 10  # files that are told
 
 torch.set_num_threads(1)  # models are 32 wide: threads that wait for each other cost more than they save
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; commands inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,7 +1,6 @@
 """The keys of a run file as a person sees them, from the types and descriptions of its sections. No torch.
 
-A key, or a value of one, is listed when it works: `core.legality.NOT_BUILT` names what the schema reads and no code does
-yet.
+A key, or a value of one, is listed when it works: `core.legality.NOT_BUILT` names what is read and not done yet.
 """
 
 from collections.abc import Iterator
