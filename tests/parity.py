@@ -162,7 +162,7 @@ class _WithLoss(Reference):
     loss: Loss
 
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
-        loss = self.loss(self.model, [d for row in documents(self.subject.case, step) for d in row])
+        loss = self.loss(self.model, [d for row in documents(self.case.case, step) for d in row])
         loss.backward()
         if inputs is not None:
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})

@@ -11,7 +11,7 @@ import pytest
 
 from fivefold.core.layout import CP_METHODS, Layout
 from fivefold.core.legality import ModelLimits, Violation, violations
-from fivefold.core.schedule import SCHEDULES, Plan, Slot, balanced
+from fivefold.core.schedule import SCHEDULES, SchedulePlan, Slot, balanced
 from fivefold.parallel.sharding import split_even
 
 # ---- what can be built, without a rule -------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ def pipeline_runs(layout: Layout, micro_batches: int, layers: int) -> bool:
         return False
     if layout.pp_schedule == "zb":
         virtual = max(2, virtual)  # its rounds are torch's, also with one stage a rank
-    return is_whole(Plan(layout.pp_schedule, layout.pp, virtual, micro_batches))
+    return is_whole(SchedulePlan(layout.pp_schedule, layout.pp, virtual, micro_batches))
 
 
-def is_whole(plan: Plan) -> bool:
+def is_whole(plan: SchedulePlan) -> bool:
     try:
         slots = [each.slot for each in plan.simulate().slots]
     except (AssertionError, IndexError):

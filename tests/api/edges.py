@@ -127,7 +127,7 @@ def routed(layout: str, cut: bool) -> tuple[float, float, float, list[list[int]]
     with exact():
         result = ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
     assert result.balance is not None
-    rows = [list(layer) for layer in result.balance.rows]
+    rows = [list(layer) for layer in result.balance.tokens_per_expert]
     return result.grad_norm, result.balance.load, result.balance.z, [[result.tokens, result.targets], *rows]
 
 

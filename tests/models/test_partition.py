@@ -47,17 +47,17 @@ def test_llama():
     }  # fmt: skip
     assert found.heads == ((6, 2),)
     layer = "model.layers.2"
-    assert found.roles[f"{layer}.self_attn.q_proj.bias"].deal == tuple(
+    assert found.roles[f"{layer}.self_attn.q_proj.bias"].groups == tuple(
         FeatureGroup(8 * head, 8 * head + 8, "query", head) for head in range(6)
     )
-    assert found.roles[f"{layer}.self_attn.v_proj.weight"].deal == (
+    assert found.roles[f"{layer}.self_attn.v_proj.weight"].groups == (
         FeatureGroup(0, 8, "kv", 0),
         FeatureGroup(8, 16, "kv", 1),
     )
-    assert found.roles[f"{layer}.mlp.up_proj.weight"].deal == (FeatureGroup(0, 88, "even"),)
+    assert found.roles[f"{layer}.mlp.up_proj.weight"].groups == (FeatureGroup(0, 88, "even"),)
     assert found.roles[f"{layer}.mlp.up_proj.weight"].dim == 0 and found.roles[f"{layer}.mlp.down_proj.weight"].dim == 1
     assert "colwise" in found.roles[f"{layer}.self_attn.q_proj.weight"].reason
-    owners = [region.owner for region in found.regions]
+    owners = [tp_block.owner for tp_block in found.tp_blocks]
     assert owners == [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
 
 
@@ -77,17 +77,17 @@ def test_norms_over_all_heads_need_all_features():
 
 def test_fused_projections_are_dealt_by_their_parts():
     found = partition_of(build_meta(Phi3Config(**tiny.SIZES)))
-    fused = found.roles["model.layers.1.self_attn.qkv_proj.weight"].deal
+    fused = found.roles["model.layers.1.self_attn.qkv_proj.weight"].groups
     assert [(part.start, part.owner, part.index) for part in fused] == [
         *((8 * head, "query", head) for head in range(6)), (48, "kv", 0), (56, "kv", 1), (64, "kv", 0), (72, "kv", 1),
     ]  # fmt: skip
     gate_up = found.roles["model.layers.1.mlp.gate_up_proj.weight"]
-    assert gate_up.deal == (FeatureGroup(0, 88, "even", 0), FeatureGroup(88, 176, "even", 1))
+    assert gate_up.groups == (FeatureGroup(0, 88, "even", 0), FeatureGroup(88, 176, "even", 1))
 
 
 def test_a_projection_head_by_head():
     found = partition_of(build_meta(hf_config(Case("single", "gpt_neox"))))
-    fused = found.roles["gpt_neox.layers.0.attention.query_key_value.weight"].deal
+    fused = found.roles["gpt_neox.layers.0.attention.query_key_value.weight"].groups
     assert [(part.stop - part.start, part.owner, part.index) for part in fused] == [
         (8, "query", 0), (16, "kv", 0), (8, "query", 1), (16, "kv", 1), (8, "query", 2), (16, "kv", 2),
         (8, "query", 3), (16, "kv", 3),
@@ -105,13 +105,13 @@ def test_latents_serve_all_heads():
         "kv_a_layernorm.weight": "latent", "kv_b_proj.weight": "column", "o_proj.weight": "row",
         "o_proj.bias": "row_bias",
     }  # fmt: skip
-    assert all(role.dim is None and role.deal is None for role in roles.values() if role.kind == "latent")
-    assert roles["q_b_proj.weight"].deal == tuple(FeatureGroup(10 * h, 10 * h + 10, "query", h) for h in range(4))
-    assert roles["kv_b_proj.weight"].deal == tuple(FeatureGroup(13 * h, 13 * h + 13, "kv", h) for h in range(4))
-    assert roles["o_proj.weight"].deal == tuple(FeatureGroup(7 * h, 7 * h + 7, "query", h) for h in range(4))
-    region = next(region for region in found.regions if region.owner == attention)
-    assert region.columns == (f"{attention}.q_b_proj", f"{attention}.kv_b_proj")
-    assert [entry.modules for entry in region.entries] == [(attention,)]
+    assert all(role.dim is None and role.groups is None for role in roles.values() if role.kind == "latent")
+    assert roles["q_b_proj.weight"].groups == tuple(FeatureGroup(10 * h, 10 * h + 10, "query", h) for h in range(4))
+    assert roles["kv_b_proj.weight"].groups == tuple(FeatureGroup(13 * h, 13 * h + 13, "kv", h) for h in range(4))
+    assert roles["o_proj.weight"].groups == tuple(FeatureGroup(7 * h, 7 * h + 7, "query", h) for h in range(4))
+    tp_block = next(tp_block for tp_block in found.tp_blocks if tp_block.owner == attention)
+    assert tp_block.columns == (f"{attention}.q_b_proj", f"{attention}.kv_b_proj")
+    assert [entry.modules for entry in tp_block.entries] == [(attention,)]
     assert found.heads == ((4, 4),) and found.refusal is None
 
 
@@ -120,7 +120,7 @@ def test_a_projection_behind_a_latent_is_no_row_though_it_is_as_wide_as_the_resi
     sizes = (("qk_nope_head_dim", 4), ("qk_rope_head_dim", 4))
     found = partition_of(build_meta(hf_config(Case("single", "deepseek_v3", overrides=sizes))))
     assert found.roles["model.layers.0.self_attn.q_b_proj.weight"].kind == "column"
-    assert found.regions[0].row == "model.layers.0.self_attn.o_proj"
+    assert found.tp_blocks[0].row == "model.layers.0.self_attn.o_proj"
 
 
 def test_without_a_latent_for_queries_their_projection_is_a_column():
@@ -136,7 +136,7 @@ def test_latents_beside_other_projections_in_a_layer_are_entered_themselves(monk
     """Where a layer holds its projections itself, what reads the residual is given the gathered tokens."""
     found = partition_of(inlined(monkeypatch))
     assert found.refusal is None
-    attention = found.regions[0]
+    attention = found.tp_blocks[0]
     assert attention.owner == "model.layers.0" and [entry.modules for entry in attention.entries] == [
         ("model.layers.0.q_a_proj", "model.layers.0.kv_a_proj_with_mqa"),
     ]

@@ -132,7 +132,7 @@ def test_losses_and_biases_are_those_of_one_process(text: str, family: str, opti
     for each in per_rank:
         for result, terms, rows in zip(each["balance"], plain.terms, plain.rows, strict=True):
             np.testing.assert_allclose((result.load, result.z), terms, rtol=1e-10)
-            assert [list(layer) for layer in result.rows] == rows
+            assert [list(layer) for layer in result.tokens_per_expert] == rows
     assert plain.model is not None
     held = [(name, values) for each in per_rank for name, values in each["buffers"].items()]
     for name, values in held:

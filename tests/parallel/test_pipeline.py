@@ -16,7 +16,7 @@ from torch import nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.schedule import SCHEDULES as RECORDS
-from fivefold.core.schedule import Plan, Slot
+from fivefold.core.schedule import SchedulePlan, Slot
 from fivefold.models.build import build_meta
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import passes, stopwatch
@@ -110,7 +110,7 @@ def test_a_step_is_timed_slot_by_slot() -> None:
     case = Case("pp2+zbv+fp64", overrides=LAYERS_4)
     everywhere = run_ranks(2, timed, case)
     assert everywhere[0] == everywhere[1]
-    for rank, order in enumerate(Plan("zbv", 2, 2, case.rows).orders):
+    for rank, order in enumerate(SchedulePlan("zbv", 2, 2, case.rows).orders):
         own = [(slot, start, end) for on, slot, start, end in everywhere[0] if on == rank]
         assert tuple(slot for slot, _, _ in own) == order
         assert all(start < end for _, start, end in own)

@@ -86,7 +86,7 @@ def test_a_world_of_16384_ranks_costs_as_little_as_one_of_two() -> None:
     start = time.process_time()
     for axis in grid.group_axes:
         assert 9876 in grid.members(axis, 9876)
-    assert grid.shard_index(9876, "ep").rows == grid.layout.expert_shards
+    assert grid.shard_index(9876, "ep").fsdp_size == grid.layout.expert_shards
     assert grid.coords(9876).pp == 9876 // 1024
     assert time.process_time() - start < 0.01
     assert sum(map(len, grid.groups("ep"))) == grid.world

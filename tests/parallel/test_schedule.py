@@ -13,15 +13,15 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.legality import ModelLimits, layers_for, micro_batches_for, refuse, violations
 from fivefold.core.schedule import SCHEDULES as RECORDS
-from fivefold.core.schedule import Plan, Slot, Transfer, balanced
+from fivefold.core.schedule import SchedulePlan, Slot, Transfer, balanced
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zb", 2), ("zbv", 2),
              ("dualpipev", 2)]  # fmt: skip
-PLANS = [Plan(name, p, v, m) for name, v in SCHEDULES for p in (2, 3, 4, 8) for m in (2 * p, 3 * p, 8 * p)]
+PLANS = [SchedulePlan(name, p, v, m) for name, v in SCHEDULES for p in (2, 3, 4, 8) for m in (2 * p, 3 * p, 8 * p)]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_stage_has_every_micro_batch_once_each_way(plan: Plan) -> None:
+def test_every_stage_has_every_micro_batch_once_each_way(plan: SchedulePlan) -> None:
     counted = Counter(slot for order in plan.orders for slot in order)
     assert set(counted.values()) == {1}
     for stage in range(plan.stages):
@@ -34,7 +34,7 @@ def test_every_stage_has_every_micro_batch_once_each_way(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_two_ranks_have_the_transfers_between_them_in_the_same_order(plan: Plan) -> None:
+def test_two_ranks_have_the_transfers_between_them_in_the_same_order(plan: SchedulePlan) -> None:
     """Else two ranks would wait for each other on a device whose transfers go one after the other."""
     for rank, actions in enumerate(plan.actions):
         for peer in range(plan.ranks):
@@ -50,7 +50,7 @@ def _wire(transfer: Transfer, *, turn: bool = False) -> tuple[Any, ...]:
     return way, transfer.of, transfer.stage, transfer.micro_batch
 
 
-def _check_received_before_use(plan: Plan, rank: int, actions: tuple[Any, ...]) -> None:
+def _check_received_before_use(plan: SchedulePlan, rank: int, actions: tuple[Any, ...]) -> None:
     seen: set[Any] = set()
     for action in actions:
         if isinstance(action, Transfer) and action.way == "recv":
@@ -62,7 +62,7 @@ def _check_received_before_use(plan: Plan, rank: int, actions: tuple[Any, ...]) 
 
 
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.schedule not in ("gpipe", "1f1b")], ids=str)
-def test_orders_are_those_of_torch(plan: Plan) -> None:
+def test_orders_are_those_of_torch(plan: SchedulePlan) -> None:
     classes: dict[str, Any] = {
         "interleaved": torchs.ScheduleInterleaved1F1B, "zb": torchs.ScheduleInterleavedZeroBubble,
         "zbv": torchs.ScheduleZBVZeroBubble, "dualpipev": torchs.ScheduleDualPipeV,
@@ -89,15 +89,15 @@ def _flat(actions: Any) -> Any:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 32)])
 def test_simulated_gaps_are_those_of_the_closed_form(name: str, ranks: int, micro_batches: int) -> None:
-    plan = Plan(name, ranks, 2 if name == "interleaved" else 1, micro_batches)
+    plan = SchedulePlan(name, ranks, 2 if name == "interleaved" else 1, micro_batches)
     assert plan.simulate().bubble == pytest.approx(plan.ideal_bubble)
 
 
 def test_what_a_schedule_is_for() -> None:
     """Each has fewer gaps than the one before; 1F1B keeps fewer micro batches than GPipe."""
-    gaps = [Plan(name, 4, v, 16).simulate().bubble for name, v in (("1f1b", 1), ("interleaved", 2), ("zbv", 2))]
+    gaps = [SchedulePlan(name, 4, v, 16).simulate().bubble for name, v in (("1f1b", 1), ("interleaved", 2), ("zbv", 2))]
     assert gaps == sorted(gaps, reverse=True) and len(set(gaps)) == 3
-    assert [_most_kept(Plan(name, 4, 1, 16).orders[0]) for name in ("gpipe", "1f1b")] == [16, 4]
+    assert [_most_kept(SchedulePlan(name, 4, 1, 16).orders[0]) for name in ("gpipe", "1f1b")] == [16, 4]
 
 
 def _most_kept(order: tuple[Slot, ...]) -> int:
@@ -108,7 +108,7 @@ def _most_kept(order: tuple[Slot, ...]) -> int:
 
 
 def test_a_timeline_is_json_and_transfers_take_time() -> None:
-    plan = Plan("1f1b", 2, 1, 2)
+    plan = SchedulePlan("1f1b", 2, 1, 2)
     quick, slow = plan.simulate(), plan.simulate(lambda slot: 2.0 if slot.kind == "F" else 3.0, transfer=0.5)
     assert json.loads(json.dumps(quick.to_json()))["slots"][0] == {
         "rank": 0, "stage": 0, "kind": "F", "micro_batch": 0, "start": 0.0, "end": 1.0, "waited": 0.0,

@@ -40,7 +40,7 @@ TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 
 def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
-    """The subject of `model` and its evidence in fp64, in `folder`; made once."""
+    """The proof case of `model` and its reference in fp64, in `folder`; made once."""
     place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}"
     if (place / "subject.json").exists():
         return place
@@ -143,7 +143,7 @@ def load_on_rank(place: str, layout: str, name: str | None, folder: str) -> dict
         proof = _proof(place, layout)
         proof.forget()
         proof.reload({OTHER: Path(folder)})
-        rest = range(proof.subject.steps // 2, proof.subject.steps)
+        rest = range(proof.case.steps // 2, proof.case.steps)
         proof.found.losses = [proof._step(step).loss for step in rest]
         return proof.found
 
@@ -154,7 +154,7 @@ def save_on_rank(place: str, layout: str, name: str | None, folder: str) -> None
     """Train for half of the steps and save."""
     with planted(name):
         proof = _proof(place, layout)
-        for step in range(proof.subject.steps // 2):
+        for step in range(proof.case.steps // 2):
             proof._step(step)
         proof.save(Path(folder))
 

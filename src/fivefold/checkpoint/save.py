@@ -256,7 +256,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterat
             _check_type(kind, name, tensor)
             if tensor.shape != parameter.shape:
                 cut = state.plan.shard_index(name)
-                if cut.part == cut.row == 0:
+                if cut.part == cut.fsdp_rank == 0:
                     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                     yield OwnedSlice(kind, name, (0,) * tensor.ndim, whole, is_whole=True)
                 continue

@@ -83,7 +83,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SchedulePlan:
     """A schedule over `ranks` pipeline ranks with `virtual` stages each and a number of micro batches."""
 
     schedule: str
@@ -92,9 +92,9 @@ class Plan:
     micro_batches: int
 
     @staticmethod
-    def of(layout: "Layout", micro_batches: int) -> "Plan":
+    def of(layout: "Layout", micro_batches: int) -> "SchedulePlan":
         """The plan of a layout that is legal for `micro_batches` (`legality.violations`)."""
-        return Plan(layout.pp_schedule, layout.pp, layout.stages_per_rank, micro_batches)
+        return SchedulePlan(layout.pp_schedule, layout.pp, layout.stages_per_rank, micro_batches)
 
     @property
     def record(self) -> "Schedule":
@@ -212,13 +212,13 @@ def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last:
 # ---- the order of each schedule --------------------------------------------------------------------------------------
 
 
-def _gpipe(plan: Plan, rank: int) -> Iterator[Slot]:
+def _gpipe(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
     for kind in ("F", "B"):
         for mb in range(plan.micro_batches):
             yield Slot(rank, kind, mb)
 
 
-def _rounds(plan: Plan, rank: int) -> Iterator[Slot]:
+def _rounds(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
     """The slots of 1F1B and of interleaved 1F1B, with whole backwards or with I and W apart (`zb`)."""
     split = plan.record.splits_backward
     total = plan.virtual * plan.micro_batches
@@ -248,7 +248,7 @@ def _rounds(plan: Plan, rank: int) -> Iterator[Slot]:
 class _V:
     """Counts the micro batches of a rank's two stages: 0 on the way down the V, 1 on the way up."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: SchedulePlan, rank: int) -> None:
         self.stages = (rank, plan.stages - 1 - rank)
         self.counts = {(chunk, kind): 0 for chunk in (0, 1) for kind in "FIW"}
         self.order: list[Slot] = []
@@ -273,7 +273,7 @@ class _V:
             self.order.append(Slot(self.stages[chunk], "W", mb))
 
 
-def _zbv(plan: Plan, rank: int) -> Iterator[Slot]:
+def _zbv(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
     """The order of the ZB-V paper. With fewer than 2 p - 1 micro batches, the order of 2 p - 1 without the missing
     ones."""
     v, count = _V(plan, rank), max(2 * plan.ranks - 1, plan.micro_batches)
@@ -308,7 +308,7 @@ def _zbv(plan: Plan, rank: int) -> Iterator[Slot]:
     yield from (slot for slot in v.order if slot.micro_batch < plan.micro_batches)
 
 
-def _dualpipev(plan: Plan, rank: int) -> Iterator[Slot]:
+def _dualpipev(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
     """The eight steps of DeepSeek's DualPipe, cut in half (DualPipeV). Slots that it overlaps run one after the
     other."""
     v, left = _V(plan, rank), plan.ranks - rank - 1
@@ -358,7 +358,7 @@ class Schedule:
     name: str
     help: str
     source: str
-    order: Callable[[Plan, int], Iterator[Slot]]
+    order: Callable[[SchedulePlan, int], Iterator[Slot]]
     stages: tuple[int, int | None]
     is_v: bool = False
     splits_backward: bool = False  # the gradients of weights (W) come apart from those of the inputs (I)

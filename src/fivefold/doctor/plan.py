@@ -123,7 +123,7 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
         whole, gathered = plan.shards[name].shape, plan.gathered_shape(name)
         index = plan.shard_index(name)
         says = f"{_shape(gathered)}{'' if gathered == whole else f' of {_shape(whole)}'}"
-        says += f", shard {index.row} of {index.rows}" if index.rows > 1 else ""
+        says += f", shard {index.fsdp_rank} of {index.fsdp_size}" if index.fsdp_size > 1 else ""
         found[_any_layer(name), says] += 1
     return [PlanRow("parameters", name, says, _times(count)) for (name, says), count in found.items()]
 

@@ -183,7 +183,7 @@ def _cost(
     model: nn.Module, block: BlockTrace, partition: Partition, experts: Sequence[Experts], hidden_size: int
 ) -> LayerCost:
     """Of a layer, with the names of its parts within it, so that layers alike cost the same."""
-    picks = {each.name: each.picks for each in experts if is_within(each.name, [block.layer])}
+    picks = {each.name: each.top_k for each in experts if is_within(each.name, [block.layer])}
     matmuls = []
     for name, parameter in model.get_submodule(block.layer).named_parameters():
         times = next((times for held, times in picks.items() if is_within(f"{block.layer}.{name}", [held])), 0)
@@ -207,10 +207,10 @@ def _saved_by_expert(module: Any, hidden_size: int) -> int:
 
 def _saved(block: BlockTrace, partition: Partition) -> dict[str, float]:
     """Numbers of a token that the layer keeps for its backward pass, each tensor once: see `Saved`."""
-    regions = [region for region in partition.regions if is_within(region.row, [block.layer])]
-    columns = {name for region in regions for name in region.columns}
-    owners = [region.owner for region in regions if region.owner != block.layer]
-    linears = columns | {region.row for region in regions}
+    tp_blocks = [tp_block for tp_block in partition.tp_blocks if is_within(tp_block.row, [block.layer])]
+    columns = {name for tp_block in tp_blocks for name in tp_block.columns}
+    owners = [tp_block.owner for tp_block in tp_blocks if tp_block.owner != block.layer]
+    linears = columns | {tp_block.row for tp_block in tp_blocks}
     found: dict[int, tuple[str, float]] = {}
     for name, memory, numbers in block.saved:
         is_inside = name in linears or name in owners or is_within(name, owners)

@@ -40,16 +40,16 @@ def experts_forward(module: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weig
 def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int, compute: Compute) -> Tensor:
     """Send each token to its K experts and sum their results, weighted. Experts are 0 to E - 1. A pick of E is a
     dropped one: it adds nothing to the output and nothing to any gradient."""
-    count, picks = index_NK.shape
+    count, top_k = index_NK.shape
     order_S, counts_E = sort_by_expert(index_NK, experts)
-    repeated_SD = hidden_ND.unsqueeze(1).expand(-1, picks, -1).flatten(0, 1)
+    repeated_SD = hidden_ND.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
     rows_SD = Permute.apply(repeated_SD, order_S)  # type: ignore[no-untyped-call]
     if len(counts_E) > experts:  # those that are dropped stand last
         dropped = int(counts_E[experts])
         made_SD = F.pad(compute(rows_SD[: len(rows_SD) - dropped], counts_E[:experts]), (0, 0, 0, dropped))
     else:
         made_SD = compute(rows_SD, counts_E)
-    back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, picks))  # type: ignore[no-untyped-call]
+    back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, top_k))  # type: ignore[no-untyped-call]
     return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)  # type: ignore[no-any-return]
 
 

@@ -78,13 +78,13 @@ class Role:
     | `idle` | whole on every rank | no token comes to it (a tower for images): it has no gradient |
     | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
 
-    `deal` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
+    `groups` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
     """
 
     kind: RoleKind
     reason: str
     dim: int | None = None
-    deal: FeatureGroups | None = None
+    groups: FeatureGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ class TPBlock:
 class Partition:
     """The role of every parameter (tied ones under the embedding's name), and the column/row pairs in order.
 
-    `regions`: the column/row pairs. `heads`: query and key/value heads of each kind of layer (MiMo-V2 has several).
+    `tp_blocks`: the column/row pairs. `heads`: query and key/value heads of each kind of layer (MiMo-V2 has several).
     `across`: module that needs all features of a split projection -> how ranks share these features. `to_logits`: the
     module that is given the last hidden states: the head, or a transform before it (BERT). `refusal`: why tp cannot
     split the model, or None.
     """
 
     roles: Mapping[str, Role]
-    regions: tuple[TPBlock, ...]
+    tp_blocks: tuple[TPBlock, ...]
     heads: tuple[tuple[int, int], ...]
     across: Mapping[str, FeatureGroups]
     refusal: str | None
@@ -132,15 +132,15 @@ class Partition:
 
     @cached_property
     def entries(self) -> tuple[TPInput, ...]:
-        """Of all regions, in order."""
-        return tuple(entry for region in self.regions for entry in region.entries)
+        """Of all blocks, in order."""
+        return tuple(entry for tp_block in self.tp_blocks for entry in tp_block.entries)
 
     def of_layers(self, layers: Sequence[str]) -> "Partition":
         """The part of these layers; roles stay whole."""
         return replace(
             self,
-            regions=tuple(region for region in self.regions if is_within(region.row, layers)),
-            across={name: deal for name, deal in self.across.items() if is_within(name, layers)},
+            tp_blocks=tuple(tp_block for tp_block in self.tp_blocks if is_within(tp_block.row, layers)),
+            across={name: groups for name, groups in self.across.items() if is_within(name, layers)},
         )
 
 
@@ -174,13 +174,13 @@ class ExpertFeatures:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that holds the weights of a layer's experts, and its router. `picks`: experts per token. `is_last`:
+    """A module that holds the weights of a layer's experts, and its router. `top_k`: experts per token. `is_last`:
     nothing with weights runs after it in its layer. `has_logits`: the router gives logits, weights and picks."""
 
     name: str
     router: str
     experts: int
-    picks: int
+    top_k: int
     is_last: bool
     has_logits: bool = False
     features: ExpertFeatures | None = None
@@ -379,7 +379,7 @@ class ModelFacts:
         partition = replace(
             self.partition,
             roles=every(self.partition.roles),
-            regions=repeated(self.partition.regions),
+            tp_blocks=repeated(self.partition.tp_blocks),
             across=every(self.partition.across),
         )
         return replace(

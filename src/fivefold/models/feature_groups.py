@@ -33,8 +33,8 @@ def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event)
         if not _only_head(part, attended, head):
             raise Untraceable(f"{row} does not read the heads of attention one after the other")
         note(part, ("query", head))  # a gate on the output, where there is one
-    deals = {row: tuple(FeatureGroup(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
-    return deals | {name: _runs(name, mine) for name, mine in zip(columns, owners, strict=True)}
+    groups_of = {row: tuple(FeatureGroup(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
+    return groups_of | {name: _runs(name, mine) for name, mine in zip(columns, owners, strict=True)}
 
 
 def _only_head(part: Tensor, attended: Tensor, head: int) -> bool:
@@ -67,7 +67,7 @@ def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str
     """
     reads = block.linear(row).inputs[0]
     width = reads.shape[-1]
-    deals: dict[str, FeatureGroups] = {row: (FeatureGroup(0, width, "even"),)}
+    groups_of: dict[str, FeatureGroups] = {row: (FeatureGroup(0, width, "even"),)}
     for name in columns:
         leaf = block.leaves[name]
         times, rest = divmod(leaf.shape[-1], width)
@@ -79,8 +79,8 @@ def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str
         if not is_chunked and found != [[j * times + k for k in range(times)] for j in looked_at]:
             raise Untraceable(f"the features of {row} do not follow from those of {name} one by one")
         chunks = tuple(FeatureGroup(k * width, (k + 1) * width, "even", k) for k in range(times))
-        deals[name] = chunks if is_chunked else (FeatureGroup(0, times * width, "even", unit=times),)
-    return deals
+        groups_of[name] = chunks if is_chunked else (FeatureGroup(0, times * width, "even", unit=times),)
+    return groups_of
 
 
 def _first_alive(reads: Tensor, leaf: Tensor, near: int) -> tuple[int, list[int]]:

@@ -30,7 +30,7 @@ def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition
     except Untraceable as error:
         refusal = f"{name}: {error}"
         return Partition(
-            roles={}, regions=(), heads=(), across={}, refusal=refusal,
+            roles={}, tp_blocks=(), heads=(), across={}, refusal=refusal,
             sequence_parallel_refusal=refusal, is_proved=False,
         )  # fmt: skip
 
@@ -40,7 +40,7 @@ class _Derivation:
     model: PreTrainedModel
     anatomy: Anatomy
     traced: Trace
-    regions: list[TPBlock] = field(default_factory=list)
+    tp_blocks: list[TPBlock] = field(default_factory=list)
     across: dict[str, FeatureGroups] = field(default_factory=dict)
     heads: dict[tuple[int, int], None] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class _Derivation:
         alone = f"{_listing(position)} of {self._name} adds to the embeddings of all tokens" if position else None
         return Partition(
             roles={name: roles[name] for name, _ in self.model.named_parameters()},
-            regions=tuple(self.regions), heads=tuple(self.heads), across=self.across,
+            tp_blocks=tuple(self.tp_blocks), heads=tuple(self.heads), across=self.across,
             refusal=refusal, sequence_parallel_refusal=refusal or alone,
             is_proved=self._name in PROVED, to_logits=(*self.traced.to_logits, self.anatomy.head)[0],
         )  # fmt: skip
@@ -129,20 +129,20 @@ class _Derivation:
             called = next((e for e in attention if f"{e.name} (attention)" in block.linear(row).sources), None)
             key = (called and tuple(e.shape[1] for e in called.inputs[:2]), self._shape_key(block, row, columns))
             if key not in known:
-                deals = by_heads(block, row, columns, called) if called else by_features(block, row, columns)
-                known[key] = {_within(block, name): deal for name, deal in deals.items()}
-            deals = {f"{block.layer}.{name}": deal for name, deal in known[key].items()}
+                groups_of = by_heads(block, row, columns, called) if called else by_features(block, row, columns)
+                known[key] = {_within(block, name): groups for name, groups in groups_of.items()}
+            groups_of = {f"{block.layer}.{name}": groups for name, groups in known[key].items()}
             if called:
                 self.heads[_heads(called)] = None
                 for name in called.parameters:
                     parts = tuple(FeatureGroup(h, h + 1, "query", h) for h in range(called.inputs[0].shape[1]))
                     roles[name] = Role("column", "one number per query head, passed to attention", 0, parts)
-            self.regions.append(self._region(block, pair, _heads(called) if called else None))
+            self.tp_blocks.append(self._tp_block(block, pair, _heads(called) if called else None))
             for name in pair.latents:
                 roles |= self._roles_of(name, Role("latent", "reads the residual, for all heads at once"))
             for name in columns:
-                roles |= self._linear_roles(name, pair, deals[name])
-            roles |= self._linear_roles(row, pair, deals[row])
+                roles |= self._linear_roles(name, pair, groups_of[name])
+            roles |= self._linear_roles(row, pair, groups_of[row])
         paired = {name for pair in pairs for name in (pair.row, *pair.columns, *pair.latents)}
         for event in block.events:
             if event.kind == "linear" and event.name not in paired:
@@ -163,20 +163,20 @@ class _Derivation:
         ]
         return (_within(block, row), block.linear(row).inputs[0].shape, *sizes)
 
-    def _linear_roles(self, name: str, pair: Pair, deal: FeatureGroups) -> dict[str, Role]:
+    def _linear_roles(self, name: str, pair: Pair, groups: FeatureGroups) -> dict[str, Role]:
         is_row = name == pair.row
         reads = "a latent" if name in pair.behind else "the residual"
         kind: RoleKind = "row" if is_row else "column"
-        reason = _reason(deal, "gives back to the residual" if is_row else f"reads {reads}")
+        reason = _reason(groups, "gives back to the residual" if is_row else f"reads {reads}")
         module = self.model.get_submodule(name)
         out_dim, in_dim = hf_internals.linear_dims(module) or (0, 1)
-        roles = {f"{name}.weight": Role(kind, reason, in_dim if is_row else out_dim, deal)}
+        roles = {f"{name}.weight": Role(kind, reason, in_dim if is_row else out_dim, groups)}
         if getattr(module, "bias", None) is not None:
-            bias = Role("row_bias", "added once, to the sum") if is_row else Role("column", reason, 0, deal)
+            bias = Role("row_bias", "added once, to the sum") if is_row else Role("column", reason, 0, groups)
             roles[f"{name}.bias"] = bias
         return roles
 
-    def _region(self, block: BlockTrace, pair: Pair, heads: tuple[int, int] | None) -> TPBlock:
+    def _tp_block(self, block: BlockTrace, pair: Pair, heads: tuple[int, int] | None) -> TPBlock:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
         adds = any(  # what it gives back to the residual, within (BERT): what it is given is not for projections alone
@@ -203,24 +203,24 @@ class _Derivation:
                 return Role("latent", "acts on a latent, for all heads at once")
             if any(parameter.ndim > 1 for parameter in self.model.get_submodule(event.name).parameters()):
                 return Role("replicated", "holds numbers per head, which are not dealt to the ranks yet")
-            if event.wide and _is_spread(deal := self._dealt(event, roles)):
-                self.across[event.name] = deal
+            if event.wide and _is_sharded(groups := self._groups_of_input(event, roles)):
+                self.across[event.name] = groups
                 return Role("across", "acts on all features at once, which are gathered for it")
             return Role("local", "acts on heads or features that differ by rank")
-        inside = [r for r in self.regions if event.name.startswith(r.owner + ".") and r.owner != block.layer]
-        if any(region.row not in event.sources for region in inside):
+        inside = [r for r in self.tp_blocks if event.name.startswith(r.owner + ".") and r.owner != block.layer]
+        if any(tp_block.row not in event.sources for tp_block in inside):
             return Role("local", "acts on the gathered residual, before a projection")
         return Role("norm", "acts on the residual")
 
-    def _dealt(self, event: Event, roles: Mapping[str, Role]) -> FeatureGroups:
+    def _groups_of_input(self, event: Event, roles: Mapping[str, Role]) -> FeatureGroups:
         """How ranks share the features that a wide module reads: the features of one projection, or the row's
         inputs."""
         sources = {name.removesuffix(" (attention)") for name in event.sources}
         if len(event.sources) == 1 and (role := roles.get(f"{next(iter(event.sources))}.weight")):
-            return role.deal or ()
-        for region in reversed(self.regions):
-            if sources <= {*region.columns, region.owner}:
-                return roles[f"{region.row}.weight"].deal or ()
+            return role.groups or ()
+        for tp_block in reversed(self.tp_blocks):
+            if sources <= {*tp_block.columns, tp_block.owner}:
+                return roles[f"{tp_block.row}.weight"].groups or ()
         raise Untraceable(f"{event.name} mixes the features of {', '.join(sorted(sources))}")
 
 
@@ -230,9 +230,9 @@ def _heads(called: Event) -> tuple[int, int]:
     return query.shape[1], key.shape[1]
 
 
-def _is_spread(deal: FeatureGroups) -> bool:
+def _is_sharded(groups: FeatureGroups) -> bool:
     """Whether several ranks have a part of these features."""
-    return len(deal) > 1 or any(part.owner == "even" for part in deal)
+    return len(groups) > 1 or any(part.owner == "even" for part in groups)
 
 
 def _within(block: BlockTrace, name: str) -> str:
@@ -252,10 +252,10 @@ def _common_parent(names: Iterable[str]) -> str:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _reason(deal: FeatureGroups, what: str) -> str:
-    owners = {part.owner for part in deal}
+def _reason(groups: FeatureGroups, what: str) -> str:
+    owners = {part.owner for part in groups}
     if owners == {"even"}:
-        return what + (f", {len(deal)} projections in one" if len(deal) > 1 else "")
+        return what + (f", {len(groups)} projections in one" if len(groups) > 1 else "")
     heads = {"query": "query heads", "kv": "key/value heads"}
     return f"{what}: {' and '.join(heads[owner] for owner in ('query', 'kv') if owner in owners)}"
 
@@ -269,7 +269,7 @@ def _compared(name: str, role: Role, plan: Mapping[str, str]) -> tuple[Role, str
     said = hf_internals.PLAN_STYLES.get(plan[key])
     if said in ("column", "row") and role.kind in ("column", "row") and said != role.kind:
         return role, f"its plan says that {key} is {plan[key]}, and its forward uses it as a {role.kind}"
-    return Role(role.kind, f"{role.reason} (plan: {plan[key]})", role.dim, role.deal), None
+    return Role(role.kind, f"{role.reason} (plan: {plan[key]})", role.dim, role.groups), None
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -108,12 +108,12 @@ class _Matmul(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Linears:
-    """How the linears of one model multiply. `store`: of a schedule that splits backward. `recipe`: role -> what makes
-    its products from the fields of `Dense` (`expert`: of `Grouped`); a role that is not in it multiplies in the compute
-    dtype."""
+    """How the linears of one model multiply. `store`: of a schedule that splits backward. `products`: role -> what
+    makes its products from the fields of `Dense` (`expert`: of `Grouped`); a role that is not in it multiplies in the
+    compute dtype."""
 
     store: WeightGradStore | None = None
-    recipe: Mapping[Role, Callable[..., Products]] = field(default_factory=dict)
+    products: Mapping[Role, Callable[..., Products]] = field(default_factory=dict)
 
     def place(
         self, linear: Any, role: Role, *, is_transposed: bool, is_plain: bool, reduce: Multiply | None = None
@@ -122,8 +122,8 @@ class Linears:
         that of a linear and does nothing else. `reduce`: sums up the partial products of a row."""
         waits = self.store is not None and role in LATER
         multiply = _plain_product(linear, is_transposed) if is_plain else _own_product(linear)
-        if is_plain and (waits or role in self.recipe):
-            products = self.recipe.get(role, Dense)(is_transposed)
+        if is_plain and (waits or role in self.products):
+            products = self.products.get(role, Dense)(is_transposed)
             multiply = lambda x: self._multiply(x, linear.weight, products, role)  # noqa: E731
             if waits:  # a graph cannot put anything into a store: it ends before a linear, and another begins behind
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
@@ -135,8 +135,8 @@ class Linears:
         """Rows sorted by expert, each times its expert's matrix of `weight` [E, O, I], or [E, I, O] where
         `is_transposed`: [S, O]. One kernel where it serves these tensors."""
         is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
-        products = self.recipe.get("expert", Grouped)(counts_E, is_transposed, is_served)
-        if is_served and not ("expert" in self.recipe or self._is_put_off("expert", weight)):
+        products = self.products.get("expert", Grouped)(counts_E, is_transposed, is_served)
+        if is_served and not ("expert" in self.products or self._is_put_off("expert", weight)):
             return products.output(x_SI, weight)  # the kernel has a backward of its own
         return self._multiply(x_SI, weight, products, "expert")
 

@@ -126,7 +126,7 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
     """
     anatomy, partition = plan.anatomy, plan.partition
     roles: dict[str, Role] = {anatomy.head: "head", **{each.router: "router" for each in plan.facts.experts}}
-    for region in partition.regions if partition else ():
+    for region in partition.tp_blocks if partition else ():
         roles |= {region.row: "row", **{name: "column" for name in region.columns}}
     for name, module in model.named_modules():
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))

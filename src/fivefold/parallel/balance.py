@@ -52,25 +52,26 @@ class BalanceOptions:
 @dataclass(frozen=True)
 class BalanceResult:
     """What routers did in one step, over the global batch. `load`, `z`: the two losses, without their coefficients.
-    `rows`: tokens that each router wants to send to each expert [layers, E], dropped ones included, padding not (ragged
-    where layers differ). `dropped`: picks beyond the capacity; None without a capacity."""
+    `tokens_per_expert`: what each router wants to send [layers, E], dropped ones included, padding not (ragged where
+    layers differ). `dropped`: picks beyond the capacity; None without a capacity."""
 
     load: float
     z: float
-    rows: tuple[tuple[int, ...], ...]
+    tokens_per_expert: tuple[tuple[int, ...], ...]
     dropped: int | None = None
 
     def metrics(self) -> dict[str, Any]:
         """The metrics of a step: the busiest expert over the mean of its layer, the share of experts without a token,
         the tokens of every expert, and the picks that were dropped."""
-        means = [max(sum(each) / len(each), 1e-9) for each in self.rows]
-        idle = sum(count == 0 for each in self.rows for count in each) / sum(map(len, self.rows))
-        largest = max(max(each) / mean for each, mean in zip(self.rows, means, strict=True))
+        means = [max(sum(each) / len(each), 1e-9) for each in self.tokens_per_expert]
+        counts = [count for layer in self.tokens_per_expert for count in layer]
+        idle = counts.count(0) / len(counts)
+        largest = max(max(each) / mean for each, mean in zip(self.tokens_per_expert, means, strict=True))
         found = {"moe/aux_loss": self.load, "moe/z_loss": self.z, "moe/load_max": largest, "moe/idle_pct": 100 * idle}
         if self.dropped is not None:
-            picks = sum(map(sum, self.rows))
+            picks = sum(map(sum, self.tokens_per_expert))
             found |= {"moe/dropped": self.dropped, "moe/dropped_pct": 100 * self.dropped / max(picks, 1)}
-        return found | {"moe/load": [list(each) for each in self.rows]}
+        return found | {"moe/load": [list(each) for each in self.tokens_per_expert]}
 
 
 @dataclass
@@ -152,7 +153,7 @@ class Balance:
         if not self.options.bias_rate:
             return
         buffers = dict(model.named_buffers())
-        for each, counts in zip(self.modules, result.rows, strict=True):
+        for each, counts in zip(self.modules, result.tokens_per_expert, strict=True):
             bias = buffers.get(f"{each.router}.{BIAS}")
             if bias is None:  # on another pipeline rank
                 continue

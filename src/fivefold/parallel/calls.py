@@ -17,7 +17,7 @@ from fivefold.models.facts import Experts, FeatureGroups
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
 from fivefold.parallel.ranks import ring_gradients, ring_keys, row_blocks
-from fivefold.parallel.shard_rules import dealt
+from fivefold.parallel.shard_rules import feature_blocks
 
 if TYPE_CHECKING:
     from fivefold.parallel.plan import ParallelPlan
@@ -139,14 +139,14 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
     first, last = plan.has_ends
     if first:
         yield from _leave(step, anatomy.embedding, is_in_block=False)
-    for block in partition.regions:
+    for block in partition.tp_blocks:
         for entry in block.entries:
             yield from _enter(step, entry.modules[0])
         yield from _leave(step, block.row, is_last=block.is_last)
     if last:
         yield from _enter(step, anatomy.head, is_in_block=False)
-    for name, deal in partition.across.items():
-        yield from _across(step, name, deal)
+    for name, groups in partition.across.items():
+        yield from _across(step, name, groups)
     sums = {"tp": 0, "tp_kv": 0}
     for name, axis in plan.gradient_sums.items():
         sums[axis] += plan.held_bytes(name, shape.master_bytes)
@@ -174,14 +174,14 @@ def _leave(step: _Step, site: str, *, is_in_block: bool = True, is_last: bool = 
         yield step.call("tp", "all_gather", size, "backward", layer)
 
 
-def _across(step: _Step, module: str, deal: FeatureGroups) -> Iterator[Call]:
+def _across(step: _Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
     """A module that sees all features, such as a norm over all heads. Forward gathers them, padded to the widest rank;
     backward sums their gradients."""
     plan, shape = step.plan, step.shape
     feature = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of all tokens
-    shares = dealt(deal, plan.layout.tp)
+    shares = feature_blocks(groups, plan.layout.tp)
     widest = max(sum(stop - start for start, stop in blocks) for blocks in shares)
-    layer, features = step.layer_of(module), max(part.stop for part in deal)
+    layer, features = step.layer_of(module), max(part.stop for part in groups)
     yield from step.forwards("tp", "all_gather", plan.layout.tp * widest * feature, module)
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
 
@@ -261,7 +261,7 @@ def _of_experts(step: _Step) -> Iterator[Call]:
     for each in plan.experts:
         layer = step.layer_of(each.name)
         tokens = shape.rows * shape.tokens // (1 if layout.etp > 1 else layout.tp)
-        rows = tokens * each.picks * shape.hidden * shape.compute_bytes
+        rows = tokens * each.top_k * shape.hidden * shape.compute_bytes
         if layout.ep > 1:
             yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name)  # how many rows come
             for _ in ("there", "back"):
@@ -278,13 +278,13 @@ def _summed_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]
     the sum if nothing follows it in the layer."""
     shape, site = step.shape, experts.name
     tokens, hidden = shape.rows * shape.tokens, shape.hidden_bytes
-    weights = tokens * experts.picks * max(4, shape.compute_bytes)
+    weights = tokens * experts.top_k * max(4, shape.compute_bytes)
     if not step.plan.splits_sequence:
         yield from step.forwards("tp", "all_reduce", hidden, site, is_last=experts.is_last)
         yield step.call("tp", "all_reduce", hidden, "backward", layer)
         yield step.call("tp", "all_reduce", weights, "backward", layer)
         return
-    for size in (hidden, weights, tokens * experts.picks * 8):  # the last: which experts, int64
+    for size in (hidden, weights, tokens * experts.top_k * 8):  # the last: which experts, int64
         yield from step.forwards("tp", "all_gather", size, site)
     yield step.call("tp", "all_gather", hidden, "backward", layer)
     yield from step.forwards("tp", "reduce_scatter", hidden, site, is_last=experts.is_last)
@@ -300,7 +300,7 @@ def _shared_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]
     rows = longest * shape.hidden * shape.compute_bytes
     yield from step.forwards("tp", "all_gather", rows, experts.name, is_last=experts.is_last)
     yield step.call("tp", "all_gather", rows, "backward", layer)
-    yield step.call("tp", "all_gather", longest * experts.picks * max(4, shape.compute_bytes), "backward", layer)
+    yield step.call("tp", "all_gather", longest * experts.top_k * max(4, shape.compute_bytes), "backward", layer)
 
 
 def _of_routers(step: _Step) -> Iterator[Call]:

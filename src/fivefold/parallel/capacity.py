@@ -34,10 +34,10 @@ class Shares:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # exact fractions
-def capacity(factor: float, picks: int, experts: int, tokens_B: Tensor) -> Tensor:
+def capacity(factor: float, top_k: int, experts: int, tokens_B: Tensor) -> Tensor:
     """How many tokens an expert takes of rows with `tokens_B` real ones, int64 [B]: exact, of `factor` as written."""
     over, under = Fraction(str(factor)).limit_denominator(SHORTEST).as_integer_ratio()
-    return -((-over * picks * tokens_B) // (under * experts))
+    return -((-over * top_k * tokens_B) // (under * experts))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives, as in attention

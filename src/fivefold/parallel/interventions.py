@@ -72,7 +72,7 @@ def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
     yield Intervention(partition.to_logits, "pre-hook", "tp", "all tokens enter it")
     yield Intervention(anatomy.head, "hook", "tp", "logits of the whole vocabulary leave it")
     yield Intervention(anatomy.base, "pre-hook", "tp", "positions are those of the whole sequence")
-    for block in partition.regions:
+    for block in partition.tp_blocks:
         for entry in block.entries:
             for module in entry.modules:
                 yield Intervention(module, "pre-hook", "tp", "all tokens enter it")
@@ -93,7 +93,7 @@ def _of_context_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
 
 def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
     own = set(plan.own_stages)
-    for module, stages in plan.stages.places.items():
+    for module, stages in plan.stages.stages_of_module.items():
         if not own & set(stages):
             yield Intervention(module, "stub", "pp", f"it runs in stage {', '.join(map(str, stages))}")
 
@@ -101,7 +101,7 @@ def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
 def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
     """Linears inside layers, whose weight gradients a schedule that splits backward computes later."""
     routers = {each.router for each in plan.facts.experts}
-    rows = {block.row for block in plan.partition.regions} if plan.partition else set()
+    rows = {block.row for block in plan.partition.tp_blocks} if plan.partition else set()
     for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             module = f"{layer}.{matmul.name.removesuffix('.weight')}"

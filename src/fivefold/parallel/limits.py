@@ -47,7 +47,7 @@ def _stages_refusal(facts: ModelFacts) -> str | None:
 
 def _fused(partition: Partition) -> str | None:
     """A parameter that makes query heads and key/value heads at once."""
-    fused = (name for name, role in partition.roles.items() if {"query", "kv"} <= {p.owner for p in role.deal or ()})
+    fused = (name for name, role in partition.roles.items() if {"query", "kv"} <= {p.owner for p in role.groups or ()})
     return next(fused, None)
 
 

@@ -90,12 +90,12 @@ class GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTF: Tensor, group: dist.ProcessGroup, blocks: tuple[tuple[Block, ...], ...]) -> Tensor:
         mine = blocks[dist.get_rank(group)]
-        ctx.group, ctx.mine, ctx.copies = group, places(mine).to(x_BTF.device), blocks.count(mine)
+        ctx.group, ctx.mine, ctx.copies = group, feature_indices(mine).to(x_BTF.device), blocks.count(mine)
         longest = max(width(each) for each in blocks)
         parts = ops.gather(F.pad(x_BTF, (0, longest - x_BTF.shape[-1])).unsqueeze(1), group).unbind(1)
         out = x_BTF.new_empty(*x_BTF.shape[:-1], max(stop for each in blocks for _, stop in each))
         for part, each in zip(parts, blocks, strict=True):
-            out[..., places(each).to(x_BTF.device)] = part[..., : width(each)]
+            out[..., feature_indices(each).to(x_BTF.device)] = part[..., : width(each)]
         return out
 
     @staticmethod
@@ -103,7 +103,7 @@ class GatherFeatures(torch.autograd.Function):
         return ops.sum_all(grads[0], ctx.group)[..., ctx.mine] / ctx.copies, None, None
 
 
-def places(blocks: tuple[Block, ...]) -> Tensor:
+def feature_indices(blocks: tuple[Block, ...]) -> Tensor:
     """The features of these blocks, in order."""
     return torch.cat([torch.arange(start, stop) for start, stop in blocks])
 

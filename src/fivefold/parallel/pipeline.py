@@ -1,6 +1,6 @@
 """Pipeline parallelism: one optimizer step over the stages of this rank, in the order of a schedule.
 
-`run` executes this rank's actions of a `schedule.Plan`: slots (forward, backward) and the transfers between them.
+`run` executes this rank's actions of a `SchedulePlan`: slots (forward, backward) and the transfers between them.
 Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The orders
 equal those of `torch.distributed.pipelining` (a test compares them). They are executed here for two reasons: FSDP must
 be told, unit by unit, which backward is the last; and every transfer must be known, and declared, before the step.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.core.schedule import Plan, Slot, Timed, Timeline, Transfer
+from fivefold.core.schedule import SchedulePlan, Slot, Timed, Timeline, Transfer
 from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
@@ -71,7 +71,7 @@ def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
 class _Step:
     """One optimizer step on this rank: what has been received, and what backward still needs."""
 
-    def __init__(self, model: Any, pipeline: Pipeline, plan: Plan, inputs: Sequence[Any]) -> None:
+    def __init__(self, model: Any, pipeline: Pipeline, plan: SchedulePlan, inputs: Sequence[Any]) -> None:
         self.model, self.pipeline, self.plan, self.inputs = model, pipeline, plan, inputs
         self.staged = pipeline.staged
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].input_ids.device)
@@ -209,7 +209,7 @@ class _Flags:
     """Tells FSDP, unit by unit, what each backward reduces and keeps gathered. With deferred weight gradients (W
     slots), FSDP's own hooks come too early: the unit is then reduced after a W slot."""
 
-    def __init__(self, model: Any, pipeline: Pipeline, plan: Plan) -> None:
+    def __init__(self, model: Any, pipeline: Pipeline, plan: SchedulePlan) -> None:
         self._zero, self._splits = pipeline.plan.layout.zero, plan.record.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
             (model.get_submodule(unit.name), pipeline.plan.users(unit))

@@ -16,8 +16,7 @@ from fivefold.core import heads, legality
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import TYPICAL, Slot
-from fivefold.core.schedule import Plan as SchedulePlan
+from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.calls import calls
@@ -190,7 +189,7 @@ class ParallelPlan:
         if not self.holds(name, rank):
             return []
         index = self.shard_index(name, rank)
-        return local_regions(self.shards[name], index.part, index.row, index.rows)
+        return local_regions(self.shards[name], index.part, index.fsdp_rank, index.fsdp_size)
 
     def is_owner(self, name: str) -> bool:
         """True on one of the ranks that hold the same values of `name`: it alone counts them in the gradient norm and
@@ -213,7 +212,7 @@ class ParallelPlan:
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Shape of this rank's part of parameter `name` at rest."""
         shape, index = self.gathered_shape(name), self.shard_index(name)
-        first, last = fsdp_rows(shape[0], index.row, index.rows)
+        first, last = fsdp_rows(shape[0], index.fsdp_rank, index.fsdp_size)
         return (last - first, *shape[1:])
 
     def held_bytes(self, name: str, itemsize: int) -> int:
@@ -263,8 +262,12 @@ class ParallelPlan:
 
     def users(self, unit: Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
-        modules = [each for each in self.stages.places if any(is_within(name, [each]) for name in unit.parameters)]
-        return frozenset(stage for each in modules for stage in self.stages.places[each] if stage in self.own_stages)
+        modules = [
+            each for each in self.stages.stages_of_module if any(is_within(name, [each]) for name in unit.parameters)
+        ]
+        return frozenset(
+            stage for each in modules for stage in self.stages.stages_of_module[each] if stage in self.own_stages
+        )
 
     def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
         """How often FSDP gathers and reduces each unit of this rank in a step."""

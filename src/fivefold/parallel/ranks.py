@@ -37,11 +37,11 @@ class RankCoords:
 @dataclass(frozen=True)
 class ShardIndex:
     """The shard of a parameter that a rank has: part `part` of its `ShardSpec`, and of this part, along dimension 0,
-    FSDP shard `row` of `rows`."""
+    FSDP shard `fsdp_rank` of `fsdp_size`."""
 
     part: int
-    row: int
-    rows: int
+    fsdp_rank: int
+    fsdp_size: int
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,15 @@ class RankGrid:
         """Which part a rank has of a parameter whose blocks go to the ranks of `over`.
 
         The ranks of `ep` are consecutive in the order (dp_shard, cp, tp), and FSDP shards over the rest. With
-        `expert_tp`, tp is the innermost index. Under `shard4.tp2.ep4`, rank 5 has experts' part 1 (5 % 4), and row 1
-        of 2 of that.
+        `expert_tp`, tp is the innermost index. Under `shard4.tp2.ep4`, rank 5 has experts' part 1 (5 % 4), and FSDP
+        shard 1 of 2 of that.
         """
         layout = self.layout
         inner = rank % (self.fsdp_size * layout.tp)  # within one copy of one stage
         if over == "tp":
             return ShardIndex(inner % layout.tp, inner // layout.tp, self.fsdp_size)
-        row, part = divmod(inner, layout.ep * layout.etp)
-        return ShardIndex(part, row, layout.expert_shards)
+        fsdp_rank, part = divmod(inner, layout.ep * layout.etp)
+        return ShardIndex(part, fsdp_rank, layout.expert_shards)
 
     @property
     def fsdp_size(self) -> int:

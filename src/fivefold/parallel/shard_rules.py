@@ -34,34 +34,36 @@ def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> 
     role = partition.roles[name]
     if role.dim is None:
         return whole(name, shape, tp)
-    if role.deal is None:
+    if role.groups is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
-    return ShardSpec.along(name, shape, role.dim, dealt(role.deal, tp))
+    return ShardSpec.along(name, shape, role.dim, feature_blocks(role.groups, tp))
 
 
-def dealt(deal: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
+def feature_blocks(groups: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks of features of each tp rank, in global order, adjacent blocks joined.
 
     Every rank has the same number of whole query heads, and the key/value heads that these attend to. Example: q, k and
     v in one projection with 4 query and 2 key/value heads of 8 features, tp2. Rank 0 has (0, 16), (32, 40), (48, 56).
     """
-    return tuple(joined(_blocks(deal, rank, tp)) or ((0, 0),) for rank in range(tp))
+    return tuple(joined(_blocks(groups, rank, tp)) or ((0, 0),) for rank in range(tp))
 
 
-def _counted(deal: FeatureGroups) -> tuple[int, int]:
+def _counted(groups: FeatureGroups) -> tuple[int, int]:
     """The query and key/value heads whose features are dealt."""
-    query, kv = (max((part.index + 1 for part in deal if part.owner == owner), default=0) for owner in ("query", "kv"))
+    query, kv = (
+        max((part.index + 1 for part in groups if part.owner == owner), default=0) for owner in ("query", "kv")
+    )
     return query, kv
 
 
-def _blocks(deal: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
-    query, kv = _counted(deal)
+def _blocks(groups: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
+    query, kv = _counted(groups)
     copies = heads.kv_copies(kv, tp) if kv else 1
     mine = {
         "query": range(rank * query // tp, (rank + 1) * query // tp),
         "kv": range(rank // copies * kv * copies // tp, (rank // copies + 1) * kv * copies // tp),
     }
-    for part in deal:
+    for part in groups:
         if part.owner == "even":
             start, stop = split_even((part.stop - part.start) // part.unit, tp)[rank]
             yield part.start + start * part.unit, part.start + stop * part.unit

@@ -13,13 +13,13 @@ from fivefold.models.facts import ModelFacts
 class StagePlan:
     """Where every module with parameters of its own runs. Without a pipeline: all of them in the one stage of rank 0.
 
-    `splits`: layers of each stage, first and past the last. `places`: module -> the stages that it is part of.
+    `splits`: layers of each stage, first and past the last. `stages_of_module`: the stages that a module is part of.
     """
 
     layout: Layout
     layers: tuple[str, ...]
     splits: tuple[tuple[int, int], ...]
-    places: Mapping[str, tuple[int, ...]]
+    stages_of_module: Mapping[str, tuple[int, ...]]
 
     @property
     def count(self) -> int:
@@ -41,8 +41,8 @@ class StagePlan:
         """The pipeline ranks that hold a parameter; of a tied embedding there may be two."""
         if self.layout.pp == 1:
             return (0,)
-        owner = max((each for each in self.places if name.startswith(f"{each}.")), key=len)
-        return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.places[owner]))
+        owner = max((each for each in self.stages_of_module if name.startswith(f"{each}.")), key=len)
+        return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.stages_of_module[owner]))
 
 
 def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:
@@ -52,13 +52,13 @@ def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:
         return StagePlan(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
     count = layout.stages
     splits = tuple(pairwise(accumulate(_split(facts, layout, count), initial=0)))
-    places: dict[str, tuple[int, ...]] = {}
+    stages_of_module: dict[str, tuple[int, ...]] = {}
     for stage, (first, last) in enumerate(splits):
-        places |= dict.fromkeys(anatomy.layers[first:last], (stage,))
+        stages_of_module |= dict.fromkeys(anatomy.layers[first:last], (stage,))
     first_too = (count - 1,) if anatomy.tied else ()
-    places |= dict.fromkeys(facts.before, (0,)) | dict.fromkeys((*facts.after, anatomy.head), (count - 1,))
-    places[anatomy.embedding] = (0, *first_too)
-    return StagePlan(layout, anatomy.layers, splits, places)
+    stages_of_module |= dict.fromkeys(facts.before, (0,)) | dict.fromkeys((*facts.after, anatomy.head), (count - 1,))
+    stages_of_module[anatomy.embedding] = (0, *first_too)
+    return StagePlan(layout, anatomy.layers, splits, stages_of_module)
 
 
 def _split(facts: ModelFacts, layout: Layout, count: int) -> tuple[int, ...]:

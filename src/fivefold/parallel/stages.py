@@ -175,8 +175,8 @@ def install(
     """Put stand-ins into `model`, in place, where other ranks have the modules."""
     stages, anatomy, in_tuples = plan.stages, plan.anatomy, plan.facts.in_tuples
     staged = StageModules(stages, plan.coords.pp, model, dtype, own_tokens, tokens, plan.facts.hidden_size)
-    originals = {path: model.get_submodule(path) for path in stages.places}
-    shared = stages.places[anatomy.embedding] if anatomy.tied else ()
+    originals = {path: model.get_submodule(path) for path in stages.stages_of_module}
+    shared = stages.stages_of_module[anatomy.embedding] if anatomy.tied else ()
 
     def stand_in(path: str) -> nn.Module:
         original = originals[path]
@@ -195,7 +195,7 @@ def install(
             path: originals[path]
             if stage == (where[0] if path == anatomy.embedding else where[-1])
             else stand_ins[path]
-            for path, where in stages.places.items()
+            for path, where in stages.stages_of_module.items()
         }
         first, last = stages.splits[stage]
         taken = _slot(anatomy.layers[first - 1], originals, in_tuples, takes_in=True) if first else None
@@ -206,7 +206,7 @@ def install(
         staged.views[stage], staged.slots[stage] = view, (taken, given)
     at_rest = {
         path: originals[path] if set(where) & set(staged.own) else stand_ins[path]
-        for path, where in stages.places.items()
+        for path, where in stages.stages_of_module.items()
     }
     if shared and staged.own[0] != 0 and set(shared) & set(staged.own):
         # Only the head is here: the weight keeps the embedding's name in a module that does not look it up.

@@ -33,10 +33,10 @@ from fivefold.parallel.mappings import (
     GatherVocabulary,
     ReduceFromTensorParallel,
     ReduceScatterToSequence,
-    places,
+    feature_indices,
 )
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.shard_rules import dealt
+from fivefold.parallel.shard_rules import feature_blocks
 from fivefold.parallel.sharding import Block, ShardSpec
 from fivefold.parallel.temporarily import temporarily
 
@@ -105,16 +105,16 @@ def apply_tensor_parallel(
     first.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
     head.register_forward_hook(lambda _, args, logits: logits if fold.head_in_chunks else fold.whole_logits(logits))
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
-    for region in partition.regions:
+    for region in partition.tp_blocks:
         for entry in region.entries:
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
         place(row, "row", linears, reduce=fold.leave)
         if region.heads:
             _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
-    for name, deal in partition.across.items():
+    for name, groups in partition.across.items():
         module = model.get_submodule(name)
-        _replace_forward(module, _over_all_features(module.forward, dealt(deal, size), fold))
+        _replace_forward(module, _over_all_features(module.forward, feature_blocks(groups, size), fold))
     return fold
 
 
@@ -204,7 +204,7 @@ def _over_all_features(
 ) -> Callable[[Tensor], Tensor]:
     """The forward of a module that needs all features of a split projection (a norm over all heads). They are gathered,
     and this rank keeps its own of the result."""
-    mine = places(blocks[fold.rank])
+    mine = feature_indices(blocks[fold.rank])
 
     def forward(x_BTF: Tensor) -> Tensor:
         out = plain(GatherFeatures.apply(x_BTF, fold.group, blocks))  # type: ignore[no-untyped-call]

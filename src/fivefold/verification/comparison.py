@@ -15,11 +15,11 @@ from fivefold.verification.results import SMALL, LayoutResult, Row, Tolerances, 
 
 
 class Comparison:
-    """Adds to `found`, on every rank alike, what this layout computes against `evidence`."""
+    """Adds to `found`, on every rank alike, what this layout computes against `reference`."""
 
-    def __init__(self, found: LayoutResult, evidence: ReferenceTensors, state: ParallelState) -> None:
-        self.found, self._evidence, self._state = found, evidence, state
-        self._tolerances = Tolerances(state.plan.layout.precision, evidence.about["floors"])
+    def __init__(self, found: LayoutResult, reference: ReferenceTensors, state: ParallelState) -> None:
+        self.found, self._reference, self._state = found, reference, state
+        self._tolerances = Tolerances(state.plan.layout.precision, reference.about["floors"])
 
     def allowed(self, key: str) -> float:
         """The tolerance of a key."""
@@ -32,12 +32,12 @@ class Comparison:
         distances: Distances = {}
         for name, tensor in tensors.items():
             key = f"{kind}/{name}"
-            if tensor is None or key not in self._evidence:
+            if tensor is None or key not in self._reference:
                 continue
             distance = distances.setdefault(key, Distance())
             for region, place in self._state.plan.regions(name):
-                distance.add(local(tensor)[place], self._evidence.read(key, region))
-        held = [name for name in self._evidence.names(kind) if must and self._state.plan.holds(name)]
+                distance.add(local(tensor)[place], self._reference.read(key, region))
+        held = [name for name in self._reference.names(kind) if must and self._state.plan.holds(name)]
         lacking = {name: name for name in held if f"{kind}/{name}" not in distances}
         self.count(f"{kind} without values", lacking, say=False)
         self.in_order(kind, distances, names)
@@ -54,7 +54,7 @@ class Comparison:
             for told in everywhere({key: asdict(each) for key, each in distances.items() if kind_of(key) == kind})
         ]
         source = "gradient" if kind == "raw" else kind
-        norms = {name: self._evidence.norm(f"{source}/{name}") for name in self._evidence.names(source)}
+        norms = {name: self._reference.norm(f"{source}/{name}") for name in self._reference.names(source)}
         floor = SMALL * math.hypot(*norms.values())
         rows = []
         for name in names or norms:

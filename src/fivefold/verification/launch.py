@@ -16,7 +16,7 @@ from fivefold.launch.restart import WorkerDied
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.verification.proof_case import ProofCase
-from fivefold.verification.ranks import SUBJECT, evidence_file, in_world, read_found
+from fivefold.verification.ranks import SUBJECT, in_world, read_found, reference_file
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.request import MORE, Options, VerifyRequest
@@ -65,7 +65,7 @@ def _over_workers(request: VerifyRequest, layouts: Mapping[str, Layout], kind: s
 
 
 def _remove_all_but(kept: Path) -> None:
-    """What else lies beside `kept`: models and evidence are large."""
+    """What else lies beside `kept`: models and references are large."""
     for path in kept.parent.iterdir():
         if path.is_dir() and path != kept:
             shutil.rmtree(path)
@@ -116,7 +116,7 @@ def _report(request: VerifyRequest, not_run: Sequence[LayoutResult] = (), order:
     found.sort(key=lambda each: (order or request.names).index(each.layout))
     file = request.folder / SUBJECT
     losses = {
-        precision: ReferenceTensors(evidence_file(request, precision)).whole("losses").tolist()
+        precision: ReferenceTensors(reference_file(request, precision)).whole("losses").tolist()
         for precision in dict.fromkeys(Layout.parse(text).precision for text in request.layouts)
         if file.exists()
     }

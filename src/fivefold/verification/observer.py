@@ -39,17 +39,17 @@ def _accumulation(parameter: Tensor) -> Any:
 
 
 class Observer:
-    """Inside (`with`), every forward and backward pass of `model` is compared with `evidence`, micro batch by micro
+    """Inside (`with`), every forward and backward pass of `model` is compared with `reference`, micro batch by micro
     batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type, and
     `unseen` those whose output could not be placed."""
 
-    def __init__(self, model: Any, evidence: ReferenceTensors, documents: Documents) -> None:
-        self._model, self._evidence, self._documents = model, evidence, documents
+    def __init__(self, model: Any, reference: ReferenceTensors, documents: Documents) -> None:
+        self._model, self._reference, self._documents = model, reference, documents
         self._state = state_of(model)
         layout = self._state.plan.layout
         self._rows = row_numbers(layout, len(documents), self._state.plan.data_rank)
         self._tp_rank = self._state.plan.coords.tp
-        self._token_dims: Mapping[str, int] = evidence.about["token_dims"]
+        self._token_dims: Mapping[str, int] = reference.about["token_dims"]
         self._handles: list[Any] = []
         self._micro_batch, self._passes, self._inside = -1, 0, False
         self._seen: set[str] = set()
@@ -96,8 +96,8 @@ class Observer:
             if spec.replicas > 1:
                 sums.append(self._summed(name, spec, copies=True))
             key = f"gradient/{name}"
-            if dist.get_rank() == 0 and key in self._evidence:
-                expected = self._evidence.whole(key)
+            if dist.get_rank() == 0 and key in self._reference:
+                expected = self._reference.whole(key)
                 distances = [Distance().add(found, expected) for found in sums]
                 self.distances[f"raw/{name}"] = min(distances, key=lambda each: each.squares)
 
@@ -165,12 +165,12 @@ class Observer:
         if name in self._early and self._is_later_stage and values.shape[-1] == self._hidden_size:
             return  # what hands on the embedding's output: of a stand-in there
         micro_batch = self._micro_batch
-        expected_type = self._evidence.about["dtypes"].get(name)
+        expected_type = self._reference.about["dtypes"].get(name)
         if expected_type and str(values.dtype) != expected_type:
             self.types[name] = f"{values.dtype} instead of {expected_type}"
         if not self._compare(f"output/{name}", values, micro_batch):
             self.unseen.add(name)
-        elif values.requires_grad and f"backward/{name}" in self._evidence and not self._is_shared(name):
+        elif values.requires_grad and f"backward/{name}" in self._reference and not self._is_shared(name):
             values.register_hook(self._on_gradient(f"backward/{name}", micro_batch))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, key: str, micro_batch: int) -> Callable[[Tensor], None]:
@@ -186,7 +186,7 @@ class Observer:
         name = key.partition("/")[2]
         rows = self._rows[micro_batch]
         values_BTF = self._by_row(values.detach(), self._token_dims[name], len(rows))
-        features = self._evidence.about["features"][key]
+        features = self._reference.about["features"][key]
         blocks = self._blocks(name, features, values_BTF.shape[-1])
         if blocks is None or values_BTF.shape[0] not in (1, len(rows)):
             return False
@@ -200,7 +200,7 @@ class Observer:
                 stop = min(end, tokens_of(self._documents[row]))
                 if start < stop:
                     found = values_BTF[b if values_BTF.shape[0] > 1 else 0, at : at + stop - start]
-                    expected = self._evidence.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]
+                    expected = self._reference.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]
                     distance.add(found, torch.cat([expected[:, slice(*block)] for block in blocks], dim=-1))
                 at += end - start
         return True
@@ -215,7 +215,7 @@ class Observer:
         parallelism."""
         layout = self._state.plan.layout
         multiple = layout.row_multiple
-        whole = -(-self._evidence.about["row_length"] // multiple) * multiple
+        whole = -(-self._reference.about["row_length"] // multiple) * multiple
         plan = self._state.plan
         for splits in (False, True):
             tokens = plan.grid.tokens(plan.rank, whole, sequence_parallel=splits)
@@ -236,7 +236,7 @@ class Observer:
         roles = [partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")] if partition else []
         if any(role and role.kind == "latent" for role in roles):
             return True
-        features = self._evidence.about["features"][f"output/{name}"]
+        features = self._reference.about["features"][f"output/{name}"]
         spec = self._split_of(name, features)
         return spec is not None and spec.replicas > 1
 

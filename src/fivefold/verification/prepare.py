@@ -1,4 +1,4 @@
-"""The evidence of a subject: the reference, and how far it is from itself."""
+"""The evidence of a case: the reference, and how far it is from itself."""
 
 import math
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from fivefold.verification.reference_tensors import Distance, logit_distances, s
 from fivefold.verification.results import FACTOR, SMALL, kind_of, relative
 
 
-def prepare(subject: ProofCase, precision: str, path: Path, device: str) -> None:
-    """Write the evidence of `subject` in `precision` to `path`: the reference, and the floors of its tolerances."""
-    inputs = row_linears(subject)
-    reference = _run(subject, precision, device, inputs)
+def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
+    """Write the evidence of `case` in `precision` to `path`: the reference, and the floors of its tolerances."""
+    inputs = row_linears(case)
+    reference = _run(case, precision, device, inputs)
     with reassociated():
-        other = _run(subject, precision, device, inputs)
-    noisy = _run(subject, precision, device, inputs, noise=True)
+        other = _run(case, precision, device, inputs)
+    noisy = _run(case, precision, device, inputs, noise=True)
     floors: dict[str, float] = {}
     for each in (other, noisy):
-        for key, floor in distances(each.tensors, reference.tensors, subject).items():
+        for key, floor in distances(each.tensors, reference.tensors, case).items():
             floors[key] = max(floors.get(key, 0.0), floor)
-    signs = flips(reference.tensors, floors, subject.steps) if precision != "fp64" else {}
+    signs = flips(reference.tensors, floors, case.steps) if precision != "fp64" else {}
     chance = left_to_chance(reference.tensors["margins"], floors["logits, mean error of top 5"])
     for key, floor in (*rounding(reference.tensors).items(), *signs.items(), ("tokens, continuations", chance)):
         floors[key] = max(floors[key], floor)
@@ -36,12 +36,12 @@ def prepare(subject: ProofCase, precision: str, path: Path, device: str) -> None
     }
     save_reference_tensors(
         reference.tensors, path, floors=floors, clip=reference.clip, token_dims=reference.token_dims,
-        dtypes=reference.dtypes, features=features, row_length=subject.row_length,
+        dtypes=reference.dtypes, features=features, row_length=case.row_length,
     )  # fmt: skip
 
 
-def _run(subject: ProofCase, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
-    return Reference(subject, precision, device, noise=noise).before().run(inputs)
+def _run(case: ProofCase, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
+    return Reference(case, precision, device, noise=noise).before().run(inputs)
 
 
 def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -78,16 +78,16 @@ def left_to_chance(margins: Tensor, error: float) -> float:
     return float(uncertain.double().mean()) / FACTOR
 
 
-def row_linears(subject: ProofCase) -> list[str]:
+def row_linears(case: ProofCase) -> list[str]:
     """The linears that give back to the residual stream: what they are given is what attention and the MLP made."""
-    model = build_meta(load_model_config(subject.folder))
+    model = build_meta(load_model_config(case.folder))
     try:
-        return [region.row for region in facts_of(model).partition.regions]
+        return [region.row for region in facts_of(model).partition.tp_blocks]
     except UserError:
         return []
 
 
-def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: ProofCase) -> dict[str, float]:
+def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: ProofCase) -> dict[str, float]:
     """How far one run of the reference is from another, by key, as the rows of a proof measure it."""
     totals: dict[str, float] = {}
     for key, tensor in expected.items():
@@ -102,7 +102,7 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], subje
         largest = torch.cummax(steps, 0).values  # an error that has been made stays possible
         errors |= {f"{what}/{step}": float(error) for step, error in enumerate(largest)}
     errors["loss"], errors["gradient norm"] = errors["losses/0"], errors["norms/0"]
-    real = torch.tensor([[t < tokens_of(row) for t in range(subject.row_length)] for row in subject.documents(0)])
+    real = torch.tensor([[t < tokens_of(row) for t in range(case.row_length)] for row in case.documents(0)])
     errors |= logit_distances(found["logits"][real], expected["logits"][real])
     different = (found["greedy"] != expected["greedy"]).double().mean()
     return errors | {"tokens, continuations": float(different)}

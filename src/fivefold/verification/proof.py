@@ -44,21 +44,21 @@ PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the
 class Proof:
     """A layout under proof on this rank. Every rank makes one and calls the same methods; rank 0 has the rows."""
 
-    def __init__(self, subject: ProofCase, layout: Layout, evidence: ReferenceTensors, device: str) -> None:
-        """Parallelize the model of `subject` by `layout`. Raises `UserError` where the layout does not fit it."""
-        self.subject, self.evidence = subject, evidence
+    def __init__(self, case: ProofCase, layout: Layout, reference: ReferenceTensors, device: str) -> None:
+        """Parallelize the model of `case` by `layout`. Raises `UserError` where the layout does not fit it."""
+        self.case, self.reference = case, reference
         self.layout = layout.resolve(dist.get_world_size())
-        model = build_meta(load_model_config(subject.folder))
-        source = SafetensorsFolder(subject.folder, model)
+        model = build_meta(load_model_config(case.folder))
+        source = SafetensorsFolder(case.folder, model)
         self.model = parallelize(
-            model, self.layout, device=device, source=source, reduce=subject.reduce, loss_chunks=subject.loss_chunks
+            model, self.layout, device=device, source=source, reduce=case.reduce, loss_chunks=case.loss_chunks
         )
         self.state = state_of(self.model)
-        options = BalanceOptions(capacity_factor=subject.capacity_factor)
+        options = BalanceOptions(capacity_factor=case.capacity_factor)
         configure(self.model, self.state.balance, options, self.state.plan.buffers)
-        self.optimizer = build_optimizer(self.model, subject.optimizer)
+        self.optimizer = build_optimizer(self.model, case.optimizer)
         self.found = LayoutResult(str(layout), precision=layout.precision)
-        self.compare = Comparison(self.found, evidence, self.state)
+        self.compare = Comparison(self.found, reference, self.state)
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]:
@@ -98,7 +98,7 @@ class Proof:
 
     def first_pass(self) -> None:
         """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
-        with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
+        with Observer(self.model, self.reference, self.case.documents(0)) as observer:
             loss = self._gradients()
         self._passes(*observer.micro_batches)
         self.compare.in_order("output", observer.distances)
@@ -121,9 +121,9 @@ class Proof:
     def logits(self) -> None:
         """Logits of every real token."""
         found, expected = [], []
-        layout, documents = self.layout, self.subject.documents(0)
+        layout, documents = self.layout, self.case.documents(0)
         batches = self._batch(0)
-        rows = row_numbers(layout, self.subject.rows, self.state.plan.data_rank)
+        rows = row_numbers(layout, self.case.rows, self.state.plan.data_rank)
         for batch, numbers in zip(batches, rows, strict=True):
             inputs = training.to_device(batch, self._device)
             with exactly(layout.precision), torch.no_grad():
@@ -133,14 +133,14 @@ class Proof:
             for b, row in enumerate(numbers):
                 stop = tokens_of(documents[row])
                 found.append(logits[b, :stop].cpu())
-                expected.append(self.evidence.read("logits", (slice(row, row + 1), slice(0, stop)))[0])
+                expected.append(self.reference.read("logits", (slice(row, row + 1), slice(0, stop)))[0])
         self.compare.numbers(logit_distances(torch.cat(found), torch.cat(expected)))
 
     def continuations(self) -> None:
         """The likeliest continuation of every prompt, token by token through the cache."""
-        expected, different = self.evidence.whole("greedy"), 0.0
+        expected, different = self.reference.whole("greedy"), 0.0
         with ready(self.model), exactly(self.layout.precision):
-            for prompt, tokens in zip(self.subject.prompt_tokens(), expected, strict=True):
+            for prompt, tokens in zip(self.case.prompt_tokens(), expected, strict=True):
                 ids = torch.from_numpy(prompt)[None]
                 found = list(decode(self.model, ids, max_new_tokens=len(tokens)))
                 different += sum(a != b for a, b in zip(found, tokens.tolist(), strict=True))
@@ -160,13 +160,13 @@ class Proof:
         handle.remove()
         self._counts(result)
         self.compare.number(
-            "gradient norm", relative_number(result.grad_norm, float(self.evidence.whole("norms")[0])), None
+            "gradient norm", relative_number(result.grad_norm, float(self.reference.whole("norms")[0])), None
         )
         self.compare.pieces("clipped", clipped, self._backwards())
         updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
         self.compare.pieces("update", updates)
         states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
-        for kind in OPTIMIZERS[self.subject.optimizer.name].state:
+        for kind in OPTIMIZERS[self.case.optimizer.name].state:
             self.compare.pieces(
                 kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False
             )
@@ -177,13 +177,13 @@ class Proof:
 
     def trajectory(self) -> None:
         """The losses and norms of the other steps, and the weights after the last."""
-        norms = [float(self.evidence.whole("norms")[0])]
-        for step in range(1, self.subject.steps):
+        norms = [float(self.reference.whole("norms")[0])]
+        for step in range(1, self.case.steps):
             result = self._step(step)
             self.found.losses.append(result.loss)
             norms.append(result.grad_norm)
         for what, found in (("losses", self.found.losses), ("norms", norms)):
-            expected = self.evidence.whole(what).tolist()
+            expected = self.reference.whole(what).tolist()
             rows = [
                 Row(f"{what} of {len(found)} steps", error, tolerance, error <= tolerance, f"step {step + 1}")
                 for step, (error, tolerance) in enumerate(
@@ -205,7 +205,7 @@ class Proof:
         module = name.rpartition(".")[0]
         added = 0.25 + PLANTED * self.compare.allowed(f"output/{module}")
         first_holder = next(rank for rank in range(self.layout.world) if self.state.plan.regions(name, rank))
-        with Observer(self.model, self.evidence, self.subject.documents(0)) as observer:
+        with Observer(self.model, self.reference, self.case.documents(0)) as observer:
             if dist.get_rank() == first_holder:
                 part = local(dict(self.model.named_parameters())[name]).detach()
                 before = part.clone()
@@ -269,13 +269,13 @@ class Proof:
 
     def _batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step."""
-        documents, rank = self.subject.documents(step), self.state.plan.data_rank
-        return micro_batches(documents, self.layout, rank, self.subject.row_length)
+        documents, rank = self.case.documents(step), self.state.plan.data_rank
+        return micro_batches(documents, self.layout, rank, self.case.row_length)
 
     def _gradients(self) -> Tensor:
         """One pass over the first batch, with gradients reduced; the summed loss of all ranks."""
         batch = self._batch(0)
-        scale = torch.tensor(1.0 / self.subject.targets(0), dtype=torch.float64, device=self._device)
+        scale = torch.tensor(1.0 / self.case.targets(0), dtype=torch.float64, device=self._device)
         with exactly(self.layout.precision):
             loss = training.gradients(self.model, batch, scale)
         if not self.state.plan.owns_loss:
@@ -287,8 +287,8 @@ class Proof:
         batch = self._batch(step)
         with exactly(self.layout.precision):
             return training.train_step(
-                self.model, self.optimizer, batch, learning_rate=self.subject.learning_rate,
-                max_grad_norm=self.evidence.about["clip"],
+                self.model, self.optimizer, batch, learning_rate=self.case.learning_rate,
+                max_grad_norm=self.reference.about["clip"],
             )  # fmt: skip
 
     def _drop_gradients(self) -> None:
@@ -303,22 +303,22 @@ class Proof:
 
     def _counts(self, result: training.StepResult) -> None:
         """What a step divides its loss by is what its documents have."""
-        tokens = sum(map(tokens_of, self.subject.documents(0)))
-        counts = {"targets": (result.targets, self.subject.targets(0)), "tokens": (result.tokens, tokens)}
+        tokens = sum(map(tokens_of, self.case.documents(0)))
+        counts = {"targets": (result.targets, self.case.targets(0)), "tokens": (result.tokens, tokens)}
         wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
         self.compare.count("counts of a step", wrong)
 
     def _losses(self, loss: Tensor) -> None:
-        expected = float(self.evidence.whole("losses")[0])
+        expected = float(self.reference.whole("losses")[0])
         self.compare.number("loss", relative_number(float(loss), expected), None)
 
     def _collectives(self, ran: Any) -> None:
         """The collectives of a step are those that the layout declares."""
         batch = self._batch(0)
         rows, tokens = batch[0].input_ids.shape
-        shape = training.step_shape(self.model, rows, tokens, len(batch), self.subject.loss_chunks)
+        shape = training.step_shape(self.model, rows, tokens, len(batch), self.case.loss_chunks)
         declared = by_group(
-            training.declare(self.model, shape, optimizer=self.subject.optimizer.name), self.state.plan.grid
+            training.declare(self.model, shape, optimizer=self.case.optimizer.name), self.state.plan.grid
         )
         both = everywhere([[asdict(each) for each in some] for some in (total(ran), declared)])
         issued, said = ([[Collective(**each) for each in rank[at]] for rank in both] for at in (0, 1))
@@ -330,7 +330,7 @@ class Proof:
         found = {}
         for name, parameter in self.model.named_parameters():
             found[f"weight/{name}"] = parameter.detach()
-            for kind in OPTIMIZERS[self.subject.optimizer.name].state:
+            for kind in OPTIMIZERS[self.case.optimizer.name].state:
                 if kind in self.optimizer.state.get(parameter, {}):
                     found[f"{kind}/{name}"] = self.optimizer.state[parameter][kind]
         return found
@@ -357,7 +357,7 @@ class Proof:
     def _norm(self) -> str:
         """The last parameter that is a norm's whose output is compared: where a fault is planted. (The head computes in
         chunks, and a tower that no token reaches does not compute at all.)"""
-        seen, base = set(self.evidence.names("output")), f"{self.state.plan.anatomy.base}."
+        seen, base = set(self.reference.names("output")), f"{self.state.plan.anatomy.base}."
         vectors = [
             name for name, spec in self.state.plan.shards.items()
             if len(spec.shape) == 1 and not spec.splits and name.startswith(base) and name.rpartition(".")[0] in seen

@@ -1,4 +1,4 @@
-"""A proof on the ranks: rank 0 makes the evidence, then each layout runs on as many ranks as it has.
+"""A proof on the ranks: rank 0 computes the reference, then each layout runs on as many ranks as it has.
 
 Where fivefold started the workers itself, smaller layouts run on the first of them, each in a process group of its own.
 In a world that was there before (torchrun), the layouts of its size run in that world.
@@ -129,7 +129,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     )  # fmt: skip
 
 
-def evidence_file(asked: VerifyRequest, precision: str) -> Path:
+def reference_file(asked: VerifyRequest, precision: str) -> Path:
     """Where the reference in `precision` lies."""
     return asked.folder / f"reference-{precision}.safetensors"
 
@@ -145,15 +145,15 @@ def free_memory() -> int:
 
 def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World, say: Callable[[str], None]) -> None:
     """On rank 0, while the others wait: the model, the documents and what one process computes."""
-    subject = make_subject(asked, layouts)
-    torch.set_num_threads(1 if subject.thin else cores())  # threads that wait for each other cost more than they save
-    say(f"  model        {subject.describe()}")
+    case = make_subject(asked, layouts)
+    torch.set_num_threads(1 if case.thin else cores())  # threads that wait for each other cost more than they save
+    say(f"  model        {case.describe()}")
     for precision in dict.fromkeys(layout.precision for layout in layouts):
         started = time.perf_counter()
-        prepare(subject, precision, evidence_file(asked, precision), world.device)
+        prepare(case, precision, reference_file(asked, precision), world.device)
         seconds = time.perf_counter() - started
-        say(f"  reference    one process, plain transformers, {precision}, {subject.steps} steps   {seconds:.1f} s")
-    subject.save(asked.folder / ".subject")
+        say(f"  reference    one process, plain transformers, {precision}, {case.steps} steps   {seconds:.1f} s")
+    case.save(asked.folder / ".subject")
     (asked.folder / ".subject").replace(asked.folder / SUBJECT)
 
 
@@ -189,8 +189,8 @@ def _load_all(asked: VerifyRequest, layout: Layout, number: int, saved: Mapping[
 
 
 def _open(asked: VerifyRequest, layout: Layout, world: World) -> Proof:
-    subject = ProofCase.load(asked.folder / SUBJECT)
-    return Proof(subject, layout, ReferenceTensors(evidence_file(asked, layout.precision)), world.device)
+    case = ProofCase.load(asked.folder / SUBJECT)
+    return Proof(case, layout, ReferenceTensors(reference_file(asked, layout.precision)), world.device)
 
 
 def _write(asked: VerifyRequest, number: int, found: LayoutResult, world: World) -> None:

@@ -32,15 +32,15 @@ CLIP = 0.5  # of the first step's gradient norm: clipping bites
 
 
 class Reference:
-    """The model of a subject in one process, and everything that it computes."""
+    """The model of a proof case in one process, and everything that it computes."""
 
     def __init__(
-        self, subject: ProofCase, precision: str, device: str, *, noise: bool = False,
+        self, case: ProofCase, precision: str, device: str, *, noise: bool = False,
         model: torch.nn.Module | None = None,
     ) -> None:  # fmt: skip
         """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
-        which a copy is trained; None: that of the subject's folder."""
-        self.subject, self.precision, self.device = subject, precision, device
+        which a copy is trained; None: that of the folder of the case."""
+        self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
         self.master = self._load(model, torch.float32).to(device, master_dtype(precision))
         self.master.config.use_cache = False
@@ -48,7 +48,7 @@ class Reference:
         if precision == "bf16":
             self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
-        factor = subject.capacity_factor
+        factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
         if noise:
             embedding = self.model.get_input_embeddings()
@@ -62,19 +62,19 @@ class Reference:
 
     def _load(self, model: torch.nn.Module | None, dtype: torch.dtype) -> Any:
         if model is None:
-            return hf_internals.load_unmodified(self.subject.folder, dtype)
+            return hf_internals.load_unmodified(self.case.folder, dtype)
         return copy.deepcopy(model).to(dtype)
 
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", dict(self.master.named_parameters()))
-        optimizers = torch_optimizers(self.master, self.subject.optimizer, self.subject.learning_rate)
-        for step in range(self.subject.steps):
+        optimizers = torch_optimizers(self.master, self.case.optimizer, self.case.learning_rate)
+        for step in range(self.case.steps):
             with exactly(self.precision):
                 loss = self._gradients(step, inputs if step == 0 else None)
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.master.parameters() if p.grad is not None])
             if step == 0:
-                most = self.subject.max_grad_norm
+                most = self.case.max_grad_norm
                 self.clip = CLIP * float(norm) if most is None else most or math.inf
             self._update(optimizers, norm, is_first=step == 0)
             self.losses.append(loss)
@@ -94,12 +94,12 @@ class Reference:
         return self
 
     def _prompts(self) -> list[Tensor]:
-        return [torch.from_numpy(tokens).to(self.device) for tokens in self.subject.prompt_tokens()]
+        return [torch.from_numpy(tokens).to(self.device) for tokens in self.case.prompt_tokens()]
 
     def _continue(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens, and by how much each was likelier than the next best (its logit)."""
         prompt, margins = len(ids), []
-        for _ in range(self.subject.new_tokens):
+        for _ in range(self.case.new_tokens):
             logits = self.model(input_ids=ids[None]).logits[0, -1]
             best = logits.double().topk(2).values
             margins.append(best[0] - best[1])
@@ -121,9 +121,9 @@ class Reference:
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
         """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
         self._sync()
-        count, summed = self.subject.targets(step), 0.0
+        count, summed = self.case.targets(step), 0.0
         watch = None if inputs is None else Watch(self, inputs)
-        batch = self.subject.documents(step)
+        batch = self.case.documents(step)
         for row, documents in enumerate(batch):
             start = 0
             if self.drops:
@@ -231,7 +231,7 @@ class Watch:
         yield
 
     def finish(self) -> None:
-        """Leave the model as it was, and the evidence with the reference: of modules that run once, on tokens."""
+        """Leave the model as it was, and what was seen with the reference: of modules that run once, on tokens."""
         for handle in self._handles:
             handle.remove()
         found = self._reference.tensors
@@ -241,9 +241,9 @@ class Watch:
 
     def put(self, key: str, row: int, start: int, values: Tensor) -> None:
         """`values` [n, ...] of a document."""
-        subject = self._reference.subject
+        case = self._reference.case
         if key not in self._grids:
-            shape = (subject.rows, subject.row_length, *values.shape[1:])
+            shape = (case.rows, case.row_length, *values.shape[1:])
             self._grids[key] = torch.zeros(shape, dtype=values.dtype)
         grid = self._grids[key]
         if grid.shape[2:] == values.shape[1:]:

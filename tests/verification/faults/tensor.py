@@ -265,23 +265,23 @@ def positions_restart_per_sequence_shard() -> Any:
 def wrong_key_value_heads() -> Any:
     plain = shard_rules._blocks
 
-    def blocks(deal: Any, rank: int, tp: int) -> Iterator[Any]:
-        only_kv = {part.owner for part in deal} == {"kv"}
-        return plain(deal, (rank + 1) % tp if only_kv else rank, tp)
+    def blocks(groups: Any, rank: int, tp: int) -> Iterator[Any]:
+        only_kv = {part.owner for part in groups} == {"kv"}
+        return plain(groups, (rank + 1) % tp if only_kv else rank, tp)
 
     return patch.object(shard_rules, "_blocks", blocks)
 
 
 def _in_halves(owners: set[str]) -> Any:
     """Projections of several parts, of these owners, are cut once in the middle."""
-    plain = shard_rules.dealt
+    plain = shard_rules.feature_blocks
 
-    def dealt(deal: Any, tp: int) -> Any:
-        if {part.owner for part in deal} == owners and len(deal) > 1:
-            return tuple((block,) for block in split_even(max(part.stop for part in deal), tp))
-        return plain(deal, tp)
+    def feature_blocks(groups: Any, tp: int) -> Any:
+        if {part.owner for part in groups} == owners and len(groups) > 1:
+            return tuple((block,) for block in split_even(max(part.stop for part in groups), tp))
+        return plain(groups, tp)
 
-    return patch.object(shard_rules, "dealt", dealt)
+    return patch.object(shard_rules, "feature_blocks", feature_blocks)
 
 
 @fault(
@@ -315,7 +315,7 @@ def query_key_value_cut_in_the_middle() -> Any:
 )
 def norm_over_own_features() -> Any:
     def over_own(plain: Any, blocks: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        norm, mine = plain.__self__, tensor.places(blocks[fold.rank])
+        norm, mine = plain.__self__, tensor.feature_indices(blocks[fold.rank])
 
         def forward(x_BTF: Tensor) -> Tensor:
             scale = torch.rsqrt(x_BTF.square().mean(-1, keepdim=True) + norm.variance_epsilon)
