@@ -6,7 +6,8 @@ An interpreter imports torch and `transformers` for four seconds, and so does ev
 import io
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, chdir, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, chdir, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,7 @@ def fivefold(arguments: Sequence[str], folder: Path) -> str:
     screen = io.StringIO()
     with ExitStack() as stack:
         for module in STARTERS:
+            stack.enter_context(patch(f"{module}.Workers", Crew))
             stack.enter_context(patch(f"{module}.start_workers", _on_the_pool))
         stack.enter_context(chdir(folder))
         stack.enter_context(redirect_stdout(screen))
@@ -36,9 +38,20 @@ def fivefold(arguments: Sequence[str], folder: Path) -> str:
     return screen.getvalue()
 
 
-def _on_the_pool(verb: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0) -> None:
+@dataclass
+class Crew(AbstractContextManager[Any]):
+    """In the place of `Workers`: starts no process."""
+
+    body: str
+    count: int
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _on_the_pool(crew: Crew, request: Mapping[str, Any], *, logs: Path, patience: float = 0) -> None:
     logs.mkdir(parents=True, exist_ok=True)
-    print(*run_ranks(workers, _on_rank, verb, request, Path.cwd(), dict(os.environ)))
+    print(*run_ranks(crew.count, _on_rank, crew.body, request, Path.cwd(), dict(os.environ)))
 
 
 def _on_rank(verb: str, request: Mapping[str, Any], folder: Path, environment: dict[str, str]) -> str:

@@ -116,7 +116,11 @@ def test_an_override_is_taken_or_refused_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = [key.name.replace("[]", ".0") for key in keys()]
-    with patch.object(launch, "_prepare"), patch.object(launch, "start_workers", start):
+    with (
+        patch.object(launch, "_prepare"),
+        patch.object(launch, "Workers"),
+        patch.object(launch, "start_workers", start),
+    ):
         for number, name in enumerate((*names, *EXTRA)):
             with pytest.raises((UserError, Started)):
                 launch.run(None, [f"run.name=r{number}", f"{name}={value}"])

@@ -3,24 +3,31 @@
 The data is prepared here, before any process group exists, so that nobody waits in a collective for a tokenizer.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.terminal import say
+from fivefold.core.terminal import say, shown
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import put_aside
+from fivefold.launch.failure import one_voice, put_aside, said_once
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.model import check_model
-from fivefold.launch.report_once import one_voice, said_once
-from fivefold.launch.restart import with_restarts
+from fivefold.launch.processes import Workers
 from fivefold.launch.worker import execute
-from fivefold.launch.workers import gpus, start_workers, worker_count
+from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count
 from fivefold.launch.world import World, device_kind, find_world, join
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fivefold.data import Progress
 
 BODY = "fivefold.training.run:on_worker"
 Prove = Callable[[RunConfig, Layout], object]  # raises where a layout is not proved
@@ -54,18 +61,19 @@ def _run_here(
     check_model(config, layout=layout)
     if prove:
         prove(config, layout)
-    _prepare(config, show=True)
-    config = claim_fresh(config) if is_fresh else config
-    print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
-    logs, patience = open_folder(config), config.train.collective_timeout
-    with following(listener, logs) as told:
-        request = {"config": config.to_yaml(), "device": kind, "may_be_unseen": True, **told}
-        with_restarts(
-            lambda: start_workers(BODY, request, workers=workers, logs=logs, patience=patience),
-            most=config.train.max_restarts,
-            steps=lambda: (last_logged_step(config), last_saved_step(config)),
-            say=partial(_tell_restart, config),
-        )
+    with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
+        _prepare(config, show=True)
+        config = claim_fresh(config) if is_fresh else config
+        print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
+        logs, patience = open_folder(config), config.train.collective_timeout
+        with following(listener, logs) as told:
+            request = {"config": config.to_yaml(), "device": kind, "may_be_unseen": True, **told}
+            with_restarts(
+                lambda: start_workers(crew, request, logs=logs, patience=patience),
+                most=config.train.max_restarts,
+                steps=lambda: (last_logged_step(config), last_saved_step(config)),
+                say=partial(_tell_restart, config),
+            )
     return config.run_dir
 
 
@@ -114,10 +122,41 @@ def _agreed_name(config: RunConfig, world: World) -> RunConfig:
 
 def _prepare(config: RunConfig, *, show: bool) -> None:
     from fivefold.data import prepare
-    from fivefold.launch.preparing import Preparing
 
     if not show:
         prepare(config)
         return
-    with Preparing() as progress:
+    with preparing() as progress:
         prepare(config, progress=progress)
+
+
+@contextmanager
+def preparing(console: "Console | None" = None) -> "Iterator[Progress]":
+    """What is told of the stages of preparing data: a bar for each on a terminal, else a line; none when cached."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    console = console or Console(file=sys.stdout)
+    percentage = TextColumn("{task.percentage:>3.0f}%")
+    bars = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), percentage,
+        TimeRemainingColumn(compact=True), console=console, transient=True,
+    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+
+    def show(stage: str, done: int, total: int) -> None:
+        stage = shown(stage)
+        if console.is_terminal:
+            bars.start()
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage)
+            bars.update(tasks[stage], completed=done, total=total)
+        elif stage not in tasks:
+            tasks[stage] = TaskID(0)
+            console.print(f"{stage} ...", highlight=False, markup=False, soft_wrap=True)
+
+    try:
+        yield show
+    finally:
+        if tasks and console.is_terminal:
+            bars.stop()

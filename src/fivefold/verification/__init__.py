@@ -41,7 +41,7 @@ def main(
     only, before any rank goes on. Raises `UserError` for a request that cannot be met.
     """
     from fivefold.config import load_config
-    from fivefold.launch.report_once import one_voice
+    from fivefold.launch.failure import one_voice
     from fivefold.launch.world import find_world
     from fivefold.verification.request import Options, resolve
 

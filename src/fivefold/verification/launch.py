@@ -10,9 +10,8 @@ from pathlib import Path
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.launch.processes import kept_if_one_dies
-from fivefold.launch.report_once import said_once
-from fivefold.launch.restart import WorkerDied
+from fivefold.launch.failure import WorkerDied, said_once
+from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import World, device_kind, find_world, join
 from fivefold.verification.proof_case import ProofCase
@@ -57,7 +56,8 @@ def _over_workers(request: VerifyRequest, layouts: Mapping[str, Layout], kind: s
         request = replace(request, scratch=str(scratch))
         body = {"verify": asdict(request), "device": kind}
         try:
-            start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=scratch / "logs")
+            with Workers("fivefold.verification.ranks:on_worker", count=workers) as crew:
+                start_workers(crew, body, logs=scratch / "logs")
         except WorkerDied:
             _remove_all_but(scratch / "logs")
             raise
