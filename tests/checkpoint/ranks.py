@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.checkpoint import Checkpoint, Metadata, Saver, disk, restore, save, shard
+from fivefold.checkpoint import Checkpoint, Metadata, Saver, restore, save, shard
+from fivefold.core import files
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
@@ -151,12 +152,12 @@ def full_disk(rank: int) -> Any:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    return patch.object(disk, "write", full) if dist.get_rank() == rank else nullcontext()
+    return patch.object(files, "write", full) if dist.get_rank() == rank else nullcontext()
 
 
 def wrong_disk(rank: int) -> Any:
     """Inside, one bit of each file of this rank is flipped on its way."""
-    plain = disk.write
+    plain = files.write
 
     def write(path: Path, pieces: Any) -> int:
         size = plain(path, pieces)
@@ -165,7 +166,7 @@ def wrong_disk(rank: int) -> Any:
         path.write_bytes(content)
         return size
 
-    return patch.object(disk, "write", write) if dist.get_rank() == rank else nullcontext()
+    return patch.object(files, "write", write) if dist.get_rank() == rank else nullcontext()
 
 
 def restore_error(case: Case, folder: Path) -> str:

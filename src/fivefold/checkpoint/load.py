@@ -76,11 +76,12 @@ def newest(directory: Path) -> Path | None:
     return None
 
 
+@dataclass(frozen=True)
 class Checkpoint:
     """A published checkpoint: what it says in its manifest, and `.source(kind)` to read its tensors."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    path: Path
+    manifest: Manifest
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
@@ -281,8 +282,7 @@ def _scalar(value: float, kind: str, device: torch.device) -> Any:
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
-    state, dtype = state_of(model), next(model.parameters()).dtype
-    shapes = {name: spec.shape for name, spec in state.plan.shards.items()} | dict(state.plan.buffers)
+    shapes, dtype = state_of(model).plan.stored_shapes, next(model.parameters()).dtype
     if missing := sorted(shapes.keys() - source.names()):
         raise UserError(f"{where} does not hold {_listing(missing)}", fix="was it written by another model?")
     if unknown := sorted(source.names() - shapes.keys()):

@@ -16,8 +16,8 @@ keys that they do not know, so that later versions may add some.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -71,12 +71,63 @@ class TensorRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Contents:
+    """Files and the tensors in them: those of a checkpoint, or those that one rank wrote.
+
+    `files`: path inside the folder -> record. `scalars`: parameter name -> what the optimizer counts for it (`step`).
+    `tensors`: kind -> parameter name -> record.
+    """
+
+    files: Mapping[str, FileRecord]
+    scalars: Mapping[str, Mapping[str, float]]
+    tensors: Mapping[str, Mapping[str, TensorRecord]]
+
+    def tree(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "files": {name: vars(record) for name, record in self.files.items()},
+            "scalars": {name: dict(values) for name, values in self.scalars.items()},
+            "tensors": {
+                kind: {name: _record_tree(record) for name, record in records.items()}
+                for kind, records in self.tensors.items()
+            },
+        }
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Any]) -> "Contents":
+        """What `tree` gave. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for another tree."""
+        return Contents(
+            files={name: FileRecord(_size(one["bytes"]), str(one["checksum"])) for name, one in tree["files"].items()},
+            scalars={
+                name: {key: float(value) for key, value in values.items()} for name, values in tree["scalars"].items()
+            },
+            tensors={
+                kind: {name: _record(record) for name, record in records.items()}
+                for kind, records in tree["tensors"].items()
+            },
+        )
+
+
+def joined(records: Iterable[tuple[str, str, TensorRecord]]) -> dict[str, dict[str, TensorRecord]]:
+    """`Contents.tensors` of (kind, parameter name, record with some slices of the tensor)."""
+    found: dict[str, dict[str, list[TensorRecord]]] = {}
+    for kind, name, record in records:
+        found.setdefault(kind, {}).setdefault(name, []).append(record)
+    return {
+        kind: {
+            name: replace(some[0], slices=tuple(one for record in some for one in record.slices))
+            for name, some in by_name.items()
+        }
+        for kind, by_name in found.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Contents):
     """What a checkpoint holds.
 
-    `tensors`: kind -> parameter name -> record. `scalars`: parameter name -> what the optimizer counts for it (`step`).
-    `files`: path inside the folder -> record. `layout`: the layout that wrote it, for people. `agreement`: what
-    must be the same to go on (`checkpoint.agreement`). `state`: the caller's own.
+    `layout`: the layout that wrote it, for people. `agreement`: what must be the same to go on
+    (`checkpoint.agreement`). `state`: the caller's own.
     """
 
     step: int
@@ -84,9 +135,6 @@ class Manifest:
     versions: Mapping[str, str]
     agreement: Mapping[str, Any]
     state: Mapping[str, Any]
-    tensors: Mapping[str, Mapping[str, TensorRecord]]
-    scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of `manifest.json`. Raises `ValueError` for values that JSON does not have, such as NaN."""
@@ -98,14 +146,8 @@ class Manifest:
             "versions": dict(self.versions),
             "agreement": dict(self.agreement),
             "state": dict(self.state),
-            "files": {name: {"bytes": one.bytes, "checksum": one.checksum} for name, one in self.files.items()},
-            "scalars": {name: dict(values) for name, values in self.scalars.items()},
-            "tensors": {
-                kind: {name: _record_tree(record) for name, record in records.items()}
-                for kind, records in self.tensors.items()
-            },
         }
-        return signed(tree)
+        return signed(tree | self.tree())
 
     @cached_property
     def by_file(self) -> Mapping[str, Sequence[tuple[str, str, Slice]]]:
@@ -172,10 +214,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _record_tree(record: TensorRecord) -> dict[str, Any]:
-    slices = [
-        {"offset": one.offset, "shape": one.shape, "file": one.file, "key": one.key, "checksum": one.checksum}
-        for one in sorted(record.slices, key=lambda one: one.offset)
-    ]
+    slices = [vars(one) for one in sorted(record.slices, key=lambda one: one.offset)]
     return {"shape": record.shape, "dtype": record.dtype, "slices": slices}
 
 
@@ -186,14 +225,7 @@ def _manifest(tree: Mapping[str, Any]) -> Manifest:
         versions={str(name): str(version) for name, version in tree["versions"].items()},
         agreement=dict(tree["agreement"]),
         state=dict(tree["state"]),
-        tensors={
-            kind: {name: _record(record) for name, record in records.items()}
-            for kind, records in tree["tensors"].items()
-        },
-        scalars={
-            name: {key: float(value) for key, value in values.items()} for name, values in tree["scalars"].items()
-        },
-        files={name: FileRecord(_size(one["bytes"]), str(one["checksum"])) for name, one in tree["files"].items()},
+        **vars(Contents.from_tree(tree)),
     )
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from fivefold.checkpoint import disk
-from fivefold.core import safetensors_header
+from fivefold.core import files, safetensors_header
 
 SUFFIX = ".safetensors"
 TYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -41,7 +40,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     header = _header(tensors)
     sums: dict[str, str] = {}
     with ThreadPoolExecutor(1, "checksum") as beside:
-        size = disk.write(path, chain([header], _contents(tensors, sums, beside)))
+        size = files.write(path, chain([header], _contents(tensors, sums, beside)))
     return Written(size, checksum(header), sums)
 
 
