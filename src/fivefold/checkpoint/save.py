@@ -187,33 +187,19 @@ class Saver:
 
 
 def save(
-    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, *, step: int, state: Mapping[str, Any],
-    keep: int, agreement: Mapping[str, Any] | None = None, config: RunConfig | None = None,
-    tokenizer_dir: Path | None = None,
-) -> Path:  # fmt: skip
-    """Save once, with a `Saver` that waits; see `Metadata` for the other arguments. Returns the published folder."""
-    about = Metadata(step=step, state=state, agreement=agreement or {}, config=config, tokenizer_dir=tokenizer_dir)
-    saver = Saver(directory, keep=keep)
-    try:
-        saver.save(model, optimizer, about)
-        saver.wait()
-    finally:
-        saver.close()
-    return directory / step_folder(step)
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: Metadata, *,
+    keep: int | None = None, overwrite: bool = False,
+) -> None:  # fmt: skip
+    """Save once, as the folder `folder`; every rank calls this, and returns when it is published.
 
-
-def save_as(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: Metadata, *, overwrite: bool = False
-) -> None:
-    """Save as the folder `folder`, under no run; every rank calls this, and returns when it is published.
-
-    What is beside it is left alone. Raises, on all ranks, `UserError` when it is published already (unless
-    `overwrite`) and `RunFailed` when it cannot be written: then what was there stays.
+    `keep`: the folder is a step of a run, as of a `Saver`; None: what is beside it is left alone. Raises, on all ranks,
+    `UserError` when it is published already (unless `overwrite`) and `RunFailed` when it cannot be written: then what
+    was there stays.
     """
     reshard(model)
     snapshot = _snapshot(model, optimizer, about, lambda slices: [replace(s, values=s.values.cpu()) for s in slices])
     group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
-    _write_together(snapshot, folder, group, keep=None, overwrite=overwrite)
+    _write_together(snapshot, folder, group, keep=keep, overwrite=overwrite)
     dist.destroy_process_group(group)
 
 

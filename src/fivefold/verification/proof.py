@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.checkpoint import Checkpoint, Metadata, restore, save
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
@@ -232,7 +232,7 @@ class Proof:
         whole = {key: self._gathered(key.partition("/")[2], state.get(key)) for key in keys}
         for each in everywhere({key: value.tolist() for key, value in self._scalars().items()}):
             scalars |= {key: torch.tensor(value) for key, value in each.items()}
-        save(self.model, self.optimizer, folder, step=1, state={}, keep=1)
+        save(self.model, self.optimizer, folder / "step-000001", Metadata(step=1, state={}))
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
 
