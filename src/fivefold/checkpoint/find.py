@@ -52,9 +52,11 @@ def _opened(directory: Path, step: int) -> Checkpoint:
 
 def _fetched(remote: Remote, step: int) -> Path:
     """A folder of the cache that holds this step; a copy that has changed since is fetched again."""
+
+    def read(folder: Path) -> Path:
+        if newest(folder) is None:
+            raise ValueError(f"{folder} holds no whole checkpoint")
+        return folder
+
     name = key_of(remote.url, remote.manifest(step).to_json())
-    return entry(
-        cache_root() / "checkpoints" / name,
-        is_valid=lambda folder: newest(folder) is not None,
-        build=lambda folder: (remote.fetch(step, folder), None)[1],
-    )
+    return entry(cache_root() / "checkpoints" / name, read=read, build=lambda folder, _: remote.fetch(step, folder))

@@ -182,24 +182,14 @@ def store_for(
         return _given_store(files, files.store, tokenizer, root)
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
     folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest, tokenizer.bos_token_ids)
-    found: list[TokenStore] = []
-    damages: list[str] = []
 
-    def is_valid(folder: Path) -> bool:
-        try:
-            found[:] = [open_store(folder, root)] if folder.exists() else []
-        except DamagedError as damage:
-            damages[:] = [str(damage)]
-        return bool(found)
-
-    def build(beside: Path) -> None:
-        if damages:
-            say(f"DAMAGED: the cached tokens of {files.name}: {damages[0]}; they are made again from the text")
-        with _after(damages, files):
+    def build(beside: Path, damage: str) -> None:
+        if damage:
+            say(f"DAMAGED: the cached tokens of {files.name}: {damage}; they are made again from the text")
+        with _after(damage, files):
             _Writer(beside, tokenizer, content).write(files, progress)
 
-    entry(folder, is_valid=is_valid, build=build)
-    return found[0] if found else open_store(folder, root)
+    return entry(folder, read=lambda folder: open_store(folder, root), build=build)
 
 
 def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: Path) -> TokenStore:
@@ -226,15 +216,15 @@ def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: 
 
 
 @contextmanager
-def _after(damages: list[str], files: FileList) -> Iterator[None]:
+def _after(damage: str, files: FileList) -> Iterator[None]:
     """Where damaged tokens cannot be made again, both are said."""
     try:
         yield
     except UserError as error:
-        if not damages:
+        if not damage:
             raise
         raise UserError(
-            f"the cached tokens of {files.name} are damaged ({damages[0]}) and cannot be made again: {error.what}",
+            f"the cached tokens of {files.name} are damaged ({damage}) and cannot be made again: {error.what}",
             fix=error.fix,
             more=error.more,
         ) from error

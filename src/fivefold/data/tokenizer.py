@@ -19,7 +19,7 @@ from fivefold.core.files import expanded
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.data import tokenizer_probe
 from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
-from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
+from fivefold.data.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
 
 if TYPE_CHECKING:
@@ -129,26 +129,20 @@ def _find(name: str, *, model: str, corpus: Sequence[FileList], root: Path, prog
 
 
 def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path:
-    damages: list[str] = []
+    def read(folder: Path) -> Path:
+        for name, checksum in read_signed(folder / _CHECKSUMS).items():
+            check_file(folder / name, str(checksum), root)
+        return folder
 
-    def is_valid(folder: Path) -> bool:
-        try:
-            for name, checksum in read_signed(folder / _CHECKSUMS).items():
-                check_file(folder / name, str(checksum), root)
-        except DamagedError as damage:
-            damages[:] = [str(damage)] if (folder / _CHECKSUMS).exists() else []  # earlier versions wrote none
-            return False
-        return True
-
-    def write(beside: Path) -> None:
-        if damages:
-            say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damages[0]}; it is made again")
+    def write(beside: Path, damage: str) -> None:
+        if damage and (folder / _CHECKSUMS).exists():  # earlier versions wrote none
+            say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damage}; it is made again")
         build(beside)
         checksums = {path.name: file_checksum(path) for path in sorted(beside.iterdir())}
         (beside / _CHECKSUMS).write_text(signed(checksums), encoding="utf-8")
 
     folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
-    return entry(folder, is_valid=is_valid, build=write)
+    return entry(folder, read=read, build=write)
 
 
 def _refuse_stores(corpus: Sequence[FileList]) -> None:

@@ -108,12 +108,13 @@ def _commit(address: Address, source: Source, root: Path) -> str:
     """The commit of the address: as it is named, as it is remembered, or as the hub says."""
     if re.fullmatch(r"[0-9a-f]{40}", address.revision):
         return address.revision
-    note = entry(
+    return entry(
         root / "hub" / key_of(address.name, address.revision),
-        is_valid=lambda folder: (folder / "commit").is_file(),
-        build=lambda folder: write_atomically(folder / "commit", _ask(address, f"{source.label}: {HUB}{address.name}")),
+        read=lambda folder: (folder / "commit").read_text(),
+        build=lambda folder, _: write_atomically(
+            folder / "commit", _ask(address, f"{source.label}: {HUB}{address.name}")
+        ),
     )
-    return (note / "commit").read_text()
 
 
 def _ask(address: Address, where: str) -> str:
