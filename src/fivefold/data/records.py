@@ -95,11 +95,10 @@ def answers_alone(files: FileList) -> tuple[str, ...]:
 
 def text_of(record: Mapping[str, object], source: Source, where: str, noun: str) -> str:
     """The string under the source's `text_key`. Raises UserError, naming the place and the keys that there are."""
-    if source.text_key not in record:
-        raise no_text(record, source, where, likely=_longest(record), noun=noun)
-    text = record[source.text_key]
+    text = record.get(source.text_key)
     if not isinstance(text, str):
-        raise no_string(type(text).__name__, source, where, names=record, likely=_longest(record), noun=noun)
+        kind = type(text).__name__ if source.text_key in record else None
+        raise no_text(record, source, where, kind=kind, likely=_longest(record), noun=noun)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can say half a character
@@ -110,34 +109,24 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str)
     return text
 
 
-def no_text(names: Iterable[str], source: Source, where: str, *, likely: str | None, noun: str) -> UserError:
-    """That there is no `text_key` among `names`; `likely` is the one that is probably meant."""
+def no_text(
+    names: Iterable[str], source: Source, where: str, *, kind: str | None = None, likely: str | None, noun: str
+) -> UserError:
+    """That `text_key` is none of `names`, or holds a `kind` that is no string; `likely`: the one that may be meant."""
     names = list(names)
     if conversation := conversation_of(names):
-        return _no_plain_text(conversation, source, where)
+        # No key is advised: any of them would train on the answers, or the prompts, alone.
+        key = Source.text_key if source.text_key in conversation.keys else source.text_key
+        found = f"{conversation.name} ({_listed(conversation.keys)})"
+        return UserError(
+            f"{where}: these are {found}, without a plain text under {key!r}", fix=f"{_RENDER} {key!r}", more=_PLAIN
+        )
+    if kind is not None:
+        return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
     return UserError(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
         fix=_fix(source, None if _asks(names) else likely, noun),
         more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
-    )
-
-
-def no_string(
-    kind: str, source: Source, where: str, *, names: Iterable[str], likely: str | None, noun: str
-) -> UserError:
-    """That what `text_key` names holds a `kind`."""
-    if conversation := conversation_of(list(names)):
-        return _no_plain_text(conversation, source, where)
-    return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
-
-
-def _no_plain_text(conversation: Conversation, source: Source, where: str) -> UserError:
-    """No key is advised: any of them would train on the answers, or the prompts, alone."""
-    key = Source.text_key if source.text_key in conversation.keys else source.text_key
-    return UserError(
-        f"{where}: these are {conversation.name} ({_listed(conversation.keys)}), without a plain text under {key!r}",
-        fix=f"{_RENDER} {key!r}",
-        more=_PLAIN,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.data.records import Records, no_string, no_text
+from fivefold.data.records import Records, no_text
 from fivefold.data.source import Source, no_documents, not_utf8
 
 _ROWS = 64  # decoded together
@@ -62,11 +62,9 @@ def _readable(where: str) -> Iterator[None]:
 
 def _check_column(file: Any, source: Source, where: str) -> None:
     types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-    if source.text_key not in types:
-        raise no_text(types, source, where, likely=_largest(file, types), noun="column")
-    if not _holds_strings(types[source.text_key]):
-        kind = str(types[source.text_key])
-        raise no_string(kind, source, where, names=types, likely=_largest(file, types), noun="column")
+    if source.text_key not in types or not _holds_strings(types[source.text_key]):
+        kind = str(types[source.text_key]) if source.text_key in types else None
+        raise no_text(types, source, where, kind=kind, likely=_largest(file, types), noun="column")
 
 
 def _holds_strings(kind: Any) -> bool:
