@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,9 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
-from fivefold.checkpoint.remote import Remote
 from fivefold.core.errors import UserError
-from fivefold.core.step_folders import step_folder, steps
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
@@ -35,45 +32,6 @@ def is_valid(folder: Path) -> bool:
         return next(Checkpoint.open(folder).damages(), None) is None
     except CorruptCheckpoint:
         return False
-
-
-@dataclass(frozen=True)
-class CheckpointRef:
-    """A step that a run could go on from: its folder in `directory`, or, with `remote`, a copy to be fetched there."""
-
-    step: int
-    directory: Path
-    remote: Remote | None = None
-
-    @property
-    def where(self) -> str:
-        """Its address, for people."""
-        return self.remote.where(self.step) if self.remote else str(self.directory / step_folder(self.step))
-
-    def manifest(self) -> Manifest:
-        """What it says it holds; its bytes are not compared. Raises `CorruptCheckpoint`, or `UserError` for a later
-        version."""
-        return self.remote.manifest(self.step) if self.remote else read_manifest(Path(self.where))
-
-    def folder(self) -> Path:
-        """Its local folder, fetched if need be."""
-        return self.remote.fetch(self.step, self.directory) if self.remote else Path(self.where)
-
-
-def candidates(directory: Path, remote: Remote | None = None) -> list[CheckpointRef]:
-    """The steps in `directory` and their copies in `remote`, the newest first and a folder before its copy."""
-    found = [CheckpointRef(step, directory) for step in steps(directory)]
-    found += [CheckpointRef(step, directory, remote) for step in (remote.steps() if remote else ())]
-    return sorted(found, key=lambda each: (-each.step, each.remote is not None))
-
-
-def newest(directory: Path) -> Path | None:
-    """The folder of the last step in `directory` that is whole at first sight; None when there is none."""
-    for each in candidates(directory):
-        with suppress(CorruptCheckpoint):
-            each.manifest()
-            return each.folder()
-    return None
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def key_of(*parts: object) -> str:
 
 
 def entry(folder: Path, *, read: Callable[[Path], Found], build: Callable[[Path, str], object]) -> Found:
-    """What `read(folder)` gives, of a folder that is built first if it is not there or `read` raises `OSError` or
-    `ValueError`: `build(empty folder, damage)`, `damage` being what `read` said, "" where there was nothing to read.
+    """What `read(folder)` gives, of a folder that is built first if it is not there or `read` raises `OSError`,
+    `ValueError` or `UserError`: `build(empty folder, damage)`, where `damage` is what `read` said, "" for no folder.
 
     Of several processes that ask at once one builds and the others wait.
     Raises UserError if the cache cannot be written.
@@ -70,12 +70,12 @@ def entry(folder: Path, *, read: Callable[[Path], Found], build: Callable[[Path,
             raise ValueError  # without a word: nothing is damaged
         return read(folder)
 
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, UserError):
         return read_it()
     with locked(folder):
         try:
             return read_it()  # another process may have built it while this one waited
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, UserError) as error:
             damage = str(error)
         _build_beside(folder, lambda beside: build(beside, damage))
     return read(folder)
