@@ -32,7 +32,7 @@ from fivefold.core.errors import UserError
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
 VERSION = 1
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as torch and safetensors say
 WEIGHT = "weight"
 MOST_BYTES = 2**30  # of a manifest; one of 500,000 slices takes 150 MB
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fivefold.checkpoint import model_folder, shard
 from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import (
+    DTYPES,
     NAME,
     WEIGHT,
     Contents,
@@ -257,7 +258,7 @@ def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check_type(kind: str, name: str, tensor: Tensor) -> None:
-    if str(tensor.dtype).removeprefix("torch.") not in shard.TYPES:
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise UserError(
             f"the optimizer keeps {kind} of {name} in {tensor.dtype}, which no checkpoint holds",
             fix="save the model alone: ff.save(model, None, path)",
@@ -345,14 +346,14 @@ def _write(folder: Path, snapshot: _Snapshot, rank: int) -> Contents:
     for one in snapshot.slices:
         file = f"{WEIGHT if one.kind == WEIGHT else 'optimizer'}-{rank:05d}{shard.SUFFIX}"
         by_file.setdefault(file, {})[one.key] = one
-    records, tensors = {}, []
+    records: dict[str, FileRecord] = {}
+    tensors = []
     for file, owned in by_file.items():
-        written = shard.write(folder / file, {key: one.values for key, one in owned.items()})
-        records[file] = FileRecord(written.bytes, written.header)
-        for key, wrong in shard.check(folder / file, written.header, written.tensors, list(owned)):
+        records[file], sums = shard.write(folder / file, {key: one.values for key, one in owned.items()})
+        for key, wrong in shard.check(folder / file, records[file].checksum, sums, list(owned)):
             raise OSError(f"{folder / file}: {key}: {wrong}")
         for key, one in owned.items():
-            stored = Slice(one.offset, tuple(one.values.shape), file, key, written.tensors[key])
+            stored = Slice(one.offset, tuple(one.values.shape), file, key, sums[key])
             record = TensorRecord(one.shape, str(one.values.dtype).removeprefix("torch."), (stored,))
             tensors.append((one.kind, one.name, record))
     return Contents(files=records, scalars=snapshot.scalars, tensors=joined(tensors))
