@@ -10,7 +10,7 @@ meta.json       sizes and checksums, whose tokens they are, and what the records
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from fivefold.core.errors import UserError
 from fivefold.data.cache import Progress, entry, key_of, say_aloud
@@ -124,11 +125,10 @@ def _read_meta(path: Path) -> StoreMeta:
     if (tree.get("kind"), tree.get("version")) != (_KIND, _VERSION):
         raise DamagedError(f"{path.name} is of version {tree.get('version')!r}; this fivefold reads {_VERSION}")
     try:
-        given = {field.name: tree[field.name] for field in fields(StoreMeta)}
-        given |= {name: tuple(given[name]) for name in ("bos", "answers_alone")}
-        meta = StoreMeta(**given)
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{path.name} lacks {error}") from error
+        meta = TypeAdapter(StoreMeta).validate_python(tree)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise DamagedError(f"{path.name}: {wrong['loc'][0]}: {wrong['msg']}") from error
     if meta.dtype != (dtype := _dtype(meta.vocab_size).str):
         raise DamagedError(
             f"{path.name} says dtype {meta.dtype!r}; {meta.vocab_size:,} tokens are stored as {dtype!r}, little-endian"
