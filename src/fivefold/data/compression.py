@@ -18,8 +18,6 @@ MOST_BYTES = 2**28  # of a line, a record or a .json file: what is held in memor
 _MOST_TIMES = 200  # how many times its size a compressed file may grow to ...
 _ALWAYS_BYTES = 2**26  # ... but so much is never too much
 _BUFFER = 2**18  # bytes expanded together
-
-
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "compression.zstd"}
 
 
