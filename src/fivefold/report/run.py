@@ -23,7 +23,7 @@ from fivefold.report.boxes import Figure
 from fivefold.report.load import heat
 from fivefold.report.names import ranks_text
 from fivefold.report.render import render, write
-from fivefold.report.slices import places, slice_map
+from fivefold.report.slices import slice_map
 from fivefold.report.timeline import timeline
 
 SCRIPT = Path(__file__).with_name("curves.js")
@@ -96,7 +96,7 @@ def _run_of(file: Path) -> str:
 def page(config: RunConfig, run: Path, rows: Rows) -> str:
     """The HTML of a run. `rows`: its metrics."""
     spread, torn = _spread(run / "spread.json")
-    slices = slice_map(spread.get("holds", {}))
+    slices = slice_map(spread.get("holds", {}), spread.get("layout", ""))
     past, samples = history.load(run), read(run / "samples.jsonl")
     newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
     seen, marks = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows)
@@ -104,7 +104,6 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
     return render(
         "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past), slices=slices,
-        places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
         spans=story.spans(past, rows),
         data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,

@@ -45,10 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class SliceMap:
-    """All of a model under one layout. `shares`: percent of all parameters that each rank holds."""
+    """All of a model under one layout. `shares`: percent of all parameters that each rank holds; `places`: where each
+    stands, as `tp 1, dp_shard 0`, nothing where that is not known."""
 
     parts: tuple[Part, ...]
     shares: tuple[float, ...]
+    places: Sequence[str] = ()
 
     @property
     def fills(self) -> set[str]:
@@ -56,7 +58,7 @@ class SliceMap:
         return {box.fill for part in self.parts for drawing in part.drawings for box in drawing.boxes}
 
 
-def slice_map(holds: Mapping[str, Mapping[str, Any]]) -> SliceMap | None:
+def slice_map(holds: Mapping[str, Mapping[str, Any]], layout: str = "") -> SliceMap | None:
     """`holds`: parameter -> `{"shape": [...], "ranks": [[region, ...] of each rank]}`. None where there is nothing.
 
     Of the layers that lie alike, the first is drawn."""
@@ -69,10 +71,10 @@ def slice_map(holds: Mapping[str, Mapping[str, Any]]) -> SliceMap | None:
         shapes={name: tuple(each["shape"]) for name, each in drawn.items()},
         held={name: holders(each["ranks"]) for name, each in drawn.items()},
     )
-    return SliceMap(tuple(atlas.parts()), _shares(holds, world))
+    return SliceMap(tuple(atlas.parts()), _shares(holds, world), _places(layout, world))
 
 
-def places(text: str, world: int) -> list[str]:
+def _places(text: str, world: int) -> list[str]:
     """`tp 1, dp_shard 0` of each of the first `world` ranks; nothing where the text is no layout of so many."""
     try:
         layout = Layout.parse(text)

@@ -36,7 +36,7 @@ from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
 from fivefold.verification.proof_case import ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
-from fivefold.verification.results import LayoutResult, Row
+from fivefold.verification.results import CONTROL, LayoutResult, Row
 
 PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
 
@@ -100,10 +100,12 @@ class Proof:
         """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
         with Observer(self.model, self.reference, self.case.documents(0)) as observer:
             loss = self._gradients()
-        self._passes(*observer.micro_batches)
+        seen, there = observer.micro_batches
+        wrong = f"{seen} of {there} on rank {dist.get_rank()}"
+        self.compare.count("micro batches", {} if seen == there else {wrong: wrong})
         self.compare.in_order("output", observer.distances)
         self.compare.count("types", observer.types)
-        self._losses(loss)
+        self.compare.numbers({"loss": relative_number(float(loss), float(self.reference.whole("losses")[0]))})
         self.compare.in_order("backward", observer.distances)
         observer.raw_gradients()
         self.compare.in_order("raw", observer.distances, names=self._backwards())
@@ -159,9 +161,8 @@ class Proof:
             result = self._step(0)
         handle.remove()
         self._counts(result)
-        self.compare.number(
-            "gradient norm", relative_number(result.grad_norm, float(self.reference.whole("norms")[0])), None
-        )
+        expected = float(self.reference.whole("norms")[0])
+        self.compare.numbers({"gradient norm": relative_number(result.grad_norm, expected)})
         self.compare.pieces("clipped", clipped, self._backwards())
         updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
         self.compare.pieces("update", updates)
@@ -217,11 +218,11 @@ class Proof:
         self._drop_gradients()
         first = next((row for row in self.compare.judged("output", observer.distances) if not row.ok), None)
         if first is None:
-            row = Row("control: a planted fault", 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
+            row = Row(CONTROL, 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
         else:
-            found = first.where.partition(" (")[0].partition(":")[0]
-            where = module if found == module else f"planted in {module}, found in {found}"
-            row = Row("control: a planted fault", first.error, first.tolerance, found == module, where)
+            is_there = first.name == module
+            where = module if is_there else f"planted in {module}, found in {first.name}"
+            row = Row(CONTROL, first.error, first.tolerance, is_there, where)
         self.found.add(row)
 
     def save(self, folder: Path) -> None:
@@ -250,7 +251,7 @@ class Proof:
                 wrong += [f"{key} saved under {layout}" for key in self._differing(expected)]
         wrong = sorted({each for rank in everywhere(wrong) for each in rank})
         what = f"saved under {len(folders)} layout{'s' * (len(folders) > 1)}, loaded"
-        self.compare.number(what, float(len(wrong)), 0.0, wrong[0] if wrong else "")
+        self.compare.count(what, {each: each for each in wrong})
 
     def _differing(self, expected: Any) -> list[str]:
         """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
@@ -296,21 +297,12 @@ class Proof:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _passes(self, seen: int, there: int) -> None:
-        """Every micro batch of the batch went through the model."""
-        wrong = f"{seen} of {there} on rank {dist.get_rank()}"
-        self.compare.count("micro batches", {} if seen == there else {wrong: wrong})
-
     def _counts(self, result: training.StepResult) -> None:
         """What a step divides its loss by is what its documents have."""
         tokens = sum(map(tokens_of, self.case.documents(0)))
         counts = {"targets": (result.targets, self.case.targets(0)), "tokens": (result.tokens, tokens)}
         wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
         self.compare.count("counts of a step", wrong)
-
-    def _losses(self, loss: Tensor) -> None:
-        expected = float(self.reference.whole("losses")[0])
-        self.compare.number("loss", relative_number(float(loss), expected), None)
 
     def _collectives(self, ran: Any) -> None:
         """The collectives of a step are those that the layout declares."""

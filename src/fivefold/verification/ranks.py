@@ -8,9 +8,9 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -22,83 +22,74 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.legality import layers_for
 from fivefold.core.terminal import say
+from fivefold.launch.memory import GIB, room
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.models import hf_internals
+from fivefold.verification import VerifyRequest
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ROW, WEIGHT_DECAY, ProofCase, rows_for
 from fivefold.verification.reduced_model import make_folder
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.request import VerifyRequest
 from fivefold.verification.results import LayoutResult
 
 SUBJECT = "subject.json"
 POLL_SECONDS = 0.05
+UNKNOWN = 8 * GIB  # of free memory, where nothing tells
 _INDENT = 15  # of what a line of progress says, behind its label
-Opener = Callable[[Layout, str], Any]  # (layout, a name that is used once) -> context of the world it runs in, or None
-Failures = Callable[[VerifyRequest, int, World], AbstractContextManager[None]]
+Work = Callable[[World], None]
+Runner = Callable[
+    [int, Layout, str, Work], None
+]  # number of a layout, the layout, a name that is used once, what to do
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """The body of a worker that was started for a proof."""
-    lists = {key: tuple(request["verify"][key]) for key in ("layouts", "names")}
-    asked = VerifyRequest(**{**request["verify"], **lists})
+    """The body of a worker that was started for a proof. A layout runs on the first ranks. One that breaks is a
+    finding, and the next one runs."""
+    asked = VerifyRequest(**request["verify"])
 
-    @contextmanager
-    def first_ranks(layout: Layout, name: str) -> Iterator[World | None]:
+    def run(number: int, layout: Layout, name: str, work: Work) -> None:
         if world.rank >= layout.world:
-            yield None
             return
         meeting = f"file://{asked.folder / name}" if layout.world > 1 else ""
-        with join(replace(world, size=layout.world, rendezvous=meeting)) as own:
-            torch.set_num_threads(threads_per_worker(layout.world))
-            yield own
+        try:
+            with join(replace(world, size=layout.world, rendezvous=meeting)) as own:
+                torch.set_num_threads(threads_per_worker(layout.world))
+                work(own)
+        except Exception as error:
+            text = f"rank {world.rank}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            (asked.folder / f"broken-{number}-{world.rank}.txt").write_text(text)
 
     leave()
-    prove(asked, world, first_ranks, failures=_noted)
+    prove(asked, world, run)
 
 
 def in_world(asked: VerifyRequest, world: World) -> None:
     """Prove the layouts of a joined world's size, in its own process group. A rank that breaks ends the world."""
-
-    @contextmanager
-    def same(_: Layout, __: str) -> Iterator[World | None]:
-        yield world
-
-    prove(asked, world, same, failures=lambda *_: nullcontext())
+    prove(asked, world, lambda number, layout, name, work: work(world))
 
 
-def prove(asked: VerifyRequest, world: World, open_world: Opener, *, failures: Failures) -> None:
-    """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`).
-
-    `failures`: the context in which each layout runs, which may keep its errors to itself.
-    """
+def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
+    """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`)."""
     hf_internals.no_progress_bars()
-    layouts = [Layout.parse(text) for text in asked.layouts]
-    say: Callable[[str], None] = print_line if world.is_first and not asked.quiet else lambda text: None
+    layouts = asked.parsed
+    tell: Callable[[str], None] = print_line if world.is_first and not asked.quiet else lambda text: None
     if world.is_first:
-        _make_evidence(asked, layouts, world, say)
+        _make_evidence(asked, list(layouts.values()), world, tell)
     _wait_for(asked.folder / SUBJECT)
-    for number, layout in enumerate(layouts):
-        with failures(asked, number, world), open_world(layout, f"world-{number}") as here:
-            if here is not None:
-                found = _prove_one(asked, layout, here, asked.folder / f"saved-{number}")
-                found.layout = asked.names[number]
-                _write(asked, number, found, world)
-                say(_line(found))
+    for number, (name, layout) in enumerate(layouts.items()):
+        run(number, layout, f"world-{number}", partial(_prove_one, asked, layout, number, name, tell))
         if world.is_first:
             (asked.folder / f"ended-{number}").touch()
     saved = _saved(asked)
-    for number, layout in enumerate(layouts):
-        if asked.layouts[number] in saved:
-            with failures(asked, number, world), open_world(layout, f"again-{number}") as here:
-                if here is not None:
-                    _load_all(asked, layout, number, saved, here)
+    for number, (name, layout) in enumerate(layouts.items()):
+        if str(layout) in saved:
+            run(number, layout, f"again-{number}", partial(_load_all, asked, layout, number, name, saved))
 
 
 def _saved(asked: VerifyRequest) -> dict[str, Path]:
     """layout -> the checkpoint that it wrote, when all of them have ended."""
-    folders = {text: asked.folder / f"saved-{number}" for number, text in enumerate(asked.layouts)}
+    folders = {text: asked.folder / f"saved-{number}" for number, text in enumerate(asked.layouts.values())}
     for number in range(len(asked.layouts)):
         _wait_for(asked.folder / f"ended-{number}")
     return {text: folder for text, folder in folders.items() if (folder / "done").exists()}
@@ -113,10 +104,10 @@ def print_line(text: str) -> None:
 def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     """What is proved; its model is in a folder. Raises `UserError`."""
     config = parse_config(asked.config)
-    most = max(layout.tp for layout in layouts)
+    machine = room()
     model = make_folder(
-        config, asked.folder / "model", thin=asked.thin, memory=free_memory() // 2, vocabulary=8 * most + 3,
-        layers=max(map(layers_for, layouts)), seed=asked.seed,
+        config, asked.folder / "model", thin=asked.thin, memory=(machine.free if machine else UNKNOWN) // 2,
+        vocabulary=8 * max(layout.tp for layout in layouts) + 3, layers=max(map(layers_for, layouts)), seed=asked.seed,
     )  # fmt: skip
     options, chunks = config.optimizer.model_dump(exclude_none=True), config.memory.loss_chunks
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
@@ -132,15 +123,6 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
 def reference_file(asked: VerifyRequest, precision: str) -> Path:
     """Where the reference in `precision` lies."""
     return asked.folder / f"reference-{precision}.safetensors"
-
-
-def free_memory() -> int:
-    """Bytes that this machine has left."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 8 * 2**30
 
 
 def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World, say: Callable[[str], None]) -> None:
@@ -163,27 +145,34 @@ def _wait_for(path: Path) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _prove_one(asked: VerifyRequest, layout: Layout, world: World, folder: Path) -> LayoutResult:
+def _prove_one(
+    asked: VerifyRequest, layout: Layout, number: int, name: str, tell: Callable[[str], None], world: World
+) -> None:
     """Prove a layout, and save it for the others to load."""
     started = time.perf_counter()
+    found = LayoutResult(name)
     try:
         proof = _open(asked, layout, world)
     except UserError as error:  # on every rank
-        return LayoutResult(str(layout), refused=error.what)
-    found = proof.run()
-    proof.save(folder)
-    found.seconds = time.perf_counter() - started
-    found.holds = proof.state.plan.by_rank() if world.is_first else {}
-    return found
+        found.refused = error.what
+    else:
+        found = proof.run()
+        proof.save(asked.folder / f"saved-{number}")
+        found.seconds = time.perf_counter() - started
+        found.layout, found.holds = name, proof.state.plan.by_rank() if world.is_first else {}
+    _write(asked, number, found, world)
+    tell(_line(found))
 
 
-def _load_all(asked: VerifyRequest, layout: Layout, number: int, saved: Mapping[str, Path], world: World) -> None:
+def _load_all(
+    asked: VerifyRequest, layout: Layout, number: int, name: str, saved: Mapping[str, Path], world: World
+) -> None:
     """Load what every layout has saved, and add that to what was found."""
     proof = _open(asked, layout, world)
     proof.forget()
     proof.reload(saved)
     if world.is_first:
-        found = read_found(asked, number)
+        found = read_found(asked)[name]
         found.rows.extend(proof.found.rows)
         _write(asked, number, found, world)
 
@@ -198,26 +187,18 @@ def _write(asked: VerifyRequest, number: int, found: LayoutResult, world: World)
         (asked.folder / f"found-{number}.json").write_text(json.dumps(found.to_json()))
 
 
-def read_found(asked: VerifyRequest, number: int) -> LayoutResult:
-    """What was found of the layout of this number."""
-    file = asked.folder / f"found-{number}.json"
-    found = LayoutResult.of(json.loads(file.read_text())) if file.exists() else LayoutResult(asked.names[number])
-    broken = sorted(asked.folder.glob(f"broken-{number}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if broken:
-        found.refused = broken[0].read_text()
-    return found
-
-
-@contextmanager
-def _noted(asked: VerifyRequest, number: int, world: World) -> Iterator[None]:
-    """A layout that breaks is a finding; the next one runs. The rank that broke first has the reason."""
-    try:
-        yield
-    except Exception as error:
-        text = f"rank {world.rank}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        (asked.folder / f"broken-{number}-{world.rank}.txt").write_text(text)
+def read_found(asked: VerifyRequest) -> dict[str, LayoutResult]:
+    """What was found of each layout, by name."""
+    every = {}
+    for number, name in enumerate(asked.layouts):
+        file = asked.folder / f"found-{number}.json"
+        found = every[name] = LayoutResult.of(json.loads(file.read_text())) if file.exists() else LayoutResult(name)
+        broken = sorted(asked.folder.glob(f"broken-{number}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+        if broken:
+            found.refused = broken[0].read_text()
+    return every
 
 
 def _line(found: LayoutResult) -> str:
-    verdict = "proved" if found.ok else "not run" if found.refused else "WRONG"
+    verdict = found.verdict if found.verdict == "WRONG" else found.verdict.lower()
     return f"  {found.layout:<12} {verdict:<8} {found.seconds:.1f} s"
