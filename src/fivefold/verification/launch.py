@@ -47,24 +47,17 @@ def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
         )
     if not request.quiet:
         print(f"starting {workers} worker{'s' * (workers > 1)} on {kind} ...", flush=True)
-    with kept_if_one_dies("verify") as scratch:
+    with kept_if_one_dies("verify") as kept:
+        scratch = kept / "scratch"
+        scratch.mkdir()
         request = replace(request, scratch=str(scratch))
         body = {"verify": asdict(request), "device": kind}
         try:
-            start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=scratch / "logs")
+            start_workers("fivefold.verification.ranks:on_worker", body, workers=workers, logs=kept / "logs")
         except WorkerDied:
-            _remove_all_but(scratch / "logs")
+            shutil.rmtree(scratch)  # models and references are large
             raise
         return _report(request, request, workers)
-
-
-def _remove_all_but(kept: Path) -> None:
-    """What else lies beside `kept`: models and references are large."""
-    for path in kept.parent.iterdir():
-        if path.is_dir() and path != kept:
-            shutil.rmtree(path)
-        elif path != kept:
-            path.unlink()
 
 
 def _inside(request: VerifyRequest, world: World, folder: Path, publish: Publish) -> VerifyReport:

@@ -61,8 +61,7 @@ def _accumulation(parameter: Tensor) -> Any:
 
 class Observer:
     """Inside (`with`), every forward and backward pass of `model` is compared with `reference`, micro batch by micro
-    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type, and
-    `unseen` those whose output could not be placed."""
+    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type."""
 
     def __init__(self, model: Any, reference: ReferenceTensors, documents: Documents) -> None:
         self._model, self._reference, self._documents = model, reference, documents
@@ -81,7 +80,6 @@ class Observer:
         self._nodes: list[Any] = []  # of the graph; alive, or their hooks would go with them
         self.distances: Distances = {}
         self.types: dict[str, str] = {}
-        self.unseen: set[str] = set()
 
     def __enter__(self) -> "Observer":
         anatomy = self._state.plan.anatomy
@@ -180,9 +178,9 @@ class Observer:
         expected_type = self._reference.about["dtypes"].get(name)
         if expected_type and str(values.dtype) != expected_type:
             self.types[name] = f"{values.dtype} instead of {expected_type}"
-        if not self._compare(f"output/{name}", values, micro_batch):
-            self.unseen.add(name)
-        elif values.requires_grad and f"backward/{name}" in self._reference and not self._is_shared(name):
+        is_placed = self._compare(f"output/{name}", values, micro_batch)
+        has_gradient = values.requires_grad and f"backward/{name}" in self._reference
+        if is_placed and has_gradient and not self._is_shared(name):
             values.register_hook(partial(self._compare_gradient, name, micro_batch))  # type: ignore[no-untyped-call]
 
     def _compare_gradient(self, name: str, micro_batch: int, gradient: Tensor) -> None:

@@ -24,7 +24,7 @@ from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import by_row, watch
-from fivefold.verification.proof_case import Documents, ProofCase, tokens_of
+from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 
 _IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
 CLIP = 0.5  # of the first step's gradient norm: clipping bites
@@ -65,7 +65,7 @@ class Reference:
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", dict(self.master.named_parameters()))
-        optimizers = torch_optimizers(self.master, self.case.optimizer, self.case.learning_rate)
+        optimizers = torch_optimizers(self.master, self.case.optimizer, LEARNING_RATE)
         losses, norms = [], []
         for step in range(self.case.steps):
             with exactly(self.precision):
