@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
-from fivefold.report.curves import label, nice
 from fivefold.report.names import layers_of, short_names
-from fivefold.report.plot import CHARACTER, LEFT, WIDTH, Axes, Linear, LogScale, entry, svg
+from fivefold.report.plot import CHARACTER, LEFT, WIDTH, Axes, Linear, LogScale, entry, label, nice, svg
 from fivefold.verification.results import Row
 
 TICKS = 60  # names under an axis; of more, only the layers are named
