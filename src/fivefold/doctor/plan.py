@@ -1,13 +1,12 @@
 """What one rank of a layout holds, does and sends: `fivefold doctor MODEL --layout TEXT --rank N`. No torch."""
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
@@ -35,12 +34,6 @@ class PlanRow:
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[PlanRow]):
     """The plan in lines that layers share; as JSON also every call and every intervention, one by one."""
-
-    details: Mapping[str, Any]
-
-    def to_json(self) -> str:
-        """That of a report, with `details`."""
-        return json.dumps({**json.loads(super().to_json()), **self.details}, indent=2)
 
     def show(self, console: "Console") -> None:
         """A table for each part of the plan."""
@@ -102,7 +95,7 @@ def _fewest(layout: Layout) -> int:
 
 
 def _place(plan: ParallelPlan) -> list[PlanRow]:
-    axes = {axis: f"{plan.layout.coordinates(plan.rank)[axis]}" for axis in plan.layout.coordinates(plan.rank)}
+    axes = plan.layout.coordinates(plan.rank)
     rows = [PlanRow("this rank", "place", ", ".join(f"{axis} {at}" for axis, at in axes.items()) or "alone")]
     rows.append(PlanRow("this rank", "rows of the data", f"share {plan.data_rank} of {plan.layout.data_ranks}"))
     if plan.layout.pp > 1:
