@@ -129,7 +129,7 @@ def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
     for layer, own in runs:
         if layer:
             alike.setdefault(_looks(layer, own), []).append((layer.number, _ranks(own)))
-    longest = max(1, *(size for each in parameters for size in each.shape))
+    longest = max([1, *(size for each in parameters for size in each.shape)])
     found, seen = [], 0
     for layer, own in runs:
         seen += layer is not None
