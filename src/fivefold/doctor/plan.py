@@ -1,6 +1,5 @@
 """What one rank of a layout holds, does and sends: `fivefold doctor MODEL --layout TEXT --rank N`. No torch."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes
 from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.collectives import Call
@@ -117,13 +117,13 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
         index = plan.shard_index(name)
         says = f"{_shape(gathered)}{'' if gathered == whole else f' of {_shape(whole)}'}"
         says += f", shard {index.fsdp_rank} of {index.fsdp_size}" if index.fsdp_size > 1 else ""
-        found[_any_layer(name), says] += 1
+        found[any_layer(name), says] += 1
     return [PlanRow("parameters", name, says, _times(count)) for (name, says), count in found.items()]
 
 
 def _done(plan: ParallelPlan) -> list[PlanRow]:
     """What is done to which modules, those of several layers as one."""
-    found = Counter((_any_layer(each.path), each.kind, each.by, each.why) for each in plan.interventions)
+    found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in plan.interventions)
     return [
         PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))
         for (name, kind, by, why), count in found.items()
@@ -142,11 +142,6 @@ def _sent(calls: Iterable[Call]) -> list[PlanRow]:
         )
         for (axis, kind, phase, size, overlaps), count in sorted(found.items())
     ]  # fmt: skip
-
-
-def _any_layer(name: str) -> str:
-    """`layers.*.mlp` of `layers.12.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _times(count: int, before: str = "") -> str:
