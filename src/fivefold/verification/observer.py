@@ -91,7 +91,7 @@ class Observer:
         for module in here.values():
             own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
             if own:
-                self._handles.append(module.register_forward_pre_hook(self._parameters(own)))
+                self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, own)))
         outputs = [name for name in here if name in self._token_dims and name != anatomy.head]
         inputs = [name for name in here if f"{name} input" in self._token_dims]
         self._handles += watch(self._model, outputs, inputs, self._note)
@@ -145,27 +145,20 @@ class Observer:
     def _end(self, *_: Any) -> None:
         self._inside = False
 
-    def _parameters(self, own: Sequence[tuple[str, str]]) -> Callable[..., None]:
+    def _watch_parameters(self, own: Sequence[tuple[str, str]], module: nn.Module, _: Any) -> None:
         """Watch the gradients of a module's parameters as they are when it runs: gathered."""
+        for leaf, name in own:
+            parameter = module._parameters[leaf]
+            if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                self._nodes.append(_accumulation(parameter))
+                self._handles.append(self._nodes[-1].register_prehook(partial(self._accumulate, name)))
 
-        def hook(module: nn.Module, _: Any) -> None:
-            for leaf, name in own:
-                parameter = module._parameters[leaf]
-                if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
-                    self._hooked.add(id(parameter))
-                    self._nodes.append(_accumulation(parameter))
-                    self._handles.append(self._nodes[-1].register_prehook(self._accumulate(name)))
-
-        return hook
-
-    def _accumulate(self, name: str) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def hook(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is None:  # a pipeline puts it off
-                return
-            gradient = local(gradients[0]).detach().double()
-            self._raw[name] = self._raw[name] + gradient if name in self._raw else gradient.clone()
-
-        return hook
+    def _accumulate(self, name: str, gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is None:  # a pipeline puts it off
+            return
+        gradient = local(gradients[0]).detach().double()
+        self._raw[name] = self._raw[name] + gradient if name in self._raw else gradient.clone()
 
     def _note(self, name: str, values: Tensor) -> None:
         """Compare an output, and its gradient when that comes. What recompute computes again is not looked at."""

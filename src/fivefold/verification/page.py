@@ -18,15 +18,8 @@ PARAMETERS = tuple(word for word in WORDS.values() if word not in MODULES)
 GRADIENTS = (WORDS["raw"], WORDS["gradient"], WORDS["clipped"])
 MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "
 Named = Mapping[str, Mapping[str, Row]]  # kind -> module or parameter -> its comparison
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Comparisons by name: a column for each kind, None where a name has none."""
-
-    kinds: Sequence[str]
-    allowed: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[Row | None]]]
+# Kinds, what is allowed of each, and of each name a comparison for every kind, None where it has none.
+Matrix = tuple[Sequence[str], Sequence[str], Sequence[tuple[str, Sequence[Row | None]]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +124,7 @@ def _sorted(rows: Mapping[str, Row], place: Mapping[str, int]) -> dict[str, Row]
 def _matrix(named: Named) -> Matrix:
     names = dict.fromkeys(name for rows in named.values() for name in rows)
     allowed = [_range([row.tolerance for row in rows.values()]) for rows in named.values()]
-    return Matrix(list(named), allowed, [(name, [rows.get(name) for rows in named.values()]) for name in names])
+    return list(named), allowed, [(name, [rows.get(name) for rows in named.values()]) for name in names]
 
 
 def _range(values: Sequence[float]) -> str:

@@ -7,7 +7,7 @@ each document's gradient is added in fp32, which is what mixed precision means e
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
@@ -284,28 +284,25 @@ class Drops:
         self._tokens: int | None = None
         self._taken: dict[int, list[int]] = {}
         for number, (router, experts) in enumerate(routers(model)):
-            router.register_forward_hook(self._after(number, experts))
+            router.register_forward_hook(partial(self._after, number, experts))
 
     def row(self, tokens: int | None) -> None:
         """A row of so many tokens begins; None: from now on nothing is dropped."""
         self._tokens, self._taken = tokens, {}
 
-    def _after(self, number: int, experts: int) -> Callable[..., Any]:
-        def hook(_module: Any, _args: Any, out: Any) -> Any:
-            if self._tokens is None or not isinstance(out, tuple):
-                return None
-            logits, weights, index = out
-            most = math.ceil(self._factor * index.shape[-1] * self._tokens / experts)
-            taken = self._taken.setdefault(number, [0] * experts)
-            kept = torch.zeros_like(weights)
-            for token, picks in enumerate(index.tolist()):
-                for pick, expert in enumerate(picks):
-                    if taken[expert] < most:
-                        taken[expert] += 1
-                        kept[token, pick] = 1
-            return logits, weights * kept, index
-
-        return hook
+    def _after(self, number: int, experts: int, _module: Any, _args: Any, out: Any) -> Any:
+        if self._tokens is None or not isinstance(out, tuple):
+            return None
+        logits, weights, index = out
+        most = math.ceil(self._factor * index.shape[-1] * self._tokens / experts)
+        taken = self._taken.setdefault(number, [0] * experts)
+        kept = torch.zeros_like(weights)
+        for token, picks in enumerate(index.tolist()):
+            for pick, expert in enumerate(picks):
+                if taken[expert] < most:
+                    taken[expert] += 1
+                    kept[token, pick] = 1
+        return logits, weights * kept, index
 
 
 def routers_in_fp32(model: torch.nn.Module) -> None:
