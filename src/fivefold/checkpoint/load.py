@@ -17,6 +17,7 @@ from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
 from fivefold.core.errors import UserError
+from fivefold.core.text import listed
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
@@ -242,9 +243,9 @@ def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> N
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
     shapes, dtype = state_of(model).plan.stored_shapes, next(model.parameters()).dtype
     if missing := sorted(shapes.keys() - source.names()):
-        raise UserError(f"{where} does not hold {_listing(missing)}", fix="was it written by another model?")
+        raise UserError(f"{where} does not hold {listed(missing, 3)}", fix="was it written by another model?")
     if unknown := sorted(source.names() - shapes.keys()):
-        raise UserError(f"{where} holds {_listing(unknown)}, which this model does not have")
+        raise UserError(f"{where} holds {listed(unknown, 3)}, which this model does not have")
     for name, shape in shapes.items():
         if source.shape(name) != shape:
             raise UserError(f"{where}: {name} is {list(source.shape(name))}, and this model has {list(shape)}")
@@ -277,7 +278,3 @@ def _scalar_devices(optimizer: torch.optim.Optimizer) -> dict[Tensor, torch.devi
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-
-
-def _listing(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
