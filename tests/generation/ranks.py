@@ -9,9 +9,8 @@ from transformers import DynamicCache
 
 from fivefold.generation import GenerateRequest
 from fivefold.generation import decode as decoding
-from fivefold.generation.decode import decode, next_logits, ready
+from fivefold.generation.decode import decode, encode_prompt, next_logits, pieces, ready
 from fivefold.generation.run import generate
-from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.in_memory import ModelTensors

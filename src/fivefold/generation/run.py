@@ -21,7 +21,7 @@ from fivefold.core.terminal import shown
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import Bos, find_tokenizer
 from fivefold.generation import GenerateRequest
-from fivefold.generation.text import encode_prompt, pieces
+from fivefold.generation.decode import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
@@ -49,7 +49,7 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     text = []
     for piece in pieces(
         model, tokenizer, ids, ends, max_new_tokens=request.max_new_tokens, temperature=request.temperature,
-        top_k=request.top_k or None, seed=request.seed,
+        top_k=request.top_k, seed=request.seed,
     ):  # fmt: skip
         show(piece)
         text.append(piece)

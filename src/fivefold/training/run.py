@@ -25,7 +25,7 @@ from fivefold.core import history, legality
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.generation.text import encode_prompt, pieces
+from fivefold.generation.decode import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.models.discover import facts_of
