@@ -28,7 +28,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.flops import Costs, squared_lengths
 from fivefold.training.memory import PeakMemory
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, total
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import declare, step_shape, train_step
 from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, reference_model
 

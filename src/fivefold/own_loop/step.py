@@ -17,9 +17,16 @@ from fivefold.own_loop.model import ParallelModel, check_parallel
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import guard, passes
 from fivefold.parallel.state import ParallelState
-from fivefold.training.evaluate import evaluating, mean_loss
-from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
-from fivefold.training.step import StepResult, accumulate, to_device
+from fivefold.training.step import (
+    StepResult,
+    accumulate,
+    all_reduce_sum,
+    clip_,
+    evaluating,
+    mean_loss,
+    squared_norm,
+    to_device,
+)
 from fivefold.training.step import train_step as step
 
 

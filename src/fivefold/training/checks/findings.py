@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.core.errors import RunFailed
 from fivefold.parallel import plain
-from fivefold.training.optimizer import all_reduce_sum
+from fivefold.training.step import all_reduce_sum
 
 SHOWN = 3  # findings in an error, after the first
 
