@@ -9,7 +9,8 @@ Legend: B rows, T positions of a row as given, L positions as computed.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,24 +50,21 @@ def micro_batches(
         state.plan.shards[name].shape[0] for name in (f"{state.plan.anatomy.embedding}.weight", state.plan.head_weight)
     )
     multiple = state.plan.layout.row_multiple
+    take = partial(
+        micro_batch, row_multiple=multiple, vocabulary=vocabulary, logits=logits, needs_labels=needs_labels,
+        reads_mask=_reads_mask(model),
+    )  # fmt: skip
 
     def read() -> list[MicroBatch]:
         each = [batch] if isinstance(batch, Mapping) else batch
         if isinstance(each, str | Tensor) or not isinstance(each, Sequence):
             raise refusal(f"the batch is a {type(batch).__name__}", "pass a dict of tensors, or a list of such dicts")
         also()
-        options: Any = {
-            "row_multiple": multiple,
-            "vocabulary": vocabulary,
-            "logits": logits,
-            "needs_labels": needs_labels,
-        }
-        options["reads_mask"] = _reads_mask(model)
-        return [micro_batch(one, **options) for one in each]
+        return [take(one) for one in each]
 
-    own, error = _tried(read)
-    most = _agree(state, own or [], error)
-    return (own or []) + [_nothing(multiple)] * (most - len(own or []))
+    found, error = _tried(read)
+    own = found or []
+    return own + [_nothing(multiple)] * (_agree(state, own, error) - len(own))
 
 
 def micro_batch(
@@ -133,10 +131,7 @@ def on_every_rank(read: Callable[[], Checked]) -> Checked:
     Otherwise a rank with a wrong batch would leave the others waiting for it.
     """
     found, error = _tried(read)
-    failed = torch.tensor(int(error is not None), device=_device())
-    dist.all_reduce(failed)
-    if int(failed):
-        _raise_everywhere(error)
+    _raise_any(error)
     return found  # type: ignore[return-value]
 
 
@@ -148,13 +143,15 @@ def _tried(read: Callable[[], Checked]) -> tuple[Checked | None, UserError | Non
         return None, error
 
 
-def _raise_everywhere(error: UserError | None) -> NoReturn:
+def _raise_any(error: UserError | None) -> None:
     """Raise the error of this rank, else the first of another's."""
     errors = plain.everywhere(error and error.to_json())
     if error is not None:
         raise error
-    rank, first = next((rank, UserError.from_json(told)) for rank, told in enumerate(errors) if told)
-    raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
+    for rank, told in enumerate(errors):
+        if told:
+            first = UserError.from_json(told)
+            raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
 
 
 def differing(values: Sequence[int]) -> list[int]:
@@ -181,7 +178,7 @@ def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError |
     table = table.to(_device())
     dist.all_reduce(table, dist.ReduceOp.MAX)
     if int(table[:, 3].max()):
-        _raise_everywhere(error)
+        _raise_any(error)
     for data_rank, (_, largest, smallest, _) in enumerate(table.tolist()):
         if largest != -smallest:
             shared = [axis for axis in ("tp", "cp", "pp") if getattr(state.plan.layout, axis) > 1]
