@@ -57,14 +57,18 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """The body of a worker: the text goes to standard output, and to the file `request["result"]` when it is done."""
-    asked = GenerateRequest(**request["generate"])
-    is_quiet = bool(request.get("quiet"))
-    text = generate(asked, world, write=None if is_quiet else to_screen)
+    """The body of a worker: the text also goes to the file `request["result"]` when it is done."""
+    text = shown_to_user(GenerateRequest(**request["generate"]), world, quiet=request["quiet"])
     if world.is_first:
-        if not is_quiet:
-            print(flush=True)
         Path(request["result"]).write_text(text, encoding="utf-8")
+
+
+def shown_to_user(request: GenerateRequest, world: World, *, quiet: bool) -> str:
+    """The text of `generate`, also on standard output unless `quiet`."""
+    text = generate(request, world, write=None if quiet else to_screen)
+    if world.is_first and not quiet:
+        print(flush=True)
+    return text
 
 
 def to_screen(text: str) -> None:
