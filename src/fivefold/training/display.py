@@ -114,10 +114,8 @@ class PlainDisplay:
 class LiveDisplay(PlainDisplay):
     """A panel that stays at the bottom of the terminal; evaluations, samples and notes scroll above it."""
 
-    def __init__(
-        self, console: Console, *, total_steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(console, total_steps=total_steps, start=start, clock=clock)
+    def __init__(self, console: Console, **options: Any) -> None:
+        super().__init__(console, **options)
         self._row: Row = {}
         self._losses: list[float] = []
         self._validation: tuple[int, float] | None = None

@@ -23,18 +23,6 @@ _LONGEST_PARAM = 6000  # characters that MLflow keeps of a parameter's value
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a tracker is told of a run. `id`: of its run there that goes on; None: a new one. `last_step`: where it goes
-    on, 0 for a new one."""
-
-    name: str
-    folder: Path
-    config: Mapping[str, Any]
-    id: str | None
-    last_step: int
-
-
-@dataclass(frozen=True)
 class Tracker:
     """What has begun or gone on with a run of its own, `id` ("": it keeps none). `log` takes values and their step,
     `finish` whether the run failed."""
@@ -44,17 +32,17 @@ class Tracker:
     finish: Callable[[bool], object]
 
 
-def to_wandb(card: Card) -> Tracker:
+def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """Weights & Biases; its files lie in the run folder. Steps that its run has already are dropped by W&B itself."""
     import wandb
 
-    ours = {"project": PROJECT, "name": card.name, "dir": str(card.folder)}
-    name = card.id or secrets.token_hex(4)
+    ours = {"project": PROJECT, "name": config.run.name, "dir": str(config.run_dir)}
+    name = known or secrets.token_hex(4)
     run = wandb.init(
         **{key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ},
         id=name,
         resume="allow",
-        config=dict(card.config),
+        config=_plain(config),
         allow_val_change=True,  # a run may go on under another layout
         settings=wandb.Settings(console="off"),  # the live panel repaints itself
     )
@@ -65,15 +53,15 @@ def to_wandb(card: Card) -> Tracker:
     )
 
 
-def to_mlflow(card: Card) -> Tracker:
+def to_mlflow(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """MLflow; the config as parameters, which never change there, so that a run that goes on keeps its first ones."""
     import mlflow
 
     if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
         mlflow.set_experiment(PROJECT)
-    run = mlflow.start_run(run_id=card.id) if card.id else mlflow.start_run(run_name=card.name)
-    if not card.id:
-        mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in flat(card.config).items()})
+    run = mlflow.start_run(run_id=known) if known else mlflow.start_run(run_name=config.run.name)
+    if not known:
+        mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in flat(_plain(config)).items()})
     return Tracker(
         str(run.info.run_id),
         lambda values, step: mlflow.log_metrics(values, step=step),
@@ -81,20 +69,20 @@ def to_mlflow(card: Card) -> Tracker:
     )
 
 
-def to_trackio(card: Card) -> Tracker:
+def to_trackio(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """Trackio, whose runs go by their names."""
     import trackio
 
-    name = card.id or card.name
-    trackio.init(PROJECT, name=name, config=flat(card.config), resume="allow" if card.id else "never")
+    name = known or config.run.name
+    trackio.init(PROJECT, name=name, config=flat(_plain(config)), resume="allow" if known else "never")
     return Tracker(name, lambda values, step: trackio.log(values, step=step), lambda _: trackio.finish())
 
 
-def to_tensorboard(card: Card) -> Tracker:
+def to_tensorboard(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """TensorBoard event files (extra `tensorboard`). Rows of an earlier attempt after `last_step` are purged."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: Any = SummaryWriter(str(card.folder / "tensorboard"), purge_step=card.last_step + 1)
+    writer: Any = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=last_step + 1)
 
     def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -103,7 +91,8 @@ def to_tensorboard(card: Card) -> Tracker:
     return Tracker("", log, lambda _: writer.close())
 
 
-TRACKERS: dict[str, Callable[[Card], Tracker]] = {
+# Each begins a run there, or goes on with the one whose id is `known`. `last_step`: where our run goes on, else 0.
+TRACKERS: dict[str, Callable[[RunConfig, str | None, int], Tracker]] = {
     "wandb": to_wandb, "mlflow": to_mlflow, "trackio": to_trackio, "tensorboard": to_tensorboard
 }  # fmt: skip
 _ADVICE = {
@@ -129,9 +118,8 @@ class TrackerSink:
         known = _read(ids).get(name) if last_step else None
         self._sent = logged if known else 0
         self._tracker: Tracker | None = None
-        card = Card(config.run.name, config.run_dir, config.model_dump(mode="json", by_alias=True), known, last_step)
         try:
-            self._tracker = TRACKERS[name](card)
+            self._tracker = TRACKERS[name](config, known, last_step)
         except Exception as error:
             if not last_step:
                 what = f"log.to names {name}, which does not start: {first_line(error)}"
@@ -167,6 +155,10 @@ class TrackerSink:
 def _read(ids: Path) -> dict[str, str]:
     """The id that each tracker gave to the run."""
     return json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
