@@ -70,7 +70,7 @@ class CheckpointManager:
     def save(self, config: RunConfig, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save, or save, after `step` steps; an earlier save is waited for."""
         self.report(step, wait=True)
-        self._log.look_at_folder()
+        self._log.folder.look(self._log.display.note)
         about = checkpoint.Metadata(
             step=step, state=state, agreement=self._agreement(config), config=config,
             tokenizer_dir=self._data.tokenizer_dir,
@@ -88,7 +88,7 @@ class CheckpointManager:
         self._under_way = None
         if self._stops_on_failure:
             self.failed = failure
-        self._log.note(f"step {step}: {failure.what}; training {'stops' if self.failed else 'goes on'}")
+        self._log.display.note(f"step {step}: {failure.what}; training {'stops' if self.failed else 'goes on'}")
         self._log.happened("save failed", step, failure.what)
 
     def finish(self) -> None:

@@ -1,8 +1,9 @@
 """What a person sees while a run trains: a live panel on a terminal, plain lines anywhere else.
 
-Both take the rows of `metrics.jsonl` as they are written. Only rank 0 opens one.
+Both take the rows of `metrics.jsonl` as they are written. Rank 0 opens one; nobody sees those of the others.
 """
 
+import io
 import sys
 import time
 from collections import deque
@@ -35,6 +36,11 @@ def open_display(*, total_steps: int, start: int = 0, console: Console | None = 
     console = console or Console(file=sys.stdout, highlight=False)
     is_live = console.is_terminal and not console.is_dumb_terminal
     return (LiveDisplay if is_live else PlainDisplay)(console, total_steps=total_steps, start=start)
+
+
+def unseen() -> "PlainDisplay":
+    """For ranks that do not speak."""
+    return PlainDisplay(Console(file=io.StringIO(), quiet=True), total_steps=sys.maxsize)
 
 
 class Pace:

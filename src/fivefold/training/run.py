@@ -187,7 +187,7 @@ class Trainer:
             if self._due(self.config.eval.every) and self.data.validation:
                 self.last_eval = self._evaluate(self.data.validation)
                 row["eval/loss"] = _finite(self.last_eval)
-                self.log.evaluated(self.step, self.last_eval)
+                self.log.display.evaluated(self.step, self.last_eval)
             self._write(row)
             self.log.events.tell("step", row)
             if "eval/loss" in row:
@@ -274,14 +274,14 @@ class Trainer:
             return
         self.skipped += 1
         what = "loss" if not math.isfinite(result.loss) else "gradient"
-        self.log.note(f"step {self.step}: the {what} is not finite; the update was skipped")
+        self.log.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
         self.log.happened("skipped", self.step, f"the {what} was not finite; the update was skipped")
 
     def _report_uncompiled(self) -> None:
         """Say it, once, when Dynamo has given up a block of this rank."""
         compiled = state_of(self.model).compiled
         for line in compiled.news() if compiled else ():
-            self.log.note(f"step {self.step}: {line}")
+            self.log.display.note(f"step {self.step}: {line}")
 
     def _stop_if_diverged(self) -> None:
         """Raise `RunFailed` when as many steps as that were skipped in a row."""
@@ -379,7 +379,8 @@ class Trainer:
 
     def _tell(self, why: str | None) -> None:
         """Where everything is, and what to type next."""
-        self.log.closing(lambda: header.closing_lines(self, why))
+        if self.world.is_first:  # which looks for files
+            self.log.display.closing(header.closing_lines(self, why))
 
 
 def _finite(number: float) -> float | None:

@@ -1,11 +1,11 @@
 """What a run tells of itself: the screen, the places of `log.to`, samples, its history, and Python callbacks.
 
-The first rank tells. On every other rank a `RunLog` is never opened, and its methods do nothing.
+The first rank tells. On every other rank a `RunLog` is never opened: nobody sees its display, and nothing is written.
 """
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,21 @@ from fivefold.core.json_lines import JsonLines, Row
 from fivefold.launch.events import Events, Listener
 from fivefold.launch.folder import LOCK, FolderLock, last_logged_step
 from fivefold.training import record
-from fivefold.training.display import Line, PlainDisplay, open_display
+from fivefold.training.display import Line, open_display, unseen
 from fivefold.training.trackers import TRACKERS, TrackerSink
 
 
 class RunLog:
-    """`events`: where Python callbacks are told. `seconds_before`: what earlier starts of this run took, up to the step
-    that this one goes on from."""
+    """`display`: the screen. `events`: where Python callbacks are told. `folder`: where all is written.
+
+    `seconds_before`: what earlier starts of this run took, up to the step that this one goes on from.
+    """
 
     def __init__(self, run_dir: Path, events: Events | None = None) -> None:
         self.events: Events = events or Listener()  # to which nobody listens
         self.folder = HeldFolder(run_dir)
         self.seconds_before = 0.0
-        self._display: PlainDisplay | None = None
+        self.display = unseen()
         self._sinks: list[JsonLines | TrackerSink] = []
         self._samples: JsonLines | None = None
         self._history: history.Log | None = None
@@ -44,9 +46,9 @@ class RunLog:
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: what the history
         keeps of this start."""
         replace(config.run_dir / "run.yaml", config.to_yaml().encode())
-        self._display = stack.enter_context(open_display(total_steps=total_steps, start=step))
-        self._display.header(lines)
-        logged, say = last_logged_step(config), self._display.note
+        self.display = stack.enter_context(open_display(total_steps=total_steps, start=step))
+        self.display.header(lines)
+        logged, say = last_logged_step(config), self.display.note
         trackers = [  # first: where one does not start, no row has been written
             TrackerSink(name, config, last_step=step, logged=logged, say=say)
             for name in TRACKERS
@@ -70,11 +72,6 @@ class RunLog:
             self._history.write("end", step, what="finished" if error is None else _how(error))
             self._history.close()
 
-    def note(self, text: str) -> None:
-        """Say something that needs attention."""
-        if self._display:
-            self._display.note(text)
-
     def happened(self, event: str, step: int, what: str) -> None:
         """Keep an event of this step in the history."""
         if self._history:
@@ -82,32 +79,16 @@ class RunLog:
 
     def row(self, row: Row) -> None:
         """Write and show a row of metrics."""
-        self.look_at_folder()
+        self.folder.look(self.display.note)
         for sink in self._sinks:
             sink.write(row)
-        if self._display:
-            self._display.step(row)
-
-    def evaluated(self, step: int, loss: float) -> None:
-        """Show a validation loss."""
-        if self._display:
-            self._display.evaluated(step, loss)
+        self.display.step(row)
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
         """Write and show a sample."""
-        if self._display and self._samples:
+        if self._samples:
             self._samples.write({"step": step, "prompt": prompt, "text": text})
-            self._display.sampled(step, prompt, text)
-
-    def look_at_folder(self) -> None:
-        """Make the run folder again where someone removed it."""
-        if self._display:
-            self.folder.look(self.note)
-
-    def closing(self, lines: Callable[[], Sequence[Line]]) -> None:
-        """Say where everything is, and what to type next; `lines` is asked where it is said, for it looks for files."""
-        if self._display:
-            self._display.closing(lines())
+        self.display.sampled(step, prompt, text)
 
 
 def _close_sink(sink: JsonLines | TrackerSink | None, kind: type[BaseException] | None, *_: object) -> None:
