@@ -33,9 +33,9 @@ from fivefold.models.discover import facts_of
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.state import state_of
-from fivefold.training import checks, flops, header, preflight, record, schedule
+from fivefold.training import checks, flops, header, metrics, preflight, record, schedule
 from fivefold.training.checkpoints import CheckpointManager, Resumed
-from fivefold.training.memory import PeakMemory
+from fivefold.training.metrics import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.run_log import RunLog
@@ -183,10 +183,10 @@ class Trainer:
             self._count_skipped(result)
             self._report_uncompiled()
             self.keeper.report(self.step)
-            row = self._row(result, rate, seconds, waited)
+            row = metrics.row(self, result, rate, seconds=seconds, waited=waited)
             if self._due(self.config.eval.every) and self.data.validation:
                 self.last_eval = self._evaluate(self.data.validation)
-                row["eval/loss"] = _finite(self.last_eval)
+                row["eval/loss"] = metrics.finite(self.last_eval)
                 self.log.display.evaluated(self.step, self.last_eval)
             self._write(row)
             self.log.events.tell("step", row)
@@ -315,28 +315,6 @@ class Trainer:
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
-    def _row(self, result: StepResult, rate: float, seconds: float, waited: float) -> dict[str, Any]:
-        tokens_per_second = result.tokens / seconds
-        flops_done = self.costs.per_token * result.tokens + self.costs.per_squared_length * result.squared_lengths
-        tflops = flops_done / seconds / self.world.size / 1e12
-        peak = self.peak_tflops
-        return {
-            "step": self.step,
-            "train/loss": _finite(result.loss),
-            "train/grad_norm": _finite(result.grad_norm),
-            "train/learning_rate": rate,
-            "train/tokens_seen": self.tokens_seen,
-            "train/skipped_steps": self.skipped,
-            "perf/tokens_per_second": tokens_per_second,
-            "perf/tokens_per_second_per_device": tokens_per_second / self.world.size,
-            "perf/tflops_per_device": tflops,
-            "perf/mfu_pct": 100 * tflops / peak if peak else None,
-            "perf/step_seconds": seconds,
-            "perf/data_wait_pct": 100 * waited / seconds,
-            "perf/elapsed_seconds": self.log.seconds_before + time.monotonic() - self.began,
-            **({} if result.balance is None else result.balance.metrics()),
-        }
-
     @cached_property
     def peak_tflops(self) -> float | None:
         return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
@@ -344,17 +322,8 @@ class Trainer:
     def _write(self, row: dict[str, Any]) -> None:
         if not self._due(self.config.log.every) and "eval/loss" not in row:
             return
-        row |= self._peak_memory()
+        row |= self.memory.over_ranks()
         self.log.row(row)
-
-    def _peak_memory(self) -> dict[str, float | None]:
-        """The largest peaks over ranks, GiB."""
-        mine = {"memory/peak_gib": self.memory.gib}
-        if self.memory.reserved_gib is not None:
-            mine["memory/peak_reserved_gib"] = self.memory.reserved_gib
-        peaks = torch.tensor([-1.0 if each is None else each for each in mine.values()], device=self.world.device)
-        dist.all_reduce(peaks, dist.ReduceOp.MAX)
-        return {name: None if peak < 0 else peak for name, peak in zip(mine, peaks.tolist(), strict=True)}
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
@@ -381,8 +350,3 @@ class Trainer:
         """Where everything is, and what to type next."""
         if self.world.is_first:  # which looks for files
             self.log.display.closing(header.closing_lines(self, why))
-
-
-def _finite(number: float) -> float | None:
-    """JSON has no infinities: they become null."""
-    return number if math.isfinite(number) else None
