@@ -12,7 +12,6 @@ from fivefold.parallel.state import state_of
 from fivefold.training import schedule
 
 if TYPE_CHECKING:
-    from fivefold.config import RunConfig
     from fivefold.training.checkpoints import Resumed
     from fivefold.training.run import Trainer
 
@@ -97,7 +96,7 @@ def closing_lines(job: "Trainer", why: str | None) -> list[tuple[str, str]]:
     ]
 
 
-def next_commands(config: "RunConfig", *, step: int, total_steps: int) -> list[str]:
+def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str]:
     """What to type after a run, or after it was stopped: each line can be pasted into a shell."""
     run = quote(str(config.run_dir))
     prompt = next((each for each in config.sample.prompts if each.isprintable()), "The")
