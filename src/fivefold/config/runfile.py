@@ -22,6 +22,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID, Layout
 from fivefold.core.nearby import is_run, run_files, runs
 from fivefold.core.plain_yaml import Path as Path_
+from fivefold.core.text import shortened
 
 COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"
@@ -329,5 +330,4 @@ def _help_of(name: str, keys: Iterable[Key]) -> str | None:
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         return "a section"
-    text = "empty" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "empty" if value is None else shortened(repr(value), 60)

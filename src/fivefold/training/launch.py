@@ -5,7 +5,7 @@ The data is prepared here, before any process group exists, so that nobody waits
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from fivefold.launch.model import check_model
 from fivefold.launch.processes import Workers
 from fivefold.launch.worker import execute
 from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count
-from fivefold.launch.world import World, device_kind, find_world, join
+from fivefold.launch.world import device_kind, find_world, join
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,87 +46,66 @@ def run(
     with one_voice(world):
         config = load_config(path, overrides)
         check_supported(config)
-        is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
+        workers = _workers(config, nproc) if world is None else world.size
+        if nproc not in (None, workers):
+            raise UserError(f"--nproc is {nproc}, but {workers} workers started", fix="leave --nproc out")
+        layout = config.layout.resolve(workers)
+        check_model(config, layout=layout)
+        if prove and world is None:
+            prove(config, layout)
+    is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
     if world is None:
-        return _run_here(config, is_fresh=is_fresh, nproc=nproc, prove=prove, listener=listener)
-    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc, prove=prove, listener=listener)
+        with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
+            _prepare(config, show=True)
+            return _start(claim_fresh(config) if is_fresh else config, crew, listener)
+    with one_voice(world):
+        _prepare(config, show=world.is_first)
+    from fivefold import checkpoint  # imports torch
+
+    here = find_world(config.train.device) or world
+    with join(here), said_once(here):
+        if is_fresh:
+            config = named(config, checkpoint.on_first_rank(lambda: claim_fresh(config).run.name))
+        checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
+        if prove:
+            prove(config, layout)
+        execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
+    return config.run_dir
 
 
-def _run_here(
-    config: RunConfig, *, is_fresh: bool, nproc: int | None, prove: Prove | None, listener: Listener | None
-) -> Path:
+def _workers(config: RunConfig, nproc: int | None) -> int:
+    """How many to start."""
     kind = device_kind(config.train.device)
-    workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
-    layout = config.layout.resolve(workers)
-    check_model(config, layout=layout)
-    if prove:
-        prove(config, layout)
-    with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
-        _prepare(config, show=True)
-        config = claim_fresh(config) if is_fresh else config
-        print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
-        logs, patience = open_folder(config), config.train.collective_timeout
-        with following(listener, logs) as told:
-            request = {"config": config.to_yaml(), "device": kind, "may_be_unseen": True, **told}
-            with_restarts(
-                lambda: start_workers(crew, request, logs=logs, patience=patience),
-                most=config.train.max_restarts,
-                steps=lambda: (last_logged_step(config), last_saved_step(config)),
-                say=partial(_tell_restart, config),
-            )
+    return worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
+
+
+def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:
+    """Start workers on this machine, and again as long as that helps."""
+    kind = device_kind(config.train.device)
+    print(f"starting {crew.count} worker{'s' if crew.count > 1 else ''} on {kind} ...", flush=True)
+    logs, patience = open_folder(config), config.train.collective_timeout
+    with following(listener, logs) as told:
+        request = {"config": config.to_yaml(), "device": kind, "may_be_unseen": True, **told}
+        with_restarts(
+            lambda: start_workers(crew, request, logs=logs, patience=patience),
+            most=config.train.max_restarts,
+            steps=lambda: (last_logged_step(config), last_saved_step(config)),
+            say=partial(_tell_restart, config),
+        )
     return config.run_dir
 
 
 def _tell_restart(config: RunConfig, text: str) -> None:
     """On the screen, and in the run's history."""
     say(text)
-    with history.opened(config.run_dir, say) as log:
+    with closing(history.Log(config.run_dir, say)) as log:
         log.write("died", last_logged_step(config), what=text)
-
-
-def _run_inside(
-    config: RunConfig,
-    world: World,
-    *,
-    is_fresh: bool,
-    nproc: int | None,
-    prove: Prove | None,
-    listener: Listener | None,
-) -> Path:
-    """This process is one of the workers already."""
-    with one_voice(world):
-        if nproc is not None and nproc != world.size:
-            raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
-        layout = config.layout.resolve(world.size)
-        check_model(config, layout=layout)
-        _prepare(config, show=world.is_first)
-    from fivefold import checkpoint  # imports torch
-
-    here = find_world(config.train.device) or world
-    with join(here):
-        config = _agreed_name(config, here) if is_fresh else config
-        with said_once(here):
-            checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
-            if prove:
-                prove(config, layout)
-            execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
-    return config.run_dir
-
-
-def _agreed_name(config: RunConfig, world: World) -> RunConfig:
-    """Rank 0 claims a fresh run folder and tells the others its name."""
-    from fivefold.parallel import plain
-
-    return named(config, plain.of_first(claim_fresh(config).run.name if world.is_first else ""))
 
 
 def _prepare(config: RunConfig, *, show: bool) -> None:
     from fivefold.data import prepare
 
-    if not show:
-        prepare(config)
-        return
-    with preparing() as progress:
+    with preparing() if show else nullcontext() as progress:
         prepare(config, progress=progress)
 
 
