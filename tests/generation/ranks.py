@@ -14,7 +14,7 @@ from fivefold.generation.run import generate
 from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, total
 from fivefold.parallel.recorder import record

@@ -18,11 +18,11 @@ from fivefold.checkpoint import export
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import build_meta, check_lengths
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.build import build_meta
+from fivefold.models.forwards import check_lengths
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
-from fivefold.models.sources import RandomInit, SafetensorsFolder, read_full, stored_tensors
+from fivefold.models.sources import ModelTensors, RandomInit, SafetensorsFolder, read_full, stored_tensors
 from fivefold.models.trace import trace
 from fivefold.parallel.apply import parallelize
 from fivefold.training.model import build_model

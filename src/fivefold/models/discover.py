@@ -31,7 +31,8 @@ from fivefold.models.facts import (
 )
 from fivefold.models.facts_store import about_code, facts_file, read_facts, write_facts
 from fivefold.models.partition import derive
-from fivefold.models.trace import BlockTrace, Untraceable, trace
+from fivefold.models.record import BlockTrace, Untraceable
+from fivefold.models.trace import trace
 
 _KNOWN: dict[str, ModelFacts] = {}  # by key: what this process has found or read
 _TRACED = 2  # layers of those that are alike

@@ -287,7 +287,7 @@ class ModelFacts:
     `looked_into`: embeddings whose weights the model reads directly, not through the module.
     `in_tuples`: layers that return their hidden states in a tuple.
     `carried`: why layers pass more than hidden states to each other, or None. Pipelines are then refused.
-    `padding`: the padding token of a model that counts positions from it (`positions.py`), else None.
+    `padding`: the padding token of a model that counts positions from it (`forwards.py`), else None.
     `router_buffers`: buffers that are trained without a gradient -> shape.
     `costs`, `kinds`: the cost of each kind of layer; the kind of each layer, as an index into `costs`.
     `outside`: linears outside of the layers, the head included.
@@ -323,8 +323,8 @@ class ModelFacts:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of the vocabulary."""
-        return self.parameters[f"{self.anatomy.embedding}.weight"].shape[0]
+        """Rows of the embedding: every token that can be given. (Mllama's head makes logits of 8 less.)"""
+        return self.parameters[self.anatomy.embedding_weight].shape[0]
 
     @property
     def layer_costs(self) -> tuple[LayerCost, ...]:

@@ -34,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError, first_line
 from fivefold.models.merged import Piece, merged
-from fivefold.torch_internals import TorchDispatchMode
+from fivefold.torch_internals import Dispatch
 
 # How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
 PLAN_STYLES: Mapping[str, str] = {
@@ -381,8 +381,7 @@ def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
     on the CPU; not those that they draw, or leave without values (these never take memory)."""
     builds = []
     for seed in (0, 1):
-        empty_on_meta = _EmptyOnMeta()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), empty_on_meta:
+        with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), Dispatch(_empty_on_meta):
             torch.manual_seed(seed)
             model = _again(like)
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -391,14 +390,13 @@ def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: values for name, values in one.items() if name in other and torch.equal(values, other[name])}
 
 
-class _EmptyOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, memory that is asked for without values is on the meta device."""
+_EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
 
-    _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        device = {"device": torch.device("meta")} if func._schema.name in self._EMPTY else {}
-        return func(*args, **{**(kwargs or {}), **device})
+def _empty_on_meta(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Memory that is asked for without values is on the meta device."""
+    device = {"device": torch.device("meta")} if operator._schema.name in _EMPTY else {}
+    return operator(*args, **{**kwargs, **device})
 
 
 def initialise_again(model: PreTrainedModel) -> None:

@@ -1,4 +1,7 @@
-"""Where weights come from: drawn, or read from safetensors; in both cases only the region that is asked for."""
+"""Where weights come from: a model that has them, the recipe of its initialisation, or safetensors.
+
+Only the region that is asked for is drawn or read.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -51,6 +54,27 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of the model holds: parameters (tied ones under one name) and persistent buffers."""
     kept = model.state_dict(keep_vars=True)
     return {name: kept[name] for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in kept}
+
+
+class ModelTensors:
+    """The parameters of `model` as they are now, and what its routers keep; the model itself may be cut and sharded
+    afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._tensors |= {name: model.get_buffer(name).clone() for name in router_buffers(model)}
+
+    def names(self) -> set[str]:
+        """Parameter names; tied parameters once."""
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Whole shape of parameter `name`."""
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """The values of `region` (one slice per dimension), a view."""
+        return self._tensors[name][region]
 
 
 class RandomInit:

@@ -32,7 +32,7 @@ def generate(
 
     def read() -> Tensor:
         ids = _prompt_ids(prompt, tokenizer, ends)
-        vocabulary = model.fivefold.plan.shards[f"{model.fivefold.plan.anatomy.embedding}.weight"].shape[0]
+        vocabulary = model.fivefold.plan.facts.vocabulary
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise UserError(f"the prompt has tokens outside of the model's vocabulary of {vocabulary}", more=READ_MORE)
         for name, value, least in (

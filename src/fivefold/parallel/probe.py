@@ -19,8 +19,8 @@ from fivefold.data.batch import IGNORE
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta
-from fivefold.models.in_memory import ModelTensors
 from fivefold.models.recipe import buffer_values
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel import passes, plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.forward import LossInputs

@@ -40,10 +40,7 @@ def micro_batches(
     cannot be read on one, and where ranks of one data rank were given different batches.
     """
     state = state_of(model)
-    vocabulary, logits = (
-        state.plan.shards[name].shape[0] for name in (f"{state.plan.anatomy.embedding}.weight", state.plan.head_weight)
-    )
-    multiple = state.plan.layout.row_multiple
+    plan = state.plan
 
     def read() -> list[MicroBatch]:
         each = [batch] if isinstance(batch, Mapping) else batch
@@ -51,17 +48,17 @@ def micro_batches(
             raise _refusal(f"the batch is a {type(batch).__name__}", "pass a dict of tensors, or a list of such dicts")
         also()
         options: Any = {
-            "row_multiple": multiple,
-            "vocabulary": vocabulary,
-            "logits": logits,
+            "row_multiple": plan.layout.row_multiple,
+            "vocabulary": plan.facts.vocabulary,
+            "logits": plan.shards[plan.head_weight].shape[0],
             "needs_labels": needs_labels,
+            "reads_mask": _reads_mask(model),
         }
-        options["reads_mask"] = _reads_mask(model)
         return [micro_batch(one, **options) for one in each]
 
     own, error = _tried(read)
     most = _agree(state, own or [], error)
-    return (own or []) + [_nothing(multiple)] * (most - len(own or []))
+    return (own or []) + [_nothing(plan.layout.row_multiple)] * (most - len(own or []))
 
 
 def micro_batch(
