@@ -215,7 +215,7 @@ def test_the_operator_keeps_the_rules_of_custom_operators():
     ids=str,
 )
 def test_the_fused_kernel_serves_what_it_can(rule, longest, kernel):
-    assert packed._kernel(torch.empty(1, 6, 9, 8), rule, longest) == kernel
+    assert kernels.serving(torch.empty(1, 6, 9, 8), rule, longest - 1) == kernel
 
 
 @pytest.mark.parametrize("edges", [[0, 13], [0, 5, 26], [1, 13, 26]])

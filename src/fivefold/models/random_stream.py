@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 Words = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.float32]
@@ -88,7 +89,7 @@ class RandomStream:
     name: str
     shape: tuple[int, ...]
 
-    def draw(self, region: Region, distribution: Distribution) -> torch.Tensor:
+    def draw(self, region: Region, distribution: Distribution) -> Tensor:
         """The fp32 values of `region` (one slice of step 1 per dim), in blocks: temporaries stay below 64 MiB."""
         bounds = [piece.indices(size)[:2] for piece, size in zip(region, self.shape, strict=True)]
         result = np.empty([max(stop - start, 0) for start, stop in bounds], dtype=np.float32)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.core.errors import UserError
@@ -30,7 +30,7 @@ class Constant:
 class Copy:
     """Values computed by the model itself (rotary frequencies)."""
 
-    values: torch.Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def check_drawable(recipe: Recipe, names: Iterable[str]) -> None:
 
 def draw(
     ops: Iterable[Op], name: str, *, seed: int, shape: Sequence[int], region: Region, dtype: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """The values of `region` of the parameter `name` of global `shape`; random ones are drawn in fp32, then cast."""
     bounds = [piece.indices(size)[:2] for piece, size in zip(region, shape, strict=True)]
     values = torch.empty([stop - start for start, stop in bounds], dtype=dtype)
@@ -106,7 +106,7 @@ def draw(
     return values
 
 
-def buffer_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def buffer_values(model: PreTrainedModel) -> dict[str, Tensor]:
     """The values of every buffer of a model on meta, computed by the model's own initialisation."""
     recipe, buffers = read_recipe(model), dict(model.named_buffers())
     check_drawable(recipe, buffers)
@@ -123,7 +123,7 @@ def buffer_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Those buffers that a folder of the model holds beside its parameters; few models have any."""
     stored = model.state_dict()
     if not any(name in stored for name, _ in model.named_buffers()):
@@ -131,7 +131,7 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: values for name, values in buffer_values(model).items() if name in stored}
 
 
-def _values(op: Op, bounds: Sequence[tuple[int, int]], stream: RandomStream) -> torch.Tensor:
+def _values(op: Op, bounds: Sequence[tuple[int, int]], stream: RandomStream) -> Tensor:
     """What `op` gives inside `bounds`, which lie in its region."""
     if isinstance(op.fill, Constant):
         return torch.tensor(op.fill.value, dtype=torch.float64)
@@ -153,20 +153,20 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owners: dict[int, tuple[str, torch.Tensor]] = {}
+        self._owners: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.device.type != "meta":
                 raise UserError(f"{name} is not on the meta device; initialising it again would erase it")
             self._owners[storage_key(tensor)] = (name, tensor)
         self.ops: dict[str, list[Op]] = {name: [] for name, _ in self._owners.values()}
-        self._numbers: list[tuple[torch.Tensor, float]] = []  # tensors on meta, and the number that each was made from
+        self._numbers: list[tuple[Tensor, float]] = []  # tensors on meta, and the number that each was made from
 
     def receive(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record one call of an initialiser."""
         translate = _TRANSLATIONS.get(function)
         self._record(args[0], translate(*args, **kwargs) if translate else Unknown(function))
 
-    def _record(self, target: torch.Tensor, fill: Fill) -> None:
+    def _record(self, target: Tensor, fill: Fill) -> None:
         """Later ops overwrite earlier ones, so one over the whole tensor starts its recipe anew."""
         if (owner := self._owners.get(storage_key(target))) is None:
             return
@@ -180,7 +180,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
-        if func._schema.is_mutable and isinstance(target, torch.Tensor) and storage_key(target) in self._owners:
+        if func._schema.is_mutable and isinstance(target, Tensor) and storage_key(target) in self._owners:
             self._record(target, self._written(func, target, args[1:]))
             return target
         made = func(*args, **(kwargs or {}))
@@ -188,10 +188,10 @@ class _Recorder(TorchDispatchMode):
             self._numbers.append((made, float(args[0])))
         return made
 
-    def _written(self, func: Any, target: torch.Tensor, args: Sequence[Any]) -> Fill:
+    def _written(self, func: Any, target: Tensor, args: Sequence[Any]) -> Fill:
         """What an operator that is no initialiser writes."""
         operator, source = func._overloadpacket, args[0] if args else 0.0
-        if operator is torch.ops.aten.copy_ and isinstance(source, torch.Tensor):
+        if operator is torch.ops.aten.copy_ and isinstance(source, Tensor):
             number = next((value for made, value in self._numbers if made is source), None)
             return _copy(target, source) if number is None else Constant(number)
         if operator in (torch.ops.aten.fill_, torch.ops.aten.zero_) and isinstance(source, int | float):
@@ -199,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         return Unknown(f"{func} outside of an initialiser")
 
 
-def _region(view: torch.Tensor, whole: torch.Tensor) -> Region | None:
+def _region(view: Tensor, whole: Tensor) -> Region | None:
     """Which region of `whole` (contiguous) `view` is, a selected dim as a slice of length 1; None if it is none."""
     offset, left = int(view.storage_offset()), list(zip(view.shape, view.stride(), strict=True))
     region = []
@@ -215,11 +215,11 @@ def _region(view: torch.Tensor, whole: torch.Tensor) -> Region | None:
 # What each initialiser draws. The fans of the variance-scaling ones come from the tensor that it was given, whole. ----
 
 
-def _xavier(tensor: torch.Tensor, gain: float) -> float:
+def _xavier(tensor: Tensor, gain: float) -> float:
     return gain * math.sqrt(2.0 / sum(fans(tensor)))
 
 
-def _kaiming(tensor: torch.Tensor, a: float, mode: str, nonlinearity: str) -> float:
+def _kaiming(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> float:
     fan_in, fan_out = fans(tensor)
     gain = nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]
     return float(gain) / math.sqrt(fan_in if mode == "fan_in" else fan_out)
@@ -230,53 +230,45 @@ def _symmetric(std: float) -> Uniform:
     return Uniform(-math.sqrt(3.0) * std, math.sqrt(3.0) * std)
 
 
-def _uniform(tensor: torch.Tensor, a: float = 0.0, b: float = 1.0, generator: None = None) -> Uniform:
+def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: None = None) -> Uniform:
     return Uniform(a, b)
 
 
-def _normal(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: None = None) -> Normal:
+def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: None = None) -> Normal:
     return Normal(mean, std)
 
 
 def _trunc_normal(
-    tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: None = None
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: None = None
 ) -> TruncatedNormal:
     return TruncatedNormal(mean, std, a, b)
 
 
-def _xavier_uniform(tensor: torch.Tensor, gain: float = 1.0, generator: None = None) -> Uniform:
+def _xavier_uniform(tensor: Tensor, gain: float = 1.0, generator: None = None) -> Uniform:
     return _symmetric(_xavier(tensor, gain))
 
 
-def _xavier_normal(tensor: torch.Tensor, gain: float = 1.0, generator: None = None) -> Normal:
+def _xavier_normal(tensor: Tensor, gain: float = 1.0, generator: None = None) -> Normal:
     return Normal(0.0, _xavier(tensor, gain))
 
 
 def _kaiming_uniform(
-    tensor: torch.Tensor,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: None = None,
+    tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: None = None
 ) -> Uniform:
     return _symmetric(_kaiming(tensor, a, mode, nonlinearity))
 
 
 def _kaiming_normal(
-    tensor: torch.Tensor,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: None = None,
+    tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: None = None
 ) -> Normal:
     return Normal(0.0, _kaiming(tensor, a, mode, nonlinearity))
 
 
-def _constant(tensor: torch.Tensor, val: float) -> Constant:
+def _constant(tensor: Tensor, val: float) -> Constant:
     return Constant(float(val))
 
 
-def _copy(tensor: torch.Tensor, other: torch.Tensor) -> Copy | Unknown:
+def _copy(tensor: Tensor, other: Tensor) -> Copy | Unknown:
     if other.device.type == "meta":
         return Unknown("a copy of values that were computed on the meta device")
     return Copy(other.detach().clone().expand(tensor.shape))

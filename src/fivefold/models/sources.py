@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.core import safetensors_header, strict_json
@@ -40,17 +40,17 @@ class TensorSource(Protocol):
         """The global shape."""
         ...
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         """The values of `region`, one slice of step 1 per dim; nothing else is drawn or read."""
         ...
 
 
-def read_full(source: TensorSource, name: str) -> torch.Tensor:
+def read_full(source: TensorSource, name: str) -> Tensor:
     """All of a tensor."""
     return source.read(name, tuple(slice(0, size) for size in source.shape(name)))
 
 
-def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of the model holds: parameters (tied ones under one name) and persistent buffers."""
     kept = model.state_dict(keep_vars=True)
     return {name: kept[name] for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in kept}
@@ -72,7 +72,7 @@ class ModelTensors:
         """Whole shape of parameter `name`."""
         return tuple(self._tensors[name].shape)
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         """The values of `region` (one slice per dimension), a view."""
         return self._tensors[name][region]
 
@@ -98,7 +98,7 @@ class RandomInit:
         """See `TensorSource`."""
         return self._stored[name][0]
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
         shape, dtype = self._stored[name]
         return recipes.draw(self._recipe[name], name, seed=self._seed, shape=shape, region=region, dtype=dtype)
@@ -148,7 +148,7 @@ class SafetensorsFolder:
         """See `TensorSource`."""
         return self._shapes[name]
 
-    def _check_buffers(self, computed: Mapping[str, torch.Tensor]) -> None:
+    def _check_buffers(self, computed: Mapping[str, Tensor]) -> None:
         """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
         for name, values in computed.items():
             if name in self._trained:
@@ -157,7 +157,7 @@ class SafetensorsFolder:
             if not torch.equal(found, values.to(found.dtype)):
                 raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
         if name in self._merged:
             pieces = self._merged[name]
@@ -168,7 +168,7 @@ class SafetensorsFolder:
         with _open(self._files[name]) as file:
             return self._read(name, region, {self._files[name]: file})
 
-    def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> torch.Tensor:
+    def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> Tensor:
         file = files[self._files[name]]
         if not region:
             return torch.as_tensor(file.get_tensor(self._stored[name]))
@@ -270,9 +270,7 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], expected: 
         )
 
 
-def _check_types(
-    folder: Path, found: Mapping[str, safetensors_header.Entry], expected: Mapping[str, torch.Tensor]
-) -> None:
+def _check_types(folder: Path, found: Mapping[str, safetensors_header.Entry], expected: Mapping[str, Tensor]) -> None:
     floats = [name for name, tensor in expected.items() if tensor.is_floating_point()]
     wrong = [name for name in floats if found[name].dtype not in ("F64", "F32", "F16", "BF16")]
     if wrong:
