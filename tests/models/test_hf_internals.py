@@ -106,7 +106,7 @@ def test_contract_initialisation(case):
     """The model initialises every parameter and buffer through functions that can be intercepted and drawn."""
     model = build_meta(hf_config(case))
     calls = set()
-    with hf_internals.intercepted_initialisers(lambda name, args, kwargs: calls.add(name)):
+    with hf_internals.intercepted_initialisers(lambda name, _: calls.add(name)):
         hf_internals.initialise_again(model)
     assert {"normal_"} < calls
     recipe = read_recipe(model)

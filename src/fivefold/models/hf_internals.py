@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -337,21 +338,25 @@ def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
 
 
 @contextmanager
-def intercepted_initialisers(receive: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Every initialiser called inside is passed to `receive(name, args, kwargs)` and is not run."""
+def intercepted_initialisers(receive: Callable[[str, Mapping[str, Any]], None]) -> Iterator[None]:
+    """Every initialiser called inside is passed to `receive(name, its arguments by name)` and is not run."""
 
-    def stand_in(name: str) -> Callable[..., torch.Tensor]:
-        def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            receive(name, (tensor, *args), kwargs)
-            return tensor
+    def stand_in(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        parameters = signature(function)
+
+        def initialise(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parameters.bind(*args, **kwargs)
+            given.apply_defaults()
+            receive(name, given.arguments)
+            return cast(torch.Tensor, given.arguments["tensor"])
 
         return initialise
 
     places = [(space, name) for space in (hf_initialization, nn.init) for name in INITIALISERS]
     originals = [(space, name, getattr(space, name)) for space, name in places if hasattr(space, name)]
     try:
-        for space, name, _ in originals:
-            setattr(space, name, stand_in(name))
+        for space, name, function in originals:
+            setattr(space, name, stand_in(name, function))
         yield
     finally:
         for space, name, function in originals:

@@ -19,7 +19,7 @@ from fivefold.core.errors import UserError
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
 from fivefold.models.experts import router_buffers
-from fivefold.models.random_stream import Region
+from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Buffers that old exports saved and every model computes for itself.
@@ -47,7 +47,7 @@ class TensorSource(Protocol):
 
 def read_full(source: TensorSource, name: str) -> Tensor:
     """All of a tensor."""
-    return source.read(name, tuple(slice(0, size) for size in source.shape(name)))
+    return source.read(name, whole(source.shape(name)))
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
