@@ -4,7 +4,6 @@
 pipeline and `fivefold doctor` are computed from them alone. No torch here, and nothing here knows a layout.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property
@@ -347,21 +346,6 @@ class ModelFacts:
             raise ValueError("layers differ")
         more = [layer for layer in layers if layer not in own]
 
-        def named(name: str) -> list[str]:
-            """The name itself, and where it is in the last layer, those in the layers after it."""
-            is_last = name == last or is_within(name, [last])
-            return [name, *(layer + name.removeprefix(last) for layer in more)] if is_last else [name]
-
-        def every(values: Mapping[str, Any]) -> dict[str, Any]:
-            by_layer = [[(each, value) for each in named(name)] for name, value in values.items()]
-            inside = [each for each in by_layer if len(each) > 1]
-            after = [pair for layer in zip(*(each[1:] for each in inside), strict=True) for pair in layer]
-            found: dict[str, Any] = {}
-            at = max((at for at, each in enumerate(by_layer) if len(each) > 1), default=-1)
-            for place, each in enumerate(by_layer):
-                found |= dict(each[:1]) | (dict(after) if place == at else {})
-            return found
-
         def moved(value: Any, layer: str) -> Any:
             """A value of the last layer as that of another."""
             if isinstance(value, str):
@@ -372,46 +356,40 @@ class ModelFacts:
                 return replace(value, **{each.name: moved(getattr(value, each.name), layer) for each in fields(value)})
             return value
 
-        def repeated(values: Sequence[Any]) -> tuple[Any, ...]:
-            of_last = [value for value in values if moved(value, "?") != value]
-            return (*values, *(moved(value, layer) for layer in more for value in of_last))
+        def repeated(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            """The same in order; behind those of the last layer, those of the layers after it."""
+            of_last = [at for at, value in enumerate(values) if moved(value, "?") != value]
+            stop = max(of_last, default=-1) + 1
+            return (*values[:stop], *(moved(values[at], layer) for layer in more for at in of_last), *values[stop:])
 
-        partition = replace(
-            self.partition,
-            roles=every(self.partition.roles),
-            tp_blocks=repeated(self.partition.tp_blocks),
-            across=every(self.partition.across),
-        )
-        return replace(
-            self,
-            anatomy=replace(self.anatomy, layers=tuple(layers)),
-            parameters=every(self.parameters),
-            partition=partition,
-            experts=repeated(self.experts),
-            attends=every(self.attends),
-            forgetful=repeated(self.forgetful),
-            in_tuples=tuple(sorted(repeated(self.in_tuples))),
-            router_buffers=every(self.router_buffers),
-            kinds=self.kinds[:1] * len(layers),
-        )
+        def deeper(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return dict(repeated(tuple(value.items())))
+            if isinstance(value, tuple):
+                return repeated(value)
+            if is_dataclass(value) and not isinstance(value, type):
+                return replace(value, **{each.name: deeper(getattr(value, each.name)) for each in fields(value)})
+            return value
 
-    def to_json(self) -> str:
-        """As text. Roles, of which a model has few that differ, stand once each with the parameters that have them."""
-        value = _encoded(self)
+        return replace(deeper(self), kinds=self.kinds[:1] * len(layers))
+
+    def to_json(self) -> dict[str, Any]:
+        """As values that JSON knows. Roles, of which a model has few that differ, stand once each with the parameters
+        that have them."""
+        value: dict[str, Any] = _encoded(self)
         of_role: dict[Role, list[str]] = {}
         for name, role in self.partition.roles.items():
             of_role.setdefault(role, []).append(name)
         value["partition"]["roles"] = [[_encoded(role), names] for role, names in of_role.items()]
-        return json.dumps(value, separators=(",", ":"))
+        return value
 
     @classmethod
-    def from_json(cls, text: str) -> "ModelFacts":
-        """What `to_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
-        value = json.loads(text)
-        of_role = {name: at for at, (_, names) in enumerate(value["partition"]["roles"]) for name in names}
-        roles = [_decoded(Role, role) for role, _ in value["partition"]["roles"]]
-        value["partition"]["roles"] = {}
-        facts: ModelFacts = _decoded(cls, value)
+    def from_json(cls, value: dict[str, Any]) -> "ModelFacts":
+        """What `to_json` gave. Raises `ValueError`, `TypeError` or `LookupError` for anything else."""
+        partition = value["partition"]
+        of_role = {name: at for at, (_, names) in enumerate(partition["roles"]) for name in names}
+        roles = [_decoded(Role, role) for role, _ in partition["roles"]]
+        facts: ModelFacts = _decoded(cls, {**value, "partition": {**partition, "roles": {}}})
         ordered = {name: roles[of_role[name]] for name in facts.parameters if name in of_role}
         return replace(facts, partition=replace(facts.partition, roles=ordered))
 

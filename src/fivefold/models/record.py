@@ -160,7 +160,7 @@ class Trace:
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     forgetful: list[tuple[str, str]] = field(default_factory=list)
-    in_tuples: set[str] = field(default_factory=set)
+    in_tuples: list[str] = field(default_factory=list)
     carried: str | None = None
     streams: str | None = None
     entered: set[str] = field(default_factory=set)

@@ -334,7 +334,7 @@ class Recorder:
         self._block = None
         if isinstance(output, Tensor):
             return output.detach()
-        self._trace.in_tuples.add(layer)
+        self._trace.in_tuples.append(layer)
         if any(isinstance(each, Tensor) for each in output[1:]):
             self._trace.carried = self._trace.carried or f"{layer} gives more than hidden states"
         return tuple(each.detach() if isinstance(each, Tensor) else each for each in output)
