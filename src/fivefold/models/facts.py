@@ -371,7 +371,8 @@ class ModelFacts:
                 return replace(value, **{each.name: deeper(getattr(value, each.name)) for each in fields(value)})
             return value
 
-        return replace(deeper(self), kinds=self.kinds[:1] * len(layers))
+        facts: ModelFacts = deeper(self)
+        return replace(facts, kinds=self.kinds[:1] * len(layers))
 
     def to_json(self) -> dict[str, Any]:
         """As values that JSON knows. Roles, of which a model has few that differ, stand once each with the parameters
