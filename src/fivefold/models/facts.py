@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property
 from math import prod
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy, is_within
@@ -377,22 +378,30 @@ class ModelFacts:
     def to_json(self) -> dict[str, Any]:
         """As values that JSON knows. Roles, of which a model has few that differ, stand once each with the parameters
         that have them."""
-        value: dict[str, Any] = _encoded(self)
         of_role: dict[Role, list[str]] = {}
         for name, role in self.partition.roles.items():
             of_role.setdefault(role, []).append(name)
-        value["partition"]["roles"] = [[_encoded(role), names] for role, names in of_role.items()]
-        return value
+        facts, roles = _adapters()
+        without_roles = replace(self, partition=replace(self.partition, roles={}))
+        return {
+            "facts": facts.dump_python(without_roles, mode="json"),
+            "roles": roles.dump_python([*of_role.items()], mode="json"),
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "ModelFacts":
-        """What `to_json` gave. Raises `ValueError`, `TypeError` or `LookupError` for anything else."""
-        partition = value["partition"]
-        of_role = {name: at for at, (_, names) in enumerate(partition["roles"]) for name in names}
-        roles = [_decoded(Role, role) for role, _ in partition["roles"]]
-        facts: ModelFacts = _decoded(cls, {**value, "partition": {**partition, "roles": {}}})
-        ordered = {name: roles[of_role[name]] for name in facts.parameters if name in of_role}
-        return replace(facts, partition=replace(facts.partition, roles=ordered))
+        """What `to_json` gave. Raises `ValueError` or `LookupError` for anything else."""
+        facts, roles = _adapters()
+        found = facts.validate_python(value["facts"])
+        of_role = {name: role for role, names in roles.validate_python(value["roles"]) for name in names}
+        ordered = {name: of_role[name] for name in found.parameters if name in of_role}
+        return replace(found, partition=replace(found.partition, roles=ordered))
+
+
+@cache
+def _adapters() -> tuple[TypeAdapter[ModelFacts], TypeAdapter[list[tuple[Role, list[str]]]]]:
+    """Between values and what JSON knows: of facts, and of each role with the parameters that have it."""
+    return TypeAdapter(ModelFacts), TypeAdapter(list[tuple[Role, list[str]]])
 
 
 def type_of(facts: ModelFacts, layer: str) -> tuple[object, ...]:
@@ -400,40 +409,3 @@ def type_of(facts: ModelFacts, layer: str) -> tuple[object, ...]:
     inside = [(name, each) for name, each in facts.parameters.items() if is_within(name, [layer])]
     roles = facts.partition.roles
     return tuple((name.removeprefix(layer), each, roles.get(name)) for name, each in inside)
-
-
-def _encoded(value: Any) -> Any:
-    """A dataclass as what JSON knows."""
-    if is_dataclass(value):
-        return {each.name: _encoded(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _encoded(each) for key, each in value.items()}
-    return [_encoded(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _decoded(kind: Any, value: Any) -> Any:
-    """The value of a type that `_encoded` was given."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        if value.keys() != hints.keys():
-            raise ValueError(f"these are not the fields of {kind}")
-        return kind(**{name: _decoded(hints[name], each) for name, each in value.items()})
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
-        return tuple(_decoded(each, part) for each, part in zip(kinds, value, strict=True))
-    if origin in (Union, UnionType):
-        if value is None and NoneType in inner:
-            return None
-        others = [each for each in inner if each is not NoneType]
-        return _decoded(others[0], value) if len(others) == 1 else value
-    if isinstance(value, dict):
-        return {key: _decoded(inner[1], each) for key, each in value.items()}
-    if isinstance(value, list):
-        raise TypeError(f"a list is no {kind}")
-    return value
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)

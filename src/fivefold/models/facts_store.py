@@ -48,14 +48,14 @@ def read_facts(file: Path) -> ModelFacts | None:
     with suppress(ValueError, TypeError, LookupError, AttributeError):  # a `DamagedError`, or facts of other code
         kept = read_signed(file)
         if kept["name"] == file.name:
-            return ModelFacts.from_json(kept["facts"])
+            return ModelFacts.from_json(kept)
     return None
 
 
 def write_facts(file: Path, facts: ModelFacts) -> None:
     """Keep them. A cache that is read-only or full keeps nothing: nothing depends on it."""
     with suppress(UserError):
-        write_atomically(file, signed({"name": file.name, "facts": facts.to_json()}, indent=None))
+        write_atomically(file, signed({"name": file.name, **facts.to_json()}, indent=None))
 
 
 def about_code() -> list[str]:

@@ -272,24 +272,12 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
-def model_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, str]:
-    """{name in a file: name in the model} for `stored` names that `transformers` loads under another one: of older
-    classes, and of base models, which lack the prefix. What must be computed from several tensors is left out."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
-    known = model.state_dict()
-    found: dict[str, str] = {}
-    for name in sorted(set(stored) - set(known)):
-        renamed, converter = rename_source_key(name, renamings, converters, base_prefix(model), known)
-        if converter is None and renamed in known and renamed not in (*stored, *found.values()):
-            found[name] = renamed
-    return found
-
-
-def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, tuple[Piece, ...]]:
-    """{name in the model: the pieces of it under `stored` names} for tensors that `transformers` merges, expert by
-    expert, when it loads. What it computes in any other way is left out."""
+def names_in_model(
+    model: PreTrainedModel, stored: Collection[str]
+) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+    """How `transformers` loads tensors that have other names in a file than in the model: ({`stored` name: name in the
+    model} where it renames, as of older classes and of base models, which lack the prefix; {name in the model: its
+    pieces} where it merges, expert by expert). What it computes in any other way is left out."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -300,14 +288,17 @@ def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, t
         for index, pattern in enumerate(each.source_patterns)
     }
     known = model.state_dict()
-    found = []
+    renamed: dict[str, str] = {}
+    pieces = []
     for name in sorted(set(stored) - set(known)):
-        renamed, pattern = rename_source_key(name, renamings, converters, base_prefix(model), known)
-        if pattern in patterns and renamed in known:
-            number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
-            if number:
-                found.append((renamed, Piece(name, int(number[1]), *patterns[pattern])))
-    return merged(found)
+        own, pattern = rename_source_key(name, renamings, converters, base_prefix(model), known)
+        if own not in known:
+            continue
+        if pattern is None and own not in stored and own not in renamed.values():
+            renamed[name] = own
+        if pattern in patterns and (number := re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)):
+            pieces.append((own, Piece(name, int(number[1]), *patterns[pattern])))
+    return renamed, merged(pieces)
 
 
 def _merges(converter: WeightConverter) -> bool:
@@ -319,7 +310,7 @@ def _merges(converter: WeightConverter) -> bool:
 
 def saved_pieces(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
     """{name in the model: the pieces of it that `transformers` saves in its place}."""
-    return merged_names(model, revert_weight_conversion(model, dict(model.state_dict())))
+    return names_in_model(model, revert_weight_conversion(model, dict(model.state_dict())))[1]
 
 
 def saved_names(model: PreTrainedModel) -> dict[str, str]:

@@ -60,7 +60,7 @@ class BlockTrace:
     """What happened in one block, in order.
 
     `leaves`: what a tensor of the block can depend on, by name. `rows`: leaf -> the dimension of its tokens, and the
-    token of each row. `tokens`: of the row that was run. `convolution`: one of the block, if it has any.
+    token of each row. `tokens`: the numbers of those that were run. `convolution`: one of the block, if it has any.
     `hidden_arguments`: module -> the positions or keywords of the arguments in which it was given hidden states.
     `saved`: (module, memory, numbers of one token) of each tensor kept for backward.
     """
@@ -68,7 +68,7 @@ class BlockTrace:
     layer: str
     leaves: dict[str, Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    tokens: int = 0
+    tokens: Tensor = field(default_factory=lambda: torch.arange(0))
     convolution: str | None = None
     rows: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     hidden_arguments: dict[str, list[int | str]] = field(default_factory=dict)
@@ -81,15 +81,14 @@ class BlockTrace:
     def add(self, name: str, leaf: Tensor, read: Tensor) -> None:
         """A new leaf. Where it has several rows per token, each is of the token of that row of `read`."""
         dim = self._token_dim(leaf)
-        is_row_of_each = leaf.shape[dim] == self.tokens
-        tokens = torch.arange(self.tokens) if is_row_of_each else self._by_row(read, self._token_dim(read))[1]
-        self.rows[name] = dim, tokens
+        is_one_row_each = leaf.shape[dim] == len(self.tokens)
+        self.rows[name] = dim, self.tokens if is_one_row_each else self._by_row(read, self._token_dim(read))[1]
         self.leaves[name] = leaf
 
     def sources(self, x: Tensor) -> frozenset[str]:
         """The leaves that `x` depends on. Raises `Untraceable` when one of its tokens depends on another."""
         dim = self._token_dim(x)
-        if x.shape[dim] != self.tokens:
+        if x.shape[dim] != len(self.tokens):
             return self._by_row(x, dim)[0]
         found, tokens = self._behind(x.select(dim, WATCHED))
         if tokens - {WATCHED}:
@@ -126,8 +125,9 @@ class BlockTrace:
 
     def _token_dim(self, tensor: Tensor) -> int:
         """Which dimension counts the tokens, or several rows of each. Raises `Untraceable` where none or several do."""
-        found = [dim for dim, size in enumerate(tensor.shape) if size == self.tokens]
-        found = found or [dim for dim, size in enumerate(tensor.shape[:-1]) if size and size % self.tokens == 0][:1]
+        number = len(self.tokens)
+        found = [dim for dim, size in enumerate(tensor.shape) if size == number]
+        found = found or [dim for dim, size in enumerate(tensor.shape[:-1]) if size and size % number == 0][:1]
         if len(found) != 1:
             shape = list(tensor.shape)
             raise Untraceable(

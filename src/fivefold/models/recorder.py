@@ -48,6 +48,7 @@ class Recorder:
         self.tokens = _tokens(model)
         self.cu_seqlens = torch.tensor([0, self.tokens])
         self.longest = 0
+        self._every = torch.arange(self.tokens)  # made here: inside of a run it would count as the model's own
         self.hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0))
         if not self.hidden:
             raise Untraceable("its config has no hidden_size")
@@ -321,7 +322,7 @@ class Recorder:
             trace.carried = trace.carried or trace.streams
         leaf = old.detach().clone().requires_grad_()
         convolution = next((name for name in self._convolutions if is_within(name, [layer])), None)
-        self._block = BlockTrace(layer, tokens=self.tokens, convolution=convolution)
+        self._block = BlockTrace(layer, tokens=self._every, convolution=convolution)
         self._block.add(RESIDUAL, leaf, leaf)
         trace.blocks.append(self._block)
         changed = leaf * 1

@@ -109,13 +109,12 @@ class SafetensorsFolder(TensorSource):
         """
         self._folder = Path(path)
         located = _locate(self._folder)
-        renamed = hf_internals.model_names(model, located)
+        renamed, self._merged = hf_internals.names_in_model(model, located)
         self._stored = {renamed.get(name, name): name for name in located}
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
         entries = {name: in_files[stored] for name, stored in self._stored.items()}
         shapes = {name: entry.shape for name, entry in entries.items()}
-        self._merged = hf_internals.merged_names(model, located)
         for name, pieces in self._merged.items():
             shape = merged.shape_of(pieces, shapes)
             if shape is not None:
