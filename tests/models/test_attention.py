@@ -69,7 +69,7 @@ def check_against_twin(tensors, cu_seqlens, **rule):
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_packed_values_and_gradients_match_the_twin(heads, kv_heads, packing, kernel, monkeypatch):
-    monkeypatch.setattr(packed, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(kernels, "serving", lambda *_: kernel)
     rows, length, edges = PACKINGS[packing]
     check_against_twin(inputs(rows, length, heads, kv_heads), torch.tensor(edges, dtype=torch.int32))
 
