@@ -165,7 +165,7 @@ def test_parts_of_a_parameter_initialised_apart(monkeypatch):
         nn.init.constant_(weight[:, 40:], 2.0)
         nn.init.constant_(weight[3, 5:7], 3.0)
 
-    values = RandomInit(with_init(monkeypatch, initialise).whole(0), NAME)
+    values = RandomInit(with_init(monkeypatch, initialise), 0).whole(NAME)
     expected = torch.zeros(101, 48)
     expected[10:20], expected[:, 40:], expected[3, 5:7] = 1, 2, 3
     assert torch.equal(values, expected)
