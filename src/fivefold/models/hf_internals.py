@@ -308,16 +308,14 @@ def _merges(converter: WeightConverter) -> bool:
     return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
 
-def saved_pieces(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """{name in the model: the pieces of it that `transformers` saves in its place}."""
-    return names_in_model(model, revert_weight_conversion(model, dict(model.state_dict())))[1]
-
-
-def saved_names(model: PreTrainedModel) -> dict[str, str]:
-    """{name in the model: the name under which `transformers` saves it}."""
+def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+    """({name in the model: the name under which `transformers` saves it}, {name in the model: the pieces of it that
+    `transformers` saves in its place})."""
     tensors = model.state_dict()
-    saved = {id(tensor): name for name, tensor in revert_weight_conversion(model, tensors).items()}
-    return {name: saved.get(id(tensor), name) for name, tensor in tensors.items()}
+    saved = revert_weight_conversion(model, dict(tensors))
+    names = {id(tensor): name for name, tensor in saved.items()}
+    pieces = names_in_model(model, saved)[1]
+    return {name: names.get(id(tensor), name) for name, tensor in tensors.items()}, pieces
 
 
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
