@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.checkpoint import Checkpoint, Metadata, restore, save
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
@@ -30,7 +30,8 @@ from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import step as training
-from fivefold.training.optimizer import build_optimizer, local_gradients
+from fivefold.training.optimizers import build_optimizer
+from fivefold.training.step import local_gradients
 from fivefold.verification.comparison import Comparison, relative_number
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
@@ -229,7 +230,7 @@ class Proof:
         numbers = {key: torch.tensor(value) for rank in told for key, value in rank.items()}
         keys = dict.fromkeys(key for rank in everywhere([*state]) for key in rank if key not in numbers)
         whole = {key: self._gathered(key.partition("/")[2], state.get(key)) for key in keys}
-        save(self.model, self.optimizer, folder, step=1, state={}, keep=1)
+        save(self.model, self.optimizer, folder / "step-000001", Metadata(step=1, state={}))
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
 
