@@ -49,7 +49,7 @@ class RunLog:
         self.display = stack.enter_context(open_display(total_steps=total_steps, start=step))
         self.display.header(lines)
         say = self.display.note
-        # Before any row is written, or cut away: one may not start, and all look for the last row of an earlier attempt.
+        # Before rows are written or cut away: one may not start, and all look for the last row of an earlier attempt.
         trackers = [TrackerSink(name, config, last_step=step, say=say) for name in TRACKERS if name in config.log.to]
         rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say)
         self.seconds_before = rows.last.get("perf/elapsed_seconds", 0.0)

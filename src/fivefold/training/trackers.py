@@ -108,7 +108,7 @@ class TrackerSink:
     """A tracker that cannot stop a run: it fails before the first step, with an error, or is said once and let go."""
 
     def __init__(self, name: str, config: RunConfig, *, last_step: int, say: Callable[[str], None]) -> None:
-        """`last_step`: where the run goes on, 0 for a new one. `metrics.jsonl` still ends as an earlier attempt left it.
+        """`last_step`: where the run goes on, 0 for a new one. `metrics.jsonl` is as an earlier attempt left it.
 
         Raises `UserError` when the tracker of a new run cannot be started.
         """
