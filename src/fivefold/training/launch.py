@@ -4,7 +4,7 @@ The data is prepared here, before any process group exists, so that nobody waits
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -89,7 +89,7 @@ def _start(config: RunConfig, workers: int, listener: Listener | None) -> Path:
 def _tell_restart(config: RunConfig, text: str) -> None:
     """On the screen, and in the run's history."""
     say(text)
-    with history.opened(config.run_dir, say) as log:
+    with closing(history.Log(config.run_dir, say)) as log:
         log.write("died", last_logged_step(config), what=text)
 
 

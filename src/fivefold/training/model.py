@@ -10,7 +10,8 @@ from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
-from fivefold.models.build import build_meta, check_lengths, load_model_config, weights_folder
+from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.forwards import check_lengths
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.balance import BalanceOptions
 from fivefold.training.flops import Costs
