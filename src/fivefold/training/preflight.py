@@ -41,9 +41,9 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
     if not apart:
         return
     name, value = next(iter(apart.values()))
-    ranks = [rank for rank, each in apart.items() if each[0] == name]
+    ranks = listed([rank for rank, each in apart.items() if each[0] == name], 8)
     raise UserError(
-        f"{name} is {first.get(name)} on rank 0, and {value} on rank {listed(ranks, 8)}",
+        f"{name} is {first.get(name)} on rank 0, and {value} on rank {ranks}",
         fix="start every rank with the same run file, data and environment",
     )
 
