@@ -50,7 +50,7 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
 
 def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
     """What must be the same, by name: the keys of the run file, the rows, the tokenizer, the versions."""
-    tokenizer = data.tokenizer_dir / "tokenizer.json"
+    tokenizer = data.tokenizer.folder / "tokenizer.json"
     return {
         **{
             f"{section}.{key}": value
