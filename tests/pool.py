@@ -124,11 +124,16 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 def _end_groups() -> None:
-    """End the process groups a test made: each keeps threads, and a session makes thousands."""
+    """End the process groups a test made: each keeps threads, and a session makes thousands. Torch remembers meshes,
+    and these their groups."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import _get_default_group, _world
 
     gc.collect()
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh:
+            each._pg_registry.clear()
     for group in list(_world.pg_map):
         if group is not _get_default_group():
             dist.destroy_process_group(group)

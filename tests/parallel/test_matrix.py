@@ -25,10 +25,9 @@ from tests import matrix
 from tests.allpairs import pairs_of
 from tests.matrix import CASES, MatrixCase
 from tests.pool import run_ranks
-from tests.verification.faults import Model
 from tests.verification.mutation import EVIDENCE, make_subject
 
-Saved = dict[Model, tuple[str, Path]]
+Saved = dict[Path, tuple[str, Path]]
 
 
 def proved(place: Path, case: MatrixCase, folder: Path, before: tuple[str, Path]) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved() -> Saved:
-    """model -> the layout of its last case, and the checkpoint that it left."""
+    """subject -> the layout of its last case, and the checkpoint that it left."""
     return {}
 
 
@@ -63,10 +62,10 @@ def saved() -> Saved:
 def test_a_layout_computes_what_one_process_computes(case: MatrixCase, saved: Saved, subjects: Path) -> None:
     place = make_subject(case.proved, subjects, steps=1)
     left = case.layout, subjects / str(case).replace("/", "-")
-    values = run_ranks(Layout.parse(case.layout).world, proved, place, case, left[1], saved.get(case.proved, left))[0]
+    values = run_ranks(Layout.parse(case.layout).world, proved, place, case, left[1], saved.get(place, left))[0]
     found = LayoutResult.of(json.loads(json.dumps(values)))
     assert found.ok and not found.not_told, first_wrong(found)
-    saved[case.proved] = left
+    saved[place] = left
 
 
 def test_a_line_says_all_there_is_to_a_case() -> None:
