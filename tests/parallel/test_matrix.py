@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fivefold.training.optimizer import build_optimizer
 
 from fivefold.core.layout import Layout
-from fivefold.training.optimizer import build_optimizer
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.report import first_wrong
 from fivefold.verification.results import LayoutResult
 from tests import matrix
 from tests.allpairs import pairs_of
@@ -64,7 +63,7 @@ def test_a_layout_computes_what_one_process_computes(case: MatrixCase, saved: Sa
     left = case.layout, subjects / str(case).replace("/", "-")
     values = run_ranks(Layout.parse(case.layout).world, proved, place, case, left[1], saved.get(place, left))[0]
     found = LayoutResult.of(json.loads(json.dumps(values)))
-    assert found.ok and not found.not_told, first_wrong(found)
+    assert found.ok and not found.not_told, found.first_wrong
     saved[place] = left
 
 

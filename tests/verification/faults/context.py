@@ -1,6 +1,7 @@
 """Bugs of context parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -180,8 +181,10 @@ def documents_see_each_other_across_ranks() -> Any:
     model=Model("mistral"),
     expects=[("output", ATTENTION)],
 )
-def the_window_ends_at_the_block() -> Any:
-    return _sees(window=lambda job: None)
+@contextmanager
+def the_window_ends_at_the_block() -> Iterator[None]:
+    with _sees(window=lambda job: None), patch.object(offdiagonal.OffdiagonalBlock, "farthest", 0):
+        yield
 
 
 @fault(
@@ -287,7 +290,7 @@ def copies_of_key_value_heads_not_summed() -> Any:
 
 
 @fault(
-    "parts of a rectangle's backward weighed by its own log-sum-exp, not by the merged one",
+    "parts of an off-diagonal block's backward weighed by its own log-sum-exp, not by the merged one",
     known="diffusers #14265: a ring's backward reads what one of its steps saved",
     layout="cp2+ring",
     expects=[("gradient of output", r"self_attn")],
