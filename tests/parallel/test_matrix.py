@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 
 from fivefold.core.layout import Layout
 from fivefold.verification.proof import Proof
