@@ -27,7 +27,7 @@ from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step

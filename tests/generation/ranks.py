@@ -13,7 +13,7 @@ from fivefold.generation.decode import decode, encode_prompt, next_logits, piece
 from fivefold.generation.run import generate
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, total
 from fivefold.parallel.recorder import record

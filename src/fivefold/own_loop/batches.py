@@ -46,13 +46,10 @@ def micro_batches(
     cannot be read on one, and where ranks of one data rank were given different batches.
     """
     state = state_of(model)
-    vocabulary, logits = (
-        state.plan.shards[name].shape[0] for name in (f"{state.plan.anatomy.embedding}.weight", state.plan.head_weight)
-    )
-    multiple = state.plan.layout.row_multiple
+    plan = state.plan
     take = partial(
-        micro_batch, row_multiple=multiple, vocabulary=vocabulary, logits=logits, needs_labels=needs_labels,
-        reads_mask=_reads_mask(model),
+        micro_batch, row_multiple=plan.layout.row_multiple, vocabulary=plan.facts.vocabulary,
+        logits=plan.shards[plan.head_weight].shape[0], needs_labels=needs_labels, reads_mask=_reads_mask(model),
     )  # fmt: skip
 
     def read() -> list[MicroBatch]:
@@ -64,7 +61,7 @@ def micro_batches(
 
     found, error = _tried(read)
     own = found or []
-    return own + [_nothing(multiple)] * (_agree(state, own, error) - len(own))
+    return own + [_nothing(plan.layout.row_multiple)] * (_agree(state, own, error) - len(own))
 
 
 def micro_batch(

@@ -153,7 +153,7 @@ def generate(
 
     def read() -> Tensor:
         ids = _prompt_ids(prompt, tokenizer, ends)
-        vocabulary = model.fivefold.plan.shards[f"{model.fivefold.plan.anatomy.embedding}.weight"].shape[0]
+        vocabulary = model.fivefold.plan.facts.vocabulary
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise refusal(f"the prompt has tokens outside of the model's vocabulary of {vocabulary}")
         check_options(options, more=READ_MORE)

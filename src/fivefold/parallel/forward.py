@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fivefold.models.head import head_only
+from fivefold.models.forwards import head_only
 from fivefold.parallel import loss, pipeline
 from fivefold.parallel.chunks import chunk_sizes
 from fivefold.parallel.state import state_of

@@ -93,8 +93,7 @@ def apply_tensor_parallel(
     rows multiply."""
     rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.facts.partition
     looked_up, vocabulary = (
-        tuple(rows[0] for rows, _ in plan.shards[name].held)
-        for name in (f"{anatomy.embedding}.weight", plan.head_weight)
+        tuple(rows[0] for rows, _ in plan.shards[name].held) for name in (anatomy.embedding_weight, plan.head_weight)
     )
     fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary, sums=dict(plan.gradient_sums))
     _cut_parameters(model, plan.shards, rank)
