@@ -11,7 +11,6 @@ from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.own_loop.model import READ_MORE, ParallelModel, check_parallel
 from fivefold.parallel import guard, passes
-from fivefold.parallel.state import ParallelState
 from fivefold.training.batches import Batch, micro_batches
 from fivefold.training.evaluate import evaluating, mean_loss
 from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
@@ -71,7 +70,7 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
     """
     check_parallel(model)
     loss = accumulate(model, _some(micro_batches(model, batch, also=_check_grad_enabled)))
-    if _has_parts(model.fivefold):
+    if model.fivefold.plan.parts_beyond_fsdp:
         guard.mark_gradients(model)
     return loss
 
@@ -144,8 +143,3 @@ def _some(batch: list[MicroBatch]) -> list[MicroBatch]:
     if not batch:
         raise UserError("no rank has a micro batch", fix="pass a dict of tensors, or a list of some", more=READ_MORE)
     return batch
-
-
-def _has_parts(state: ParallelState) -> bool:
-    """Whether gradients have parts on other ranks that their own mesh does not know of."""
-    return state.plan.layout.tp > 1 or state.plan.layout.pp > 1 or state.mesh.experts is not state.mesh.fsdp

@@ -40,7 +40,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_tensor_parallel(plan)
     if plan.layout.cp > 1:
         yield from _of_context_parallel(plan)
-    if plan.layout.pp > 1 and plan.layout.schedule.splits_backward:
+    if plan.layout.schedule.splits_backward:
         yield from _of_weight_gradients(plan)
     for each in facts.experts:
         yield Intervention(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
@@ -52,8 +52,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(each.router, "hook", "balance", "what experts get is counted, and held even")
     for layer in dict.fromkeys(layer for layer, _ in facts.forgetful):
         yield Intervention(layer, "forward", "documents", "its attention is given the bounds of packed documents")
-    if plan.layout.pp > 1:
-        yield from _of_stages(plan)
+    yield from _of_stages(plan)
     recompute = Recompute(plan.layout.recompute)
     for layer in plan.layers:
         if recompute.wraps(layer):
@@ -63,7 +62,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
 
 
 def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
-    anatomy, partition = plan.anatomy, plan.facts.partition
+    anatomy, partition = plan.anatomy, plan.partition
     for name, spec in plan.shards.items():
         if spec.splits and spec.over == "tp":
             module, _, leaf = name.rpartition(".")
@@ -101,7 +100,7 @@ def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
 def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
     """Linears inside layers, whose weight gradients a schedule that splits backward computes later."""
     routers = {each.router for each in plan.facts.experts}
-    rows = {block.row for block in plan.partition.tp_blocks} if plan.partition else set()
+    rows = {block.row for block in plan.partition.tp_blocks}
     for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             module = f"{layer}.{matmul.name.removesuffix('.weight')}"

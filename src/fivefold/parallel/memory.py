@@ -107,8 +107,6 @@ def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
 
 def _under_way(plan: "ParallelPlan", micro_batches: int) -> dict[int, int]:
     """Stage of this rank -> the most micro batches in flight at once, between their forward and their backward."""
-    if plan.layout.pp == 1:
-        return {0: 1}
     most, now = dict.fromkeys(plan.own_stages, 0), dict.fromkeys(plan.own_stages, 0)
     for slot in plan.schedule(micro_batches).orders[plan.coords.pp]:
         now[slot.stage] += {"F": 1, "I": -1, "B": -1, "W": 0}[slot.kind]

@@ -20,8 +20,7 @@ from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.calls import calls
-from fivefold.parallel.chunks import chunk_sizes
-from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
 from fivefold.parallel.interventions import Intervention, interventions
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
@@ -30,9 +29,12 @@ from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardInd
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, shard_specs
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
 from fivefold.parallel.stage_plan import StagePlan, stage_plan
-from fivefold.parallel.unshards import Unshards, of_micro_batches, of_slots
+from fivefold.parallel.unshards import Unshards, of_slots
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
+UNSPLIT = Partition(  # what tensor parallelism splits where tp is 1
+    roles={}, tp_blocks=(), heads=(), across={}, refusal=None, sequence_parallel_refusal=None, is_proved=True
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ class ParallelPlan:
     """How a model lies over the ranks of a layout and what a step does, seen from `rank`.
 
     `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold a parameter. `gradient_sums`: parameters
-    whose gradients tp ranks hold in part -> the axis over which they are summed. `cp_method`: None without context
-    parallelism.
+    whose gradients tp ranks hold in part -> the axis over which they are summed.
     """
 
     facts: ModelFacts
@@ -70,7 +71,7 @@ class ParallelPlan:
     stages: StagePlan
     pp_ranks: Mapping[str, tuple[int, ...]]
     gradient_sums: Mapping[str, str]
-    cp_method: CPMethod | None
+    cp_method: CPMethod
 
     # ---- where this rank stands --------------------------------------------------------------------------------------
 
@@ -104,6 +105,11 @@ class ParallelPlan:
         return self.rank % (self.world // self.layout.pp) == 0
 
     @property
+    def parts_beyond_fsdp(self) -> bool:
+        """Whether other ranks hold parts of the model that FSDP's mesh of this rank does not know of."""
+        return self.layout.tp > 1 or self.layout.pp > 1 or self.grid.experts_apart
+
+    @property
     def owns_loss(self) -> bool:
         """Whether this rank's loss is counted: every tp rank computes the same, and the first stands for them."""
         return self.coords.tp == 0
@@ -115,9 +121,9 @@ class ParallelPlan:
         return self.facts.anatomy
 
     @property
-    def partition(self) -> Partition | None:
-        """None without tensor parallelism."""
-        return self.facts.partition if self.layout.tp > 1 else None
+    def partition(self) -> Partition:
+        """What tensor parallelism splits."""
+        return self.facts.partition if self.layout.tp > 1 else UNSPLIT
 
     @property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
@@ -262,27 +268,19 @@ class ParallelPlan:
 
     def users(self, unit: Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
-        modules = [
-            each for each in self.stages.stages_of_module if any(is_within(name, [each]) for name in unit.parameters)
-        ]
-        return frozenset(
-            stage for each in modules for stage in self.stages.stages_of_module[each] if stage in self.own_stages
-        )
+        return frozenset(stage for name in unit.parameters for stage in self.stages.users(name)) & {*self.own_stages}
 
     def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
         """How often FSDP gathers and reduces each unit of this rank in a step."""
-        zero = self.layout.zero
-        if self.layout.pp == 1:
-            return of_micro_batches([unit.name for unit in self.units], micro_batches, zero)
         users = {unit.name: self.users(unit) for unit in self.units}
-        return of_slots(
-            self.schedule(micro_batches).orders[self.coords.pp], users, micro_batches, self.own_stages, zero
-        )
+        order = self.schedule(micro_batches).orders[self.coords.pp]
+        return of_slots(order, users, micro_batches, self.own_stages, self.layout.zero)
 
     # ---- the passes --------------------------------------------------------------------------------------------------
 
     def schedule(self, micro_batches: int) -> SchedulePlan:
-        """Of a pipeline. Raises `UserError` where it does not take so many micro batches."""
+        """The order of the passes; without a pipeline, of one stage. Raises `UserError` where it does not take so many
+        micro batches."""
         return _schedule(self.layout, micro_batches)
 
     def slot_duration(self, slot: Slot) -> float:
@@ -301,7 +299,7 @@ class ParallelPlan:
 
         The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
         """
-        ring = self.layout.cp // (self.cp_method.ulysses if self.cp_method else 1)
+        ring = self.layout.cp // self.cp_method.ulysses
         return tuple(row_blocks(tokens * self.layout.cp, ring, rank) for rank in range(ring))
 
     @cached_property
@@ -361,17 +359,17 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
         kv_copies=kv_copies(facts, layout.tp),
         has_experts=bool(facts.experts),
         embedding_ranks=pp_ranks[tied] if facts.anatomy.tied else (),
-        ulysses=method.ulysses if method else 1,
+        ulysses=method.ulysses,
     )
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else {}
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
     return ParallelPlan(facts, layout, rank, grid, shards, stages, pp_ranks, own, method)
 
 
-def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod | None:
+def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:
     """How the ranks of cp attend, by the attention with the fewest heads."""
     if layout.cp == 1:
-        return None
+        return CPMethod(1, 1)
     of_rank = [_on_tp_rank(shape, layout.tp) for shape in facts.attends.values()]
     query, kv = min(shape.query for shape in of_rank), min(shape.kv for shape in of_rank)
     return heads.context_method(layout.cp_method, layout.cp, query, kv)

@@ -23,7 +23,6 @@ from fivefold.models.in_memory import ModelTensors
 from fivefold.models.recipe import buffer_values
 from fivefold.parallel import passes, plain
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.state import state_of
 
 TOLERANCE = 1e-5
@@ -133,7 +132,8 @@ def _gradients(model: Any, ids_BT: Tensor, copies: int) -> Tensor:
     labels_BT = nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORE)
     positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
     scale = torch.tensor(1 / (copies * (ids_BT.shape[1] - 1)), dtype=torch.float64, device=ids_BT.device)
-    return copies * passes.gradients(model, [LossInputs(ids_BT, labels_BT, positions_BT, scale=scale)], rows=copies)
+    inputs = passes.LossInputs(ids_BT, labels_BT, positions_BT, scale=scale)
+    return copies * passes.gradients(model, [inputs], rows=copies)
 
 
 def _end_groups(model: Any) -> None:

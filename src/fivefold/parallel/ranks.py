@@ -141,6 +141,11 @@ class RankGrid:
 
     # ---- groups ------------------------------------------------------------------------------------------------------
 
+    def size(self, axis: str) -> int:
+        """How many ranks an axis has, or the world; 1 of an axis that has no groups."""
+        named = {"world": self.world, "pp_ends": max(1, len(self.embedding_ranks))}
+        return named[axis] if axis in named else self.axes[axis].size if axis in self.axes else 1
+
     @cached_property
     def axes(self) -> dict[str, Axis]:
         """Every axis that has groups: those of several ranks, and `dp_shard` (with cp) and `ep_shard` always.

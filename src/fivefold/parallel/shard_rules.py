@@ -9,8 +9,7 @@ from itertools import product
 from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.models.facts import Experts, FeatureGroups, ModelFacts, Partition
-from fivefold.parallel.expert_features import feature_splits
+from fivefold.models.facts import ORDERS, Experts, FeatureGroups, ModelFacts, Partition
 from fivefold.parallel.ranks import joined
 from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whole
 
@@ -114,6 +113,32 @@ def _of_experts(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
             splits += [features[leaf]] if leaf in features else []
             specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")
     return specs
+
+
+def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], parts: int) -> dict[str, Split]:
+    """Parameter of a module of experts -> its cut into `parts`, which is legal; `shapes`: of all of its parameters.
+
+    An expert computes `down(act(gate_up(x)))` through I inner features. A rank holds some of these features: the
+    columns of `gate_up_proj` that make them and the rows of `down_proj` that read them. Its result is a partial sum
+    over features. `ExpertFeatures.order` says which columns make a feature. Example: I = 6 over tp2, gate before up.
+    Rank 0 has the features 0 to 2, so the columns 0 to 2 (gate) and 6 to 8 (up).
+
+    Each rank holds `down_proj_bias` for its share of the outputs, and adds it to its partial sum. So every number of
+    the bias lies on one rank and is added once.
+    """
+    features = experts.features
+    assert features is not None, "they are found with the facts"
+    first, made, read = features.first, features.made, features.read
+    size, outputs = shapes["down_proj"][read], shapes["down_proj"][made]
+    blocks = split_even(size, parts)
+    in_first = tuple(ORDERS[features.order][1](block, size) for block in blocks)
+    splits = {
+        first: Split(made, in_first),
+        f"{first}_bias": Split(1, in_first),
+        "down_proj": Split(read, tuple((block,) for block in blocks)),
+        "down_proj_bias": Split(1, tuple((block,) for block in split_even(outputs, parts))),
+    }
+    return {leaf: splits[leaf] for leaf in shapes}
 
 
 def _shapes(facts: ModelFacts, experts: Experts) -> dict[str, tuple[int, ...]]:

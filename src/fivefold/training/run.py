@@ -344,7 +344,7 @@ class Trainer:
             "perf/step_seconds": seconds,
             "perf/data_wait_pct": 100 * waited / seconds,
             "perf/elapsed_seconds": self.log.seconds_before + time.monotonic() - self.began,
-            **({} if result.balance is None else result.balance.metrics()),
+            **result.balance.metrics(),
         }
 
     @cached_property
