@@ -60,7 +60,7 @@ def test_the_torch_free_rooms_never_name_torch(room: str) -> None:
 
 
 def _asks(node: ast.AST) -> bool:
-    """Whether code asks if a parallelism is on, as in `layout.tp > 1`, `state.pipeline is None`, `if state.pipeline`."""
+    """Whether code asks if a parallelism is on: `layout.tp > 1`, `state.pipeline is None`, `if state.pipeline`."""
     if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
         value = node.comparators[0].value
         return (value is None and _is_fold(node.left)) or (value == 1 and _last_name(node.left) in DEGREES)
