@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fivefold.core.errors import UserError
 from fivefold.models.experts import routed
 from fivefold.parallel import capacity
-from fivefold.parallel.balance import BalanceOptions, configure
+from fivefold.parallel.balance import Balance, BalanceOptions, configure
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.ranks import row_blocks
 from tests.parallel.test_balance import balanced
@@ -156,4 +156,4 @@ def test_a_dropped_pick_adds_nothing_and_has_no_gradient() -> None:
 
 def test_routers_that_are_not_known_have_no_capacity() -> None:
     with pytest.raises(UserError, match="no routers that give logits"):
-        configure(nn.Module(), None, BalanceOptions(capacity_factor=1.0), ())
+        configure(nn.Module(), Balance((), 1, *[None] * 3), BalanceOptions(capacity_factor=1.0), ())  # type: ignore[arg-type]
