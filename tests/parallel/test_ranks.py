@@ -69,7 +69,6 @@ def test_coordinates_and_parts_are_places_in_that_tensor(text: str) -> None:
             _, row, part = (experts == rank).nonzero()[0].tolist()
             assert vars(grid.shard_index(rank, "ep")) == {"part": part, "row": row, "rows": experts.shape[1]}
             assert grid.fsdp_shards("ep") == experts.shape[1]
-    assert sum(map(grid.is_first_of_row, range(grid.world))) == layout.data_ranks
 
 
 def test_tokens_of_all_ranks_are_the_row() -> None:

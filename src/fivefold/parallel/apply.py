@@ -81,16 +81,15 @@ def parallelize(
     _tie(model, facts.anatomy)
     linears = Linears(store=WeightGradStore() if layout.schedule.splits_backward else None)
     _place_linears(model, plan, linears)
-    compute_dtype = data.COMPUTE_DTYPES[layout.precision]
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
     cp = context.apply_context_parallel(model, plan, mesh)
     experts = expert.apply_expert_parallel(model, plan, tp, mesh.groups.get("ep"), linears)
-    expert.route_in_fp32(model, facts.experts, compute_dtype)
+    expert.route_in_fp32(model, plan.fp32_routers)
     balance = balancing.watch_routers(model, plan, tp, cp, device)
     hand_on_cu_seqlens(model, facts.forgetful)
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
-    staged = install(model, plan, tp, cp, dtype=compute_dtype)
+    staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
     compiled = Compiled() if compile_blocks else None
     _wrap_blocks(model, plan.layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
@@ -99,7 +98,8 @@ def parallelize(
     groups = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
     model.fivefold = ParallelState(plan, mesh, tp, cp, experts, piped, reduce_dtype, balance, compiled)
-    _materialise(model, facts.anatomy, device)
+    model.to_empty(device=device)  # the sharded parameters, and the buffers
+    _tie(model, facts.anatomy)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     fill(model, source)
@@ -138,12 +138,6 @@ def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recomput
             block.forward = compiled.block(name, block.forward)
         if recompute.wraps(name):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def _materialise(model: nn.Module, anatomy: Anatomy, device: torch.device) -> None:
-    """Allocate the sharded parameters and the buffers."""
-    model.to_empty(device=device)
-    _tie(model, anatomy)
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:

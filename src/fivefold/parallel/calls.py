@@ -16,7 +16,7 @@ from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
-from fivefold.parallel.ranks import ring_gradients, ring_keys, row_blocks
+from fivefold.parallel.ranks import Tokens, ring_gradients, ring_keys, row_blocks
 from fivefold.parallel.shard_rules import feature_blocks
 
 if TYPE_CHECKING:
@@ -211,9 +211,7 @@ def _of_attention(step: _Step) -> Iterator[Call]:
             yield step.call(ulysses_axis, "all_to_all", size, "backward", layer)
 
 
-def _ring(
-    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
-) -> Iterator[Call]:
+def _ring(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
     """Keys and values go round the ring in forward, and once more in backward, when their gradients go straight to the
     owners. `size`: bytes of the keys and values of one token."""
     for part in range(1, len(tokens)):
@@ -224,9 +222,7 @@ def _ring(
             yield step.call(axis, kind, of_gradients * size, "backward", step.layer_of(site), overlaps=True)
 
 
-def _gathered(
-    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
-) -> Iterator[Call]:
+def _gathered(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
     """Every rank gathers the keys and values of whole rows. One all-to-all sends their gradients to the owners."""
     whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
     yield from step.forwards(axis, "all_gather", whole, site, overlaps=True)

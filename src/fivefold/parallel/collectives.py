@@ -61,8 +61,6 @@ class StepShape:
     compute_bytes: int
     master_bytes: int
     reduce_bytes: int
-    zero: int
-    sequence_parallel: bool
     recompute: Recompute
     optimizer: str = "adamw"
     balances_load: bool = False

@@ -4,8 +4,8 @@ The `ep` ranks are taken innermost first from dp_shard, cp and tp. These ranks h
 world does not grow: `shard4.ep2` has 4 ranks. FSDP shards the experts' parameters over the rest of the three
 (`data.py`). Routing is dropless: ranks exchange counts first, then as many rows as the routers asked for.
 
-With `expert_tp`, ep takes no ranks from tp. Each tp rank holds some features of every expert (`expert_features.py`),
-sees the tokens of all tp ranks, and computes a partial sum.
+With `expert_tp`, ep takes no ranks from tp. Each tp rank holds some features of every expert (`shard_rules.py`), sees
+ the tokens of all tp ranks, and computes a partial sum.
 
     tokens [N, D] --sort--> rows [S, D] by expert --all-to-all--> rows of this rank's experts --grouped matmuls-->
     --all-to-all--> rows [S, D] --weights, sum--> tokens [N, D]
@@ -166,24 +166,15 @@ join_shares = mapping(_joined, _share)
 # ---- routers in fp32 -------------------------------------------------------------------------------------------------
 
 
-def route_in_fp32(model: nn.Module, modules: Sequence[Experts], compute: torch.dtype) -> None:
-    """Let the routers of `modules` compute in fp32, where the model computes in a type (`compute`) of 16 bits.
+def route_in_fp32(model: nn.Module, routers: Sequence[str]) -> None:
+    """Let these routers compute in fp32, where the model computes in a type of 16 bits.
 
     A router says where tokens go, and with which weights. Its gathered parameters and its input are 16-bit; both are
     cast to fp32. So different logits are not rounded to a tie, and the weights reach the experts in fp32. (Megatron:
     `moe_router_dtype`.) The router keeps its class and its forward; only the arguments of the forward change.
     """
-    if compute.itemsize > 2:
-        return
-    for each in modules:
-        router = model.get_submodule(each.router)
-        if scores_experts(router, each.experts):
-            router.forward = torch.compiler.disable(partial(_forward, _Own(router)))  # type: ignore[no-untyped-call]
-
-
-def scores_experts(module: nn.Module, experts: int) -> bool:
-    """Whether a module, or one inside it (Gemma 4), has a row of weights for each of the experts."""
-    return any(parameter.ndim == 2 and parameter.shape[0] == experts for parameter in module.parameters())
+    for router in map(model.get_submodule, routers):
+        router.forward = torch.compiler.disable(partial(_forward, _Own(router)))  # type: ignore[no-untyped-call]
 
 
 class _Own(nn.Module):

@@ -44,10 +44,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_weight_gradients(plan)
     for each in facts.experts:
         yield Intervention(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
-    if plan.layout.precision == "bf16":
-        for each in facts.experts:
-            if _scores_experts(plan, each.router, each.experts):
-                yield Intervention(each.router, "forward", "router", "scores are computed in fp32")
+    for router in plan.fp32_routers:
+        yield Intervention(router, "forward", "router", "scores are computed in fp32")
     for each in facts.experts if plan.watches_routers else ():
         yield Intervention(each.router, "hook", "balance", "what experts get is counted, and held even")
     for layer in dict.fromkeys(layer for layer, _ in facts.forgetful):
@@ -106,9 +104,3 @@ def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
             module = f"{layer}.{matmul.name.removesuffix('.weight')}"
             if matmul.times == 1 and module not in routers | rows and module != layer:
                 yield Intervention(module, "forward", "pp", "gradients of its weight are put off")
-
-
-def _scores_experts(plan: "ParallelPlan", router: str, experts: int) -> bool:
-    """Whether a module, or one inside it, has a row of weights for each of the experts."""
-    inside = (p.shape for name, p in plan.facts.parameters.items() if name.startswith(f"{router}."))
-    return any(len(shape) == 2 and shape[0] == experts for shape in inside)

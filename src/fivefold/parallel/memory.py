@@ -79,9 +79,9 @@ def _of_units(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int]:
     *inner, (root, _) = sizes  # the model's own unit is the last
     largest = sorted((size for size, _ in inner), reverse=True)[:2]
     everything = sum(size for size, _ in sizes)
-    gathered = everything if shape.zero < 3 else root + sum(largest)
+    gathered = everything if plan.layout.zero < 3 else root + sum(largest)
     reduced = [size for _, size in sizes]
-    waiting = sum(reduced) * shape.reduce_bytes if shape.zero == 1 else max(reduced) * shape.compute_bytes
+    waiting = sum(reduced) * shape.reduce_bytes if plan.layout.zero == 1 else max(reduced) * shape.compute_bytes
     return gathered * shape.compute_bytes, waiting
 
 

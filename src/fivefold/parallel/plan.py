@@ -87,12 +87,12 @@ class ParallelPlan:
     @property
     def data_rank(self) -> int:
         """Which of the `layout.data_ranks` shares of the rows this rank reads."""
-        return self.grid.data_rank(self.rank)
+        return self.coords.dp_replicate * self.layout.dp_shard + self.coords.dp_shard
 
     @property
     def is_first_of_row(self) -> bool:
         """True on the one rank that stands for all that share its rows: what a row has is counted there."""
-        return self.grid.is_first_of_row(self.rank)
+        return self.coords.pp == self.coords.cp == self.coords.tp == 0
 
     @property
     def is_first_copy(self) -> bool:
@@ -170,6 +170,17 @@ class ParallelPlan:
     def watches_routers(self) -> bool:
         """Whether all routers give the logits that losses and counts are computed from."""
         return bool(self.facts.experts) and all(each.has_logits for each in self.facts.experts)
+
+    @cached_property
+    def fp32_routers(self) -> tuple[str, ...]:
+        """Routers that compute in fp32 though the model computes in 16 bits: those with a matrix, perhaps of a module
+        inside (Gemma 4), that has a row for each of the experts."""
+        shapes = [(name, each.shape) for name, each in self.facts.parameters.items() if len(each.shape) == 2]
+        return tuple(
+            each.router
+            for each in (self.facts.experts if BYTES[self.layout.precision] == 2 else ())
+            if any(is_within(name, [each.router]) and shape[0] == each.experts for name, shape in shapes)
+        )
 
     @property
     def splits_sequence(self) -> bool:
@@ -328,8 +339,6 @@ class ParallelPlan:
             compute_bytes=compute,
             master_bytes=max(compute, 4),
             reduce_bytes=reduce_bytes or max(compute, 4),
-            zero=layout.zero,
-            sequence_parallel=layout.sequence_parallel,
             recompute=Recompute(layout.recompute),
         )
 

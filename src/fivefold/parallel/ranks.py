@@ -95,16 +95,6 @@ class RankGrid:
         pp, dp_replicate = divmod(at, layout.dp_replicate)
         return RankCoords(pp, dp_replicate, dp_shard, cp, tp)
 
-    def data_rank(self, rank: int) -> int:
-        """Which of the `layout.data_ranks` shares of the rows a rank reads."""
-        coords = self.coords(rank)
-        return coords.dp_replicate * self.layout.dp_shard + coords.dp_shard
-
-    def is_first_of_row(self, rank: int) -> bool:
-        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
-        coords = self.coords(rank)
-        return coords.pp == coords.cp == coords.tp == 0
-
     # ---- parts of a parameter ----------------------------------------------------------------------------------------
 
     def shard_index(self, rank: int, over: Over) -> ShardIndex:

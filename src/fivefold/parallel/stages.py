@@ -12,7 +12,7 @@ layer keeps those to be sent. The model's own forward does the rest.
 Legend: B rows, T tokens of a row (of this rank, under sequence parallel), D hidden size.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,10 +55,13 @@ class StageStub(nn.Module):
 
 
 class _Slot(StageStub):
-    """Before a stage's first layer: returns what was received. After its last layer: keeps what it is given."""
+    """Before a stage's first layer (`takes_in`): returns what was received. After its last layer: keeps what it is
+    given."""
 
-    value: Tensor | None = None
-    takes_in = False
+    def __init__(self, original: nn.Module, *, in_tuple: bool, takes_in: bool) -> None:
+        super().__init__(original, in_tuple=in_tuple)
+        self.takes_in = takes_in
+        self.value: Tensor | None = None
 
     def passing(self, hidden: Tensor) -> Tensor:
         if self.takes_in:
@@ -162,6 +165,10 @@ def install(
     originals = {path: model.get_submodule(path) for path in stages.stages_of_module}
     is_here = {path: not own.isdisjoint(where) for path, where in stages.stages_of_module.items()}
 
+    def slot(layer: int, *, takes_in: bool) -> _Slot:
+        path = anatomy.layers[layer]
+        return _Slot(originals[path], in_tuple=path in in_tuples, takes_in=takes_in)
+
     def stand_in(path: str) -> nn.Module:
         original: Any = originals[path]
         if isinstance(original, nn.Embedding):
@@ -186,23 +193,17 @@ def install(
             for path, where in stages.stages_of_module.items()
         }
         first, last = stages.splits[stage]
-        taken = _slot(anatomy.layers[first - 1], originals, in_tuples, takes_in=True) if first else None
-        given = None if staged.is_last(stage) else _slot(anatomy.layers[last], originals, in_tuples, takes_in=False)
-        for layer, slot in ((first - 1, taken), (last, given)):
-            if slot:
-                view[anatomy.layers[layer]] = slot
+        taken = slot(first - 1, takes_in=True) if first else None
+        given = None if staged.is_last(stage) else slot(last, takes_in=False)
+        for layer, each in ((first - 1, taken), (last, given)):
+            if each:
+                view[anatomy.layers[layer]] = each
         staged.views[stage], staged.slots[stage] = view, (taken, given)
     at_rest = {path: original if is_here[path] else stand_ins[path] for path, original in originals.items()}
     if 0 not in own and is_here.get(anatomy.embedding):
         at_rest[anatomy.embedding] = stand_ins[anatomy.embedding]
     _place(model, at_rest)
     return staged
-
-
-def _slot(path: str, originals: Mapping[str, nn.Module], in_tuples: Collection[str], *, takes_in: bool) -> _Slot:
-    slot = _Slot(originals[path], in_tuple=path in in_tuples)
-    slot.takes_in = takes_in
-    return slot
 
 
 def _place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

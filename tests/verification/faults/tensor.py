@@ -12,7 +12,7 @@ from fivefold.ops import linear as seam
 from fivefold.ops.linear import Multiply
 from fivefold.parallel import mappings, plan, shard_rules, tensor
 from fivefold.parallel.mappings import gather, gather_blocks, identity, mapping, sum_all
-from fivefold.parallel.sharding import split_even
+from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor import TensorParallel
 from tests.verification.faults.fault import Model, fault
 
@@ -195,8 +195,8 @@ def row_outputs_averaged() -> Any:
     expects=[("output", r"embed_tokens")],
 )
 def embedding_of_other_ranks_not_masked() -> Any:
-    def lookup(embedding: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        start, stop = fold.vocabulary[fold.rank]
+    def lookup(embedding: Any, own: Block, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        start, stop = own
         plain = embedding.forward
         return lambda ids_BT: fold.leave(plain(torch.where((ids_BT >= start) & (ids_BT < stop), ids_BT - start, 0)))
 
@@ -211,8 +211,8 @@ def embedding_of_other_ranks_not_masked() -> Any:
     expects=[("output", r"embed_tokens")],
 )
 def embedding_scale_lost() -> Any:
-    def lookup(embedding: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        start, stop = fold.vocabulary[fold.rank]
+    def lookup(embedding: Any, own: Block, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        start, stop = own
 
         def forward(ids_BT: Tensor) -> Tensor:
             mine = (ids_BT >= start) & (ids_BT < stop)
