@@ -63,9 +63,9 @@ class ExpertParallel:
 
     def _add_up(self, module: nn.Module, experts: int, *given: Tensor) -> Tensor:
         """All tp ranks see all tokens, and each makes its part of their results."""
-        hidden, index, weights = (self.tensor.enter(each.unsqueeze(0)).squeeze(0) for each in given)
+        hidden, index, weights = map(self.tensor.enter, given)
         out = routed(hidden, index, weights, experts, partial(self.compute, module))
-        return self.tensor.leave(out.unsqueeze(0)).squeeze(0).clone()  # FSDP cannot hook a view
+        return self.tensor.leave(out).clone()  # FSDP cannot hook a view
 
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """All tp ranks have all tokens: each sends its share of them."""

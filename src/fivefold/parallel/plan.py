@@ -26,15 +26,12 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
 from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, row_blocks
-from fivefold.parallel.shard_rules import gradient_sums, kv_copies, shard_specs
+from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
 from fivefold.parallel.stage_plan import StagePlan, stage_plan
 from fivefold.parallel.unshards import Unshards, of_slots
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
-UNSPLIT = Partition(  # what tensor parallelism splits where tp is 1
-    roles={}, tp_blocks=(), heads=(), across={}, refusal=None, sequence_parallel_refusal=None, is_proved=True
-)
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,16 @@ def keeps_gathered(layout: Layout, unit: str) -> bool:
 class ParallelPlan:
     """How a model lies over the ranks of a layout and what a step does, seen from `rank`.
 
-    `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold a parameter. `gradient_sums`: parameters
-    whose gradients tp ranks hold in part -> the axis over which they are summed.
+    `partition`: what tensor parallelism splits. `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold
+    a parameter. `gradient_sums`: parameters whose gradients tp ranks hold in part -> the axis over which they are
+    summed.
     """
 
     facts: ModelFacts
     layout: Layout
     rank: int
     grid: RankGrid
+    partition: Partition
     shards: Mapping[str, ShardSpec]
     stages: StagePlan
     pp_ranks: Mapping[str, tuple[int, ...]]
@@ -119,11 +118,6 @@ class ParallelPlan:
     @property
     def anatomy(self) -> Anatomy:
         return self.facts.anatomy
-
-    @property
-    def partition(self) -> Partition:
-        """What tensor parallelism splits."""
-        return self.facts.partition if self.layout.tp > 1 else UNSPLIT
 
     @property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
@@ -356,9 +350,8 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
 
     Raises `UserError`, with the arithmetic, where the layout does not fit the model.
     """
-    partition = facts.partition
     legality.refuse(legality.violations(layout, limits_of(facts)))
-    shards = shard_specs(facts, layout)
+    partition, shards = partition_of(facts, layout.tp), shard_specs(facts, layout)
     stages = stage_plan(facts, layout)
     pp_ranks = {name: stages.holders(name) for name in shards}
     method = _cp_method(facts, layout)
@@ -370,9 +363,9 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
         embedding_ranks=pp_ranks[tied] if facts.anatomy.tied else (),
         ulysses=method.ulysses,
     )
-    sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else {}
+    sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
-    return ParallelPlan(facts, layout, rank, grid, shards, stages, pp_ranks, own, method)
+    return ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method)
 
 
 def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:

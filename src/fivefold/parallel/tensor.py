@@ -13,7 +13,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class TensorParallel:
 
     Every model has one. `group` is None where tp is 1: then everything passes as it is. `sequence_parallel` and
     `head_in_chunks` change during a run: generation works on single tokens, and the chunked loss gathers once and keeps
-    logits split by `vocabulary`. `sums`: parameter -> axis that its gradient is summed over.
+    logits split by `vocabulary`.
     """
 
     group: dist.ProcessGroup | None
@@ -57,7 +57,6 @@ class TensorParallel:
     sequence_parallel: bool
     vocabulary: tuple[Block, ...]
     head_in_chunks: bool = False
-    sums: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_replicated(self) -> bool:
@@ -105,7 +104,7 @@ def apply_tensor_parallel(
     rows multiply."""
     rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.partition
     vocabulary = tuple(rows[0] for rows, *_ in plan.shards[plan.head_weight].held)
-    fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary, sums=dict(plan.gradient_sums))
+    fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary)
     if group is None:
         return fold
     _cut_parameters(model, plan.shards, rank)
@@ -261,12 +260,11 @@ def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel
 # ---- once a step ----------------------------------------------------------------------------------------------------
 
 
-def sum_partial_gradients(model: nn.Module, fold: TensorParallel, mesh: Mesh) -> None:
+def sum_partial_gradients(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:
     """Add up the gradients that tp ranks hold in part, one flat all-reduce per group, after FSDP's reduction."""
     for axis in ("tp", "tp_kv"):
-        gradients = [
-            local(p.grad) for name, p in model.named_parameters() if fold.sums.get(name) == axis and p.grad is not None
-        ]
+        own = [parameter for name, parameter in model.named_parameters() if plan.gradient_sums.get(name) == axis]
+        gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]
         if not gradients:
             continue
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -278,7 +278,7 @@ def weights_gradient_of_own_features() -> Any:
             return grad.chunk(group.size(), 1)[group.rank()]
 
         def of_weights(fold: Any, x: Tensor) -> Tensor:
-            is_weights = fold.sequence_parallel and x.is_floating_point() and x.shape[-1] == width
+            is_weights = x.ndim == 3 and fold.sequence_parallel and x.is_floating_point() and x.shape[-1] == width
             return mapping(gather, cut)(x, fold.group) if is_weights else enter(fold, x)
 
         with patch.object(tensor.TensorParallel, "enter", of_weights):
