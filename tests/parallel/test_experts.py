@@ -65,11 +65,11 @@ def test_ranks_without_a_token_and_ranks_with_all() -> None:
 def saved(case: Case, folder: str) -> None:
     from pathlib import Path
 
-    from fivefold.checkpoint import save
+    from fivefold.checkpoint import Metadata, save
     from fivefold.training.optimizer import build_optimizer
 
     model = build(case)
-    save(model, build_optimizer(model, case.options), Path(folder), step=1, state={}, keep=1)
+    save(model, build_optimizer(model, case.options), Path(folder, "step-000001"), Metadata(step=1, state={}))
 
 
 def loaded(case: Case, folder: str) -> Any:

@@ -20,7 +20,6 @@ from fivefold.core.layout import Layout
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.report import first_wrong
 from fivefold.verification.results import LayoutResult
 from tests import matrix
 from tests.allpairs import pairs_of
@@ -77,11 +76,11 @@ def saved(subjects: Path) -> Saved:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_computes_what_one_process_computes(case: MatrixCase, saved: Saved, subjects: Path) -> None:
     found, _ = saved(case)
-    assert found.ok and not found.not_told, first_wrong(found)
+    assert found.ok and not found.not_told, found.first_wrong
     before = BEFORE[case]
     place, world = make_subject(case.proved, subjects, steps=1), Layout.parse(case.layout).world
     found = found_of(run_ranks(world, loaded, place, case, before.layout, saved(before)[1])[0])
-    assert found.ok, first_wrong(found)
+    assert found.ok, found.first_wrong
 
 
 def test_a_line_says_all_there_is_to_a_case() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fivefold.cli import main
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
-from fivefold.verification.request import resolve
+from fivefold.verification import resolve
 
 # Read by every Python process that is started with it on the path: the gradients of norms are no longer summed over tp.
 LOST_SUM = """

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold import checkpoint
 from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
 from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
-from fivefold.checkpoint.save import save_as, standing
+from fivefold.checkpoint.save import standing
 from fivefold.core.errors import UserError
 from fivefold.own_loop.model import READ_MORE, ParallelModel, check_parallel
 from fivefold.parallel import plain
@@ -63,7 +64,7 @@ def save(
         about["optimizer"] = _described(model, optimizer)
     at = about["state"].get("step")
     count = at if isinstance(at, int) and at >= 0 else 0
-    save_as(model, optimizer, Path(path), Metadata(step=count, state=about), overwrite=overwrite)
+    checkpoint.save(model, optimizer, Path(path), Metadata(step=count, state=about), overwrite=overwrite)
     return Path(path)
 
 

@@ -4,6 +4,7 @@ The data is prepared here, before any process group exists, so that nobody waits
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def _run_here(
 def _tell_restart(config: RunConfig, text: str) -> None:
     """On the screen, and in the run's history."""
     say(text)
-    with history.opened(config.run_dir, say) as log:
+    with closing(history.Log(config.run_dir, say)) as log:
         log.write("died", last_logged_step(config), what=text)
 
 

@@ -1,38 +1,29 @@
 """JSON: one list of records, or one record, each a document with its text under `text_key`. Read as a whole."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
 from fivefold.data.compression import MOST_BYTES, opened, read_most
-from fivefold.data.formats.jsonl import refuse_surrogates
-from fivefold.data.records import text_of
-from fivefold.data.source import Records, Source, not_utf8
+from fivefold.data.formats.jsonl import json_object
+from fivefold.data.records import Records
+from fivefold.data.source import Source, not_utf8
 
 
 @dataclass(frozen=True)
 class Json(Records):
     """Memory holds the file and its records, several times its size: hence a limit, and JSON Lines beyond it."""
 
-    def documents(self, path: Path, source: Source) -> Iterator[str]:
-        where = f"{source.label}: {path}"
-        for number, record in enumerate(_records(path, source), start=1):
-            at = f"{where}: record {number}"
-            if not isinstance(record, dict):
-                raise UserError(f"{at}: a JSON {type(record).__name__}, not an object", fix='a list of {"text": "..."}')
-            text = text_of(record, source, at)
-            refuse_surrogates(text, at)
-            yield text
-
-    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        first = next(iter(_records(path, source)))
-        return tuple(first) if isinstance(first, dict) else ()
+    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        for number, record in enumerate(_read(path, source), start=1):
+            at = f"{source.at(path)}: record {number}"
+            yield at, json_object(record, at, fix='a list of {"text": "..."}')
 
 
-def _records(path: Path, source: Source) -> list[object]:
-    where = f"{source.label}: {path}"
+def _read(path: Path, source: Source) -> list[object]:
+    where = source.at(path)
     with opened(path, where) as file:
         raw = read_most(file, MOST_BYTES)
     as_lines = f"if every line is a record: {source.option('format', 'jsonl')}"

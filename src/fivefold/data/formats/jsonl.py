@@ -1,55 +1,39 @@
 """JSON Lines: a record is a document, its text under `text_key`. Blank lines are passed over."""
 
 import json
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
 from fivefold.data.compression import lines_of, opened
-from fivefold.data.records import text_of
-from fivefold.data.source import Records, Source, no_documents, not_utf8
+from fivefold.data.records import Records
+from fivefold.data.source import Source, no_documents, not_utf8
 
 
 @dataclass(frozen=True)
 class JsonLines(Records):
     """Read line by line: memory holds one record."""
 
-    def documents(self, path: Path, source: Source) -> Iterator[str]:
-        row, where = 0, f"{source.label}: {path}"
-        for row, line in _lines(path, where):
-            yield _text(line, source, f"{where}:{row}")
-        if not row:
+    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        where, is_empty = source.at(path), True
+        with opened(path, where) as file:
+            for row, line in lines_of(file, where):
+                if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
+                    is_empty, at = False, f"{where}:{row}"
+                    yield at, json_object(_parsed(line, at), at, fix='one {"text": "..."} per line')
+        if is_empty:
             raise no_documents(f"{where}:1")
 
-    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        where = f"{source.label}: {path}"
-        with closing(_lines(path, where)) as lines:
-            first = next((parsed(line, f"{where}:{row}") for row, line in lines), None)
-        return tuple(first) if isinstance(first, dict) else ()
 
-
-def _lines(path: Path, where: str) -> Generator[tuple[int, bytes]]:
-    """Those that are not blank."""
-    with opened(path, where) as file:
-        for row, line in lines_of(file, where):
-            if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
-                yield row, line
-
-
-def _text(line: bytes, source: Source, where: str) -> str:
-    record = parsed(line, where)
+def json_object(record: object, where: str, *, fix: str) -> Mapping[str, object]:
+    """What was read from JSON as the record that it should be. Raises UserError."""
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix='one {"text": "..."} per line')
-    text = text_of(record, source, where)
-    if b"\\u" in line:
-        refuse_surrogates(text, where)
-    return text
+        raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix=fix)
+    return record
 
 
-def parsed(line: bytes, where: str) -> object:
-    """The JSON of a line. Raises UserError."""
+def _parsed(line: bytes, where: str) -> object:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -61,17 +45,6 @@ def parsed(line: bytes, where: str) -> object:
         ) from error
     except RecursionError as error:
         raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
-
-
-def refuse_surrogates(text: str, where: str) -> None:
-    """JSON can say half a character. Raises UserError."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: half of a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start}",
-            fix="it stands for no character; remove it or write the file again from its origin",
-        ) from error
 
 
 FORMAT = JsonLines(name="jsonl", suffixes=(".jsonl", ".ndjson"))

@@ -18,9 +18,5 @@ class StoreFormat(Format):
     def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
         return (path,) if is_store(path) else None
 
-    @property
-    def holds_tokens(self) -> bool:
-        return True
 
-
-FORMAT = StoreFormat(name="tokens")
+FORMAT = StoreFormat(name="tokens", holds_tokens=True)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.core import text
 from fivefold.core.errors import RunFailed
 from fivefold.parallel import plain
 from fivefold.training.optimizer import all_reduce_sum
@@ -68,8 +69,7 @@ def gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 def listed(what: str, numbers: Iterable[int]) -> str:
     """As "rank 0" or "ranks 0, 2", at most eight; nothing for none."""
     given = list(numbers)
-    more = f" and {len(given) - 8} more" if len(given) > 8 else ""
-    return f"{what}{'s' if len(given) > 1 else ''} {', '.join(map(str, given[:8]))}{more}" if given else ""
+    return f"{what}{'s' if len(given) > 1 else ''} {text.listed(given, 8)}" if given else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -10,9 +10,9 @@ import pytest
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
 from fivefold.report.curves import POINTS, panels
-from fivefold.report.load import heat
+from fivefold.report.figures import heat
 from fivefold.report.run import main
-from tests.pages.html import asks_for_nothing
+from tests.report.html import asks_for_nothing
 from tests.verification.test_page import HOSTILE, holds
 
 SENT = [{"axis": "tp", "kind": "all_reduce", "count": 1234, "bytes": 3 * 2**20}]
