@@ -32,7 +32,7 @@ from fivefold.parallel.capacity import Shares
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.ranks import row_blocks
+from fivefold.parallel.ranks import tokens_by_rank
 from fivefold.parallel.tensor import TensorParallel
 
 BIAS = "e_score_correction_bias"
@@ -231,7 +231,7 @@ class Balance:
         """The token blocks of every cp x tp rank, for rows of which this rank has `length` tokens."""
         cp, cp_rank = self.context.size, self.context.rank
         tp, tp_rank = (self.tensor.size, self.tensor.rank) if self.tensor.sequence_parallel else (1, 0)
-        everyone = tuple(row_blocks(length * cp * tp, cp, r, tp, t) for r in range(cp) for t in range(tp))
+        everyone = tokens_by_rank(length * cp * tp, cp, tp)
         return Shares(everyone[cp_rank * tp + tp_rank], everyone, self._row_groups)
 
 

@@ -16,7 +16,7 @@ from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
-from fivefold.parallel.ranks import Tokens, ring_gradients, ring_keys, row_blocks
+from fivefold.parallel.ranks import Tokens, ring_gradients, ring_keys, tokens_by_rank
 from fivefold.parallel.shard_rules import feature_blocks
 
 if TYPE_CHECKING:
@@ -310,8 +310,7 @@ def router_numbers(experts: Experts) -> int:
 def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
     """The most blocks of a row that a rank has."""
     cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
-    length = shape.tokens * cp
-    return max(len(row_blocks(length, cp, c, tp, t)) for c in range(cp) for t in range(tp))
+    return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
 
 
 # ---- once a step -----------------------------------------------------------------------------------------------------

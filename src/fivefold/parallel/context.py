@@ -14,7 +14,7 @@ heads, G key/value heads, D head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -43,7 +43,7 @@ from fivefold.parallel.kv_exchange import (
 from fivefold.parallel.mappings import mapping
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.ranks import Tokens, row_blocks
+from fivefold.parallel.ranks import Tokens, tokens_by_rank
 
 # ---- the fold --------------------------------------------------------------------------------------------------------
 
@@ -65,21 +65,6 @@ class ContextParallel:
     ulysses: dist.ProcessGroup | None
     is_on: bool = True
     head_in_chunks: bool = False
-    tokens: Callable[[int], tuple[Tokens, Tokens]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens = lru_cache(maxsize=64)(self._tokens)
-
-    def _tokens(self, length: int) -> tuple[Tokens, Tokens]:
-        """For rows of `length` tokens: the blocks of each rank of this rank's ring, and of each rank of its Ulysses
-        group.
-
-        The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
-        """
-        u = self.method.ulysses
-        rings = tuple(row_blocks(length, self.size // u, each) for each in range(self.size // u))
-        first = self.rank // u * u
-        return rings, tuple(row_blocks(length, self.size, rank) for rank in range(first, first + u))
 
     @property
     def row_groups(self) -> list[dist.ProcessGroup]:
@@ -102,11 +87,7 @@ class ContextParallel:
                 fix=f"pad the rows to {-(-length // unit) * unit} tokens",
                 more="docs/context.md",
             )
-        return torch.cat([x_BT[:, start:stop] for start, stop in row_blocks(length, self.size, self.rank)], 1)
-
-    def gather_sequence(self, x_BLx: Tensor) -> Tensor:
-        """Whole rows [B, T, ...] from every rank's tokens; every rank must compute the same with them."""
-        return _gather_rows(x_BLx, self)
+        return torch.cat([x_BT[:, start:stop] for start, stop in tokens_by_rank(length, self.size)[self.rank]], 1)
 
     # A graph break under torch.compile: collectives within an operator of its own would not be seen by `record`.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -125,7 +106,8 @@ class ContextParallel:
         (rows, local, heads, _), u = q_BLHD.shape, self.method.ulysses
         length = local * self.size
         edges = tuple(range(0, (rows + 1) * length, length)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
-        rings, group = self.tokens(length)
+        first = self.rank // u * u  # its Ulysses group has, together, the tokens of one rank of a ring of cp / u
+        rings, group = tokens_by_rank(length, self.size // u), tokens_by_rank(length, self.size)[first : first + u]
         if self.ulysses is not None:
             shared = max(1, k_BLGD.shape[2] // u)
             dealt = [_by_rank_of_heads(each, u) for each in (q_BLHD, k_BLGD, v_BLGD)]
@@ -149,10 +131,9 @@ def _by_rank_of_heads(x_BLHD: Tensor, u: int) -> Tensor:
 
 
 def _whole_rows(x_BLx: Tensor, fold: ContextParallel) -> Tensor:
-    """[B,L,...] -> [B,T,...]."""
+    """[B,L,...] of this rank's tokens -> [B,T,...] on every rank; every rank must compute the same with them."""
     assert fold.group is not None, "rows are whole already"
-    length = x_BLx.shape[1] * fold.size
-    return gathered(x_BLx, fold.group, tuple(row_blocks(length, fold.size, rank) for rank in range(fold.size)))
+    return gathered(x_BLx, fold.group, tokens_by_rank(x_BLx.shape[1] * fold.size, fold.size))
 
 
 _gather_rows = mapping(_whole_rows, lambda grad, fold: fold.cut(grad))
@@ -266,7 +247,7 @@ def apply_context_parallel(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> 
     base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)
     base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)  # before anything counts tokens
     head.register_forward_hook(
-        lambda _, args, out: fold.gather_sequence(out) if fold.is_on and not fold.head_in_chunks else out
+        lambda _, args, out: _gather_rows(out, fold) if fold.is_on and not fold.head_in_chunks else out
     )
     return fold
 

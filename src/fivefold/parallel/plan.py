@@ -25,7 +25,7 @@ from fivefold.parallel.interventions import Intervention, interventions
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
 from fivefold.parallel.memory import StepBytes, step_bytes
-from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, row_blocks
+from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, tokens_by_rank
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
 from fivefold.parallel.stage_plan import StagePlan, stage_plan
@@ -309,8 +309,7 @@ class ParallelPlan:
 
         The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
         """
-        ring = self.layout.cp // self.cp_method.ulysses
-        return tuple(row_blocks(tokens * self.layout.cp, ring, rank) for rank in range(ring))
+        return tokens_by_rank(tokens * self.layout.cp, self.layout.cp // self.cp_method.ulysses)
 
     @cached_property
     def interventions(self) -> tuple[Intervention, ...]:

@@ -12,7 +12,7 @@ apart, so that size and stride say everything. In `pp2.shard2.tp2`, of 8 ranks:
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from fivefold.core.layout import Layout
@@ -208,6 +208,12 @@ def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0
     chunks = [(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
     own = joined(chunks) if cp > 1 else ((0, length),)
     return narrowed(own, tp_rank * share, (tp_rank + 1) * share)
+
+
+@lru_cache(maxsize=64)
+def tokens_by_rank(length: int, cp: int, tp: int = 1) -> Tokens:
+    """`row_blocks` of each rank of cp, and within it of tp."""
+    return tuple(row_blocks(length, cp, cp_rank, tp, tp_rank) for cp_rank in range(cp) for tp_rank in range(tp))
 
 
 def joined(blocks: Iterable[tuple[int, int]]) -> Blocks:
