@@ -243,7 +243,7 @@ def gate_and_up_cut_as_one() -> Any:
     expects=OF_EXPERTS,
 )
 def down_bias_added_by_every_part() -> Any:
-    plain, plain_mlp = shard_rules.feature_splits, expert.expert_mlp
+    plain, plain_mlp, plain_sums = shard_rules.feature_splits, expert.expert_mlp, plan.gradient_sums
 
     def splits(held: Any, shapes: Any, parts: int) -> dict[str, Split]:
         whole = ((0, shapes["down_proj_bias"][1]),)
@@ -252,12 +252,19 @@ def down_bias_added_by_every_part() -> Any:
     def from_the_first(*args: Any, biased_from: int, **options: Any) -> Tensor:
         return plain_mlp(*args, **options)
 
+    def sums(*args: Any, **options: Any) -> dict[str, str]:
+        return {name: axis for name, axis in plain_sums(*args, **options).items() if "down_proj_bias" not in name}
+
     @contextmanager
-    def both() -> Iterator[None]:
-        with patch.object(shard_rules, "feature_splits", splits), patch.object(expert, "expert_mlp", from_the_first):
+    def all_three() -> Iterator[None]:
+        with (
+            patch.object(shard_rules, "feature_splits", splits),
+            patch.object(expert, "expert_mlp", from_the_first),
+            patch.object(plan, "gradient_sums", sums),
+        ):
             yield
 
-    return both()
+    return all_three()
 
 
 @fault(
