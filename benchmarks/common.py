@@ -25,7 +25,7 @@ from fivefold.config import OptimizerSection
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.world import LOOPBACK, cores, multiplies_bf16, threads_per_worker
 from fivefold.models.build import build_meta
-from fivefold.models.sources import RandomInit, read_full
+from fivefold.models.sources import RandomInit
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 1234
@@ -106,7 +106,7 @@ def plain_model(hf_config: Any, seed: int = SEED) -> Any:
     source = RandomInit(build_meta(hf_config), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(read_full(source, name))
+            parameter.copy_(source.whole(name))
     return model
 
 

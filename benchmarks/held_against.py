@@ -27,11 +27,11 @@ from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.verification.exact import exact
 from tiny_configs import Values, default_config, make_config, tiny_values
 

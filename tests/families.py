@@ -1,7 +1,7 @@
 """Small models of every family that is proved, by name: keys of a config.json beside the sizes that all share.
 
 Each hides nothing of its family: windows bite, caps cap, experts do not come in powers of two. A family whose class
-`fivefold.models.proved` names and whose model is here is held to every measure of the tests.
+`fivefold.models.partition` names and whose model is here is held to every measure of the tests.
 """
 
 from typing import Any

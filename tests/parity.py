@@ -23,7 +23,7 @@ from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.experts import router_buffers
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, total
 from fivefold.parallel.dtensor import local
@@ -31,7 +31,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.verification.exact import exactly
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference import Reference

@@ -62,6 +62,17 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
 NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 
 
+class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, `run(operator, args, kwargs)` stands for every call of an operator. It may call the operator itself."""
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, a tensor subclass is handled as its base class is."""
     return torch._C.DisableTorchFunctionSubclass()

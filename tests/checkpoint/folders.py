@@ -9,7 +9,7 @@ from fivefold.data.tokenizer import find_tokenizer
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from tests.generation.ranks import talkative
 from tests.parity import OPTIONS, Case
 

@@ -16,7 +16,7 @@ from fivefold.core import files
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 from tests.parity import Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401
 

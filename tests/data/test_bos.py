@@ -12,8 +12,8 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, prepare
 from fivefold.data.tokenizer import find_tokenizer
+from fivefold.generation.decode import encode_prompt
 from fivefold.generation.run import _bos_of
-from fivefold.generation.text import encode_prompt
 from tests.data.helpers import SEQ, config_for, pieces, prepare_texts, random_texts, segments, whole, write_jsonl
 
 BYTES, BOS, EOS = 256, 257, 256

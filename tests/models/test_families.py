@@ -18,11 +18,11 @@ from fivefold.checkpoint import export
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import build_meta, check_lengths
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.build import build_meta
+from fivefold.models.forwards import check_lengths
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
-from fivefold.models.sources import RandomInit, SafetensorsFolder, read_full, stored_tensors
+from fivefold.models.sources import ModelTensors, RandomInit, SafetensorsFolder, stored_tensors
 from fivefold.models.trace import trace
 from fivefold.parallel.apply import parallelize
 from fivefold.training.model import build_model
@@ -58,7 +58,7 @@ def test_weights_are_distributed_as_the_model_initialises_itself(family: str, ti
     assert ours.names() == set(stored_tensors(theirs))
     random = 0
     for name, expected in theirs.named_parameters():
-        values = read_full(ours, name)
+        values = ours.whole(name)
         if expected.min() == expected.max():
             assert torch.equal(values, expected), name
             continue
@@ -299,7 +299,7 @@ def test_a_base_model_is_all_there_is_to_a_tied_one(family: str, tmp_path: Path)
     source = SafetensorsFolder(tmp_path, build_meta(hf_config(case)))
     assert source.names() == set(stored_tensors(model))
     for name, parameter in model.named_parameters():
-        assert torch.equal(read_full(source, name), parameter), name
+        assert torch.equal(source.whole(name), parameter), name
     with pytest.raises(UserError, match="base model without its head"):
         SafetensorsFolder(tmp_path, build_meta(hf_config(Case("single", family))))
 
@@ -317,7 +317,7 @@ def test_what_a_constructor_computes_is_kept(tmp_path: Path) -> None:
     assert all(torch.equal(buffers[name], buffer) for name, buffer in theirs.named_buffers())
     scalars = [name for name, parameter in theirs.named_parameters() if parameter.numel() == 1]
     assert len(scalars) == 2 * 3
-    assert all(torch.equal(read_full(ours, name), theirs.get_parameter(name)) for name in scalars)
+    assert all(torch.equal(ours.whole(name), theirs.get_parameter(name)) for name in scalars)
     folder = hf_folder(APERTUS, tmp_path / "hf")
     run_ranks(2, save_runs, [(APERTUS.layout, folder, tmp_path / "runs" / "one")])
     done = export(tmp_path / "runs" / "one", tmp_path / "out")

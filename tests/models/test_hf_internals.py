@@ -11,8 +11,7 @@ from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.attention import NAME
 from fivefold.models.build import build_meta
-from fivefold.models.partition import derive
-from fivefold.models.proved import PROVED
+from fivefold.models.partition import PROVED, derive
 from fivefold.models.recipe import buffer_values, check_drawable, read_recipe
 from fivefold.models.trace import trace
 from tests.families import TINY
@@ -69,11 +68,11 @@ def test_contract_plan(case):
 def test_contract_ties(case, tied):
     model = build_meta(hf_config(Case("single", case.family, tied=tied)))
     anatomy = Anatomy.of(model)
-    pair = {f"{anatomy.head}.weight": f"{anatomy.embedding}.weight"}
+    pair = {f"{anatomy.head}.weight": anatomy.embedding_weight}
     assert anatomy.tied is tied
     assert hf_internals.tied_parameters(model) == (pair if tied else {})
     named = dict(model.named_parameters())
-    assert (f"{anatomy.head}.weight" in named) is not tied and f"{anatomy.embedding}.weight" in named
+    assert (f"{anatomy.head}.weight" in named) is not tied and anatomy.embedding_weight in named
 
 
 def test_contract_attention(case, monkeypatch):
@@ -107,7 +106,7 @@ def test_contract_initialisation(case):
     """The model initialises every parameter and buffer through functions that can be intercepted and drawn."""
     model = build_meta(hf_config(case))
     calls = set()
-    with hf_internals.intercepted_initialisers(lambda name, args, kwargs: calls.add(name)):
+    with hf_internals.intercepted_initialisers(lambda name, _: calls.add(name)):
         hf_internals.initialise_again(model)
     assert {"normal_"} < calls
     recipe = read_recipe(model)

@@ -23,10 +23,12 @@ from transformers import (
 
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import build_meta, check_rows
-from fivefold.models.feature_groups import FeatureGroup, by_features
+from fivefold.models.build import build_meta
+from fivefold.models.forwards import check_rows
+from fivefold.models.pairs import FeatureGroup, by_features
 from fivefold.models.partition import Partition, derive
-from fivefold.models.trace import BlockTrace, Event, MixesTokens, Untraceable, trace
+from fivefold.models.record import BlockTrace, Event, MixesTokens, Untraceable
+from fivefold.models.trace import trace
 from tests.families import TINY
 from tests.models import tiny
 from tests.parity import Case, hf_config

@@ -13,7 +13,7 @@ from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta
 from fivefold.models.random_stream import Normal, RandomStream, TruncatedNormal, Uniform, philox
 from fivefold.models.recipe import Constant, check_drawable, read_recipe
-from fivefold.models.sources import RandomInit, SafetensorsFolder, read_full
+from fivefold.models.sources import RandomInit, SafetensorsFolder
 from tests.models import tiny
 
 DISTRIBUTIONS = [Normal(0.5, 2.0), Uniform(-1.0, 3.0), TruncatedNormal(0.0, 1.0, -1.5, 2.0)]
@@ -97,14 +97,14 @@ def test_weights_have_the_statistics_of_the_models_own_initialisation(make_confi
 def test_random_regions_equal_cuts_and_casting_comes_after(make_config):
     source = RandomInit(build_meta(make_config()), seed=5)
     for name in source.names():
-        full = read_full(source, name)
+        full = source.whole(name)
         assert full.dtype == torch.float32
         region = tuple(slice(size // 3, size - size // 5) for size in source.shape(name))
         assert torch.equal(source.read(name, region), full[region]), name
     twice = build_meta(make_config()).to(torch.bfloat16)
-    assert torch.equal(read_full(RandomInit(twice, 5), "model.norm.weight").float(), torch.ones(48))
+    assert torch.equal(RandomInit(twice, 5).whole("model.norm.weight").float(), torch.ones(48))
     name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(read_full(RandomInit(twice, 5), name), read_full(source, name).bfloat16())
+    assert torch.equal(RandomInit(twice, 5).whole(name), source.whole(name).bfloat16())
 
 
 def test_reading_the_recipe_leaves_the_model_as_it_was(make_config):
@@ -155,7 +155,7 @@ def test_initialisers(initialise, std, monkeypatch):
     name = getattr(initialise, "__name__", "")
     call = initialise if name == "<lambda>" else lambda w: getattr(nn.init, name)(w)
     source = RandomInit(with_init(monkeypatch, call), 0)
-    assert abs(read_full(source, NAME).std().item() - std) <= 0.05 * std
+    assert abs(source.whole(NAME).std().item() - std) <= 0.05 * std
 
 
 def test_parts_of_a_parameter_initialised_apart(monkeypatch):
@@ -165,7 +165,7 @@ def test_parts_of_a_parameter_initialised_apart(monkeypatch):
         nn.init.constant_(weight[:, 40:], 2.0)
         nn.init.constant_(weight[3, 5:7], 3.0)
 
-    values = read_full(RandomInit(with_init(monkeypatch, initialise), 0), NAME)
+    values = RandomInit(with_init(monkeypatch, initialise), 0).whole(NAME)
     expected = torch.zeros(101, 48)
     expected[10:20], expected[:, 40:], expected[3, 5:7] = 1, 2, 3
     assert torch.equal(values, expected)
@@ -219,7 +219,7 @@ def test_round_trip(make_config, saved, dtype, kwargs):
     parameters = dict(model.named_parameters())
     assert source.names() == parameters.keys()
     for name, tensor in parameters.items():
-        assert torch.equal(read_full(source, name), tensor) and read_full(source, name).dtype == dtype
+        assert torch.equal(source.whole(name), tensor) and source.whole(name).dtype == dtype
         region = tuple(slice(size // 3, size - 1) for size in tensor.shape)
         assert torch.equal(source.read(name, region), tensor[region])
         assert source.read(name, tuple(slice(2, 2) for _ in tensor.shape)).numel() == 0

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from fivefold.models.build import build_meta
 from fivefold.models.recipe import buffer_values
-from fivefold.models.sources import RandomInit, read_full
+from fivefold.models.sources import RandomInit
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -49,7 +49,7 @@ def filled(config, *, seed=1, attention="fivefold", dtype=torch.float32, biases=
     model.to_empty(device="cpu").tie_weights()  # to_empty gives tied names a tensor each
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(buffers[name] if name in buffers else read_full(source, name))
+            tensor.copy_(buffers[name] if name in buffers else source.whole(name))
         if biases:
             generator = torch.Generator().manual_seed(0)
             for name, tensor in model.named_parameters():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fivefold.models.build import build_meta
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients

@@ -66,7 +66,7 @@ def saved(case: Case, folder: str) -> None:
     from pathlib import Path
 
     from fivefold.checkpoint import Metadata, save
-    from fivefold.training.optimizer import build_optimizer
+    from fivefold.training.optimizers import build_optimizer
 
     model = build(case)
     save(model, build_optimizer(model, case.options), Path(folder, "step-000001"), Metadata(step=1, state={}))
@@ -76,7 +76,7 @@ def loaded(case: Case, folder: str) -> Any:
     from pathlib import Path
 
     from fivefold.checkpoint import Checkpoint, restore
-    from fivefold.training.optimizer import build_optimizer
+    from fivefold.training.optimizers import build_optimizer
 
     with patch("tests.parity.reference_model", lambda case, dtype: lopsided_zero(case)):
         model = build(case)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.models.head import head_only
+from fivefold.models.forwards import head_only
 from fivefold.parallel.collectives import CACHE_BYTES, MOST_BYTES, chunk_sizes
 from fivefold.parallel.loss import IGNORE, chunked_loss
 from fivefold.parallel.sharding import split_even

@@ -66,7 +66,8 @@ def test_kept_facts_are_read_and_a_damaged_file_is_not(tmp_path: Path) -> None:
     write_facts(file, found)
     assert read_facts(file) == found
     text = file.read_text()
-    for damaged in (text.replace('"hidden_size":32', '"hidden_size":64'), text[: len(text) // 2], "", "{}\n{}", "\x00"):
+    changed = text.replace('"hidden_size": 32', '"hidden_size": 64')
+    for damaged in (changed, text[: len(text) // 2], "", "{}\n{}", "\x00"):
         file.write_text(damaged)
         assert read_facts(file) is None
 

@@ -67,7 +67,11 @@ def test_coordinates_and_parts_are_places_in_that_tensor(text: str) -> None:
         assert grid.shard_index(rank, "tp") == type(grid.shard_index(0, "tp"))(tp, fsdp, inner.shape[1])
         if grid.has_experts:
             _, row, part = (experts == rank).nonzero()[0].tolist()
-            assert vars(grid.shard_index(rank, "ep")) == {"part": part, "row": row, "rows": experts.shape[1]}
+            assert vars(grid.shard_index(rank, "ep")) == {
+                "part": part,
+                "fsdp_rank": row,
+                "fsdp_size": experts.shape[1],
+            }
             assert grid.fsdp_shards("ep") == experts.shape[1]
 
 

@@ -195,7 +195,7 @@ def known_of(config: Any) -> Known:
     """What the class of the model of `config`, which may be a model folder, says."""
     try:
         model = build_meta(load_model_config(config) if isinstance(config, Path) else config)
-        return Known(hf_internals.saved_names(model), hf_internals.saved_pieces(model), stored_buffers(model))
+        return Known(*hf_internals.saved_as(model), stored_buffers(model))
     except UserError:  # a class that is registered only where it was trained
         return Known({}, {}, {})
 

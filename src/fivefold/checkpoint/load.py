@@ -126,17 +126,12 @@ class CheckpointSource(TensorSource):
 
     def __init__(self, folder: Path, records: Mapping[str, TensorRecord]) -> None:
         self._folder, self._records = folder, records
+        self.shapes = {name: record.shape for name, record in records.items()}
 
     @property
     def ordered(self) -> tuple[str, ...]:
         """Names in the model's order."""
         return tuple(self._records)
-
-    def names(self) -> set[str]:
-        return set(self._records)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._records[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The type the tensor is stored in."""
@@ -156,10 +151,6 @@ class CheckpointSource(TensorSource):
             target = tuple(slice(low - w[0], high - w[0]) for (low, high), w in zip(common, wanted, strict=True))
             values[target] = self._read_slice(one, common, record)
         return values
-
-    def whole(self, name: str) -> Tensor:
-        """All of a tensor."""
-        return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def _read_slice(self, one: Slice, common: tuple[tuple[int, int], ...], record: TensorRecord) -> Tensor:
         """The part `common` (global coordinates) of one stored slice: a view of the file, mapped while it lives."""

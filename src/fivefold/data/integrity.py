@@ -26,9 +26,9 @@ class DamagedError(ValueError):
     """A file is not what was written; says which, and where in it."""
 
 
-def signed(tree: Mapping[str, Any]) -> str:
+def signed(tree: Mapping[str, Any], *, indent: int | None = 2) -> str:
     """JSON with a checksum of itself: see `read_signed`."""
-    return json.dumps({**tree, "checksum": _sum(tree)}, indent=2)
+    return json.dumps({**tree, "checksum": _sum(tree)}, indent=indent)
 
 
 def read_signed(path: Path) -> dict[str, Any]:

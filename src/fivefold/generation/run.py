@@ -21,7 +21,7 @@ from fivefold.core.terminal import shown
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import Bos, find_tokenizer
 from fivefold.generation import GenerateRequest
-from fivefold.generation.text import encode_prompt, pieces
+from fivefold.generation.decode import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
@@ -49,7 +49,7 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     text = []
     for piece in pieces(
         model, tokenizer, ids, ends, max_new_tokens=request.max_new_tokens, temperature=request.temperature,
-        top_k=request.top_k or None, seed=request.seed,
+        top_k=request.top_k, seed=request.seed,
     ):  # fmt: skip
         show(piece)
         text.append(piece)
@@ -57,14 +57,18 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """The body of a worker: the text goes to standard output, and to the file `request["result"]` when it is done."""
-    asked = GenerateRequest(**request["generate"])
-    is_quiet = bool(request.get("quiet"))
-    text = generate(asked, world, write=None if is_quiet else to_screen)
+    """The body of a worker: the text also goes to the file `request["result"]` when it is done."""
+    text = shown_to_user(GenerateRequest(**request["generate"]), world, quiet=request["quiet"])
     if world.is_first:
-        if not is_quiet:
-            print(flush=True)
         Path(request["result"]).write_text(text, encoding="utf-8")
+
+
+def shown_to_user(request: GenerateRequest, world: World, *, quiet: bool) -> str:
+    """The text of `generate`, also on standard output unless `quiet`."""
+    text = generate(request, world, write=None if quiet else to_screen)
+    if world.is_first and not quiet:
+        print(flush=True)
+    return text
 
 
 def to_screen(text: str) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals, kernels, masks
+from fivefold.models.kernels import AttentionParams
 from fivefold.models.masks import Mask
 from fivefold.models.packed import packed_attention
 
@@ -38,18 +39,18 @@ def register() -> None:
 
 def attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Mask | torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The attention function of the models, in the signature of `transformers`.
 
     query [B,H,T,D], key and value [B,G,S,D] -> ([B,T,H,D], None). `cu_seqlens`: int32 [n+1] on the CPU, 0 first, B*T
@@ -65,54 +66,43 @@ def attention_forward(
         raise UserError(f"a sliding window of {mask.window} positions hides every key", fix="use null for no window")
     if mask.chunk is not None:
         key, value, cu_seqlens = _own_chunks(module, query, key, value, cu_seqlens, mask)
-    if value.shape[-1] != query.shape[-1]:
-        return _with_equal_heads(module, query, key, value, scaling, cu_seqlens, mask.window, softcap, s_aux), None
-    return _attend(module, query, key, value, scaling, cu_seqlens, mask.window, softcap, s_aux), None
+    size, given = value.shape[-1], query.shape[-1]
+    rule = AttentionParams(float(given) ** -0.5 if scaling is None else float(scaling), mask.window, softcap)
+    if size == given:
+        return _attend(module, query, key, value, cu_seqlens, rule, s_aux), None
+    # Latent attention (DeepSeek) has heads of two sizes: the narrower are filled up with zeros, which add nothing.
+    query, key, value = (F.pad(each, (0, max(size, given) - each.shape[-1])) for each in (query, key, value))
+    return _attend(module, query, key, value, cu_seqlens, rule, s_aux)[..., :size], None
 
 
 def _attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
-    cu_seqlens: torch.Tensor | None, window: int | None, softcap: float | None, s_aux: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, rule: AttentionParams,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """[B,T,H,D]: heads of one size."""
     context = getattr(module, CONTEXT, None)
     if context is not None and context.is_on:
-        rule = kernels.AttentionParams(_scale(scaling, query), window, softcap)
-        attended: torch.Tensor = context.attend(query, key, value, cu_seqlens, rule, s_aux)
+        attended: Tensor = context.attend(query, key, value, cu_seqlens, rule, sinks)
         return attended
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = cu_seqlens is not None and cu_seqlens.shape[0] != rows + 1
-    bites = window is not None and window < keys
-    if not (packed or bites or softcap is not None or s_aux is not None):
-        return _plain_rows(query, key, value, scaling)
+    window = rule.window if rule.window is not None and rule.window < keys else None
+    if not packed and window is None and rule.softcap is None and sinks is None:
+        return _plain_rows(query, key, value, rule.scale)
     if keys != length and not packed:
-        rule = kernels.AttentionParams(_scale(scaling, query), window, softcap)
-        return _cached_rows(query, key, value, rule, s_aux)
+        return _cached_rows(query, key, value, rule, sinks)
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device="cpu")
-    out_BTHD: torch.Tensor
-    out_BTHD, _ = packed_attention(
-        query, key, value, cu_seqlens, _scale(scaling, query), window if bites else None, softcap, s_aux
-    )
+    out_BTHD: Tensor
+    out_BTHD, _ = packed_attention(query, key, value, cu_seqlens, rule.scale, window, rule.softcap, sinks)
     return out_BTHD
-
-
-def _with_equal_heads(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
-    cu_seqlens: torch.Tensor | None, window: int | None, softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """Latent attention (DeepSeek) has heads of two sizes: the narrower are filled up with zeros, which add nothing."""
-    size, given = value.shape[-1], query.shape[-1]
-    query, key, value = (F.pad(each, (0, max(size, given) - each.shape[-1])) for each in (query, key, value))
-    scale = float(given) ** -0.5 if scaling is None else scaling
-    return _attend(module, query, key, value, scale, cu_seqlens, window, softcap, sinks)[..., :size]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many chunks there are depends on the documents
 def _own_chunks(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None,
     mask: Mask,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Keys and values that the queries may see, and bounds in which each chunk of a document is one of its own."""
     assert mask.chunk is not None
     (rows, _, length, _), keys = query.shape, key.shape[2]
@@ -132,30 +122,25 @@ def _own_chunks(
     return key[:, :, keys - seen :], value[:, :, keys - seen :], cu_seqlens
 
 
-def _plain_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """[B,T,H,D]: each row one document, by PyTorch's own function."""
+def _plain_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[B,T,H,D]: each row one document, by PyTorch's own function. Query t of T stands at position S - T + t."""
     length, keys = query.shape[2], key.shape[2]
-    causal = length > 1
-    cached = causal and keys != length
+    seen_TS = None
+    if 1 < length != keys:
+        seen_TS = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
     out_BHTD = F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_last_positions(length, keys, query.device) if cached else None,
-        is_causal=causal and not cached,
-        scale=scaling,
+        attn_mask=seen_TS,
+        is_causal=1 < length == keys,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out_BHTD.transpose(1, 2)
 
 
-def _cached_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rule: kernels.AttentionParams,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _cached_rows(query: Tensor, key: Tensor, value: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:
     """[B,T,H,D]: generation under `rule`. The cache of a sliding layer may have dropped its first keys; only the
     distance from the last one counts."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
@@ -168,15 +153,6 @@ def _cached_rows(
     if sinks is not None:
         kernels.join_sinks(out_BTHD, lse_BHT.transpose(1, 2), sinks.detach())
     return out_BTHD
-
-
-def _scale(scaling: float | None, query: torch.Tensor) -> float:
-    return float(query.shape[-1]) ** -0.5 if scaling is None else float(scaling)
-
-
-def _last_positions(length: int, keys: int, device: torch.device) -> torch.Tensor:
-    """[T, S], True where query t, which stands at position S - T + t, sees key s."""
-    return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
 
 
 def check_call(module: nn.Module, mask: object, dropout: float, kwargs: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -20,6 +20,7 @@ from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import hf_internals
+from fivefold.models.forwards import check_documents, has_rope_limits
 
 MOST_PARAMETERS = 10**14
 MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500
@@ -151,70 +152,8 @@ def use_our_attention(model: PreTrainedModel) -> None:
     hf_internals.base_first(model)
     hf_internals.select_attention(model, own_attention.NAME)
     hf_internals.select_experts(model, own_experts.NAME)
-    if any(_rope_limits(model.config)):
-        model.base_model.register_forward_pre_hook(_check_documents, with_kwargs=True)
-
-
-def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
-    """Raise `UserError` if documents of several lengths, up to `longest` tokens, cannot share a micro batch.
-
-    `dynamic` and `longrope` take one table of frequencies for a whole micro batch, by its longest document. Above a
-    limit a document would be rotated differently for what lies beside it, and so for the layout.
-    """
-    for kind, limit, instead in _rope_limits(hf_config):
-        if longest > limit:
-            raise UserError(
-                f"rope type {kind} takes other frequencies for all documents of a micro batch when one of them is "
-                f"longer than {limit} tokens: with up to {longest} tokens they would change each other",
-                fix=f"set data.seq_length to {limit} or less, or {instead} in model.overrides.rope_parameters",
-            )
-
-
-def check_slices(hf_config: PreTrainedConfig, position_ids: Tensor) -> None:
-    """Raise `UserError` if a part of these tokens would be rotated by another table than the whole row. `transformers`
-    chooses the rotary table by the largest position that it is given."""
-    for kind, limit, instead in _rope_limits(hf_config):
-        if int(position_ids.max()) >= limit:
-            raise UserError(
-                f"rope type {kind} takes other frequencies for documents longer than {limit} tokens, which a rank "
-                "with a part of the tokens cannot tell",
-                fix=f"use documents of {limit} tokens or less, layout.cp: 1, or {instead} in "
-                "model.overrides.rope_parameters",
-            )
-
-
-def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
-    """(rope type, the length up to which its table never changes, what makes it never change) where there is one."""
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]:
-        if each.get("rope_type") == "dynamic":
-            yield "dynamic", config.max_position_embeddings, "a rope_type whose table is fixed (yarn, linear)"
-        if each.get("rope_type") == "longrope" and each["short_factor"] != each["long_factor"]:
-            yield "longrope", each["original_max_position_embeddings"], "equal short_factor and long_factor"
-
-
-def _check_documents(base: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Documents of one length are rotated as each alone would be, whatever the length."""
-    cu_seqlens = kwargs.get("cu_seqlens")
-    if cu_seqlens is not None and len(set(cu_seqlens.diff().tolist())) > 1:
-        check_lengths(base.config, int(cu_seqlens.diff().max()))
-
-
-def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pre-hook of the base of a model in which module `name` counts the tokens of a row for itself (Llama 4).
-
-    The count is wrong for a document that begins inside a row, and on a rank with one of `parts` parts of the row. Up
-    to `most` tokens it has no effect. Raises `UserError` for longer rows of either kind.
-    """
-    given = kwargs.get("input_ids", args[0] if args else None)
-    length = parts * given.shape[1] if isinstance(given, Tensor) else 0
-    if length > most and (kwargs.get("cu_seqlens") is not None or parts > 1):
-        raise UserError(
-            f"{name} of {type(base).__name__} counts the tokens of a row, whatever documents are in it: in rows of "
-            f"more than {most} tokens documents would change each other",
-            fix=f"set data.seq_length to {most} or less, or data.packing: false with layout.cp: 1",
-        )
+    if has_rope_limits(model.config):
+        model.base_model.register_forward_pre_hook(check_documents, with_kwargs=True)
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

@@ -4,7 +4,6 @@ Tracing depends on the class and config of a model, on which of its parameters a
 code that look at it. These name the facts, so that a second start, a second rank or a second layout reads them.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -30,8 +29,10 @@ from fivefold.models.facts import (
     Untrainable,
 )
 from fivefold.models.facts_store import about_code, facts_file, read_facts, write_facts
+from fivefold.models.fewer_layers import fewer_layers
 from fivefold.models.partition import derive
-from fivefold.models.trace import BlockTrace, Untraceable, trace
+from fivefold.models.record import BlockTrace, Untraceable
+from fivefold.models.trace import trace
 
 _KNOWN: dict[str, ModelFacts] = {}  # by key: what this process has found or read
 _TRACED = 2  # layers of those that are alike
@@ -55,12 +56,15 @@ def facts_of(model: Any) -> ModelFacts:
 def facts_of_deep(model: Any) -> ModelFacts:
     """`facts_of` a model on the meta device that may have a hundred layers: where they are alike, two are traced.
 
-    Alike means: the config names no types of layers, and the parameters of all have the same names and shapes.
+    Alike means: the config names no types of layers that differ, and the parameters of all have the same names and
+    shapes.
     """
-    layers, config = Anatomy.of(model).layers, model.config
-    if len(layers) > _TRACED and not getattr(config, "layer_types", None):
-        short = copy.deepcopy(config)
-        short.num_hidden_layers = _TRACED
+    layers, types = Anatomy.of(model).layers, getattr(model.config, "layer_types", None) or ()
+    if len(layers) > _TRACED and len(set(types)) < 2:
+        try:
+            short = fewer_layers(model.config, _TRACED)
+        except UserError:
+            return facts_of(model)
         with suppress(ValueError):
             facts = facts_of(build_meta(short, model_class=type(model))).with_layers(layers)
             if facts.parameters == _parameters(model):
@@ -139,7 +143,7 @@ def _found(model: Any) -> ModelFacts:
         after=tuple(traced.after),
         forgetful=tuple(traced.forgetful),
         looked_into=tuple(sorted(traced.looked_into)),
-        in_tuples=tuple(sorted(traced.in_tuples)),
+        in_tuples=tuple(traced.in_tuples),
         carried=traced.carried,
         counted=traced.counted,
         padding=traced.padding,

@@ -4,13 +4,13 @@
 pipeline and `fivefold doctor` are computed from them alone. No torch here, and nothing here knows a layout.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property
 from math import prod
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy, is_within
@@ -287,7 +287,7 @@ class ModelFacts:
     `looked_into`: embeddings whose weights the model reads directly, not through the module.
     `in_tuples`: layers that return their hidden states in a tuple.
     `carried`: why layers pass more than hidden states to each other, or None. Pipelines are then refused.
-    `padding`: the padding token of a model that counts positions from it (`positions.py`), else None.
+    `padding`: the padding token of a model that counts positions from it (`forwards.py`), else None.
     `router_buffers`: buffers that are trained without a gradient -> shape.
     `costs`, `kinds`: the cost of each kind of layer; the kind of each layer, as an index into `costs`.
     `outside`: linears outside of the layers, the head included.
@@ -323,8 +323,8 @@ class ModelFacts:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of the vocabulary."""
-        return self.parameters[f"{self.anatomy.embedding}.weight"].shape[0]
+        """Rows of the embedding: every token that can be given. (Mllama's head makes logits of 8 less.)"""
+        return self.parameters[self.anatomy.embedding_weight].shape[0]
 
     @property
     def layer_costs(self) -> tuple[LayerCost, ...]:
@@ -347,21 +347,6 @@ class ModelFacts:
             raise ValueError("layers differ")
         more = [layer for layer in layers if layer not in own]
 
-        def named(name: str) -> list[str]:
-            """The name itself, and where it is in the last layer, those in the layers after it."""
-            is_last = name == last or is_within(name, [last])
-            return [name, *(layer + name.removeprefix(last) for layer in more)] if is_last else [name]
-
-        def every(values: Mapping[str, Any]) -> dict[str, Any]:
-            by_layer = [[(each, value) for each in named(name)] for name, value in values.items()]
-            inside = [each for each in by_layer if len(each) > 1]
-            after = [pair for layer in zip(*(each[1:] for each in inside), strict=True) for pair in layer]
-            found: dict[str, Any] = {}
-            at = max((at for at, each in enumerate(by_layer) if len(each) > 1), default=-1)
-            for place, each in enumerate(by_layer):
-                found |= dict(each[:1]) | (dict(after) if place == at else {})
-            return found
-
         def moved(value: Any, layer: str) -> Any:
             """A value of the last layer as that of another."""
             if isinstance(value, str):
@@ -372,48 +357,51 @@ class ModelFacts:
                 return replace(value, **{each.name: moved(getattr(value, each.name), layer) for each in fields(value)})
             return value
 
-        def repeated(values: Sequence[Any]) -> tuple[Any, ...]:
-            of_last = [value for value in values if moved(value, "?") != value]
-            return (*values, *(moved(value, layer) for layer in more for value in of_last))
+        def repeated(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            """The same in order; behind those of the last layer, those of the layers after it."""
+            of_last = [at for at, value in enumerate(values) if moved(value, "?") != value]
+            stop = max(of_last, default=-1) + 1
+            return (*values[:stop], *(moved(values[at], layer) for layer in more for at in of_last), *values[stop:])
 
-        partition = replace(
-            self.partition,
-            roles=every(self.partition.roles),
-            tp_blocks=repeated(self.partition.tp_blocks),
-            across=every(self.partition.across),
-        )
-        return replace(
-            self,
-            anatomy=replace(self.anatomy, layers=tuple(layers)),
-            parameters=every(self.parameters),
-            partition=partition,
-            experts=repeated(self.experts),
-            attends=every(self.attends),
-            forgetful=repeated(self.forgetful),
-            in_tuples=tuple(sorted(repeated(self.in_tuples))),
-            router_buffers=every(self.router_buffers),
-            kinds=self.kinds[:1] * len(layers),
-        )
+        def deeper(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return dict(repeated(tuple(value.items())))
+            if isinstance(value, tuple):
+                return repeated(value)
+            if is_dataclass(value) and not isinstance(value, type):
+                return replace(value, **{each.name: deeper(getattr(value, each.name)) for each in fields(value)})
+            return value
 
-    def to_json(self) -> str:
-        """As text. Roles, of which a model has few that differ, stand once each with the parameters that have them."""
-        value = _encoded(self)
+        facts: ModelFacts = deeper(self)
+        return replace(facts, kinds=self.kinds[:1] * len(layers))
+
+    def to_json(self) -> dict[str, Any]:
+        """As values that JSON knows. Roles, of which a model has few that differ, stand once each with the parameters
+        that have them."""
         of_role: dict[Role, list[str]] = {}
         for name, role in self.partition.roles.items():
             of_role.setdefault(role, []).append(name)
-        value["partition"]["roles"] = [[_encoded(role), names] for role, names in of_role.items()]
-        return json.dumps(value, separators=(",", ":"))
+        facts, roles = _adapters()
+        without_roles = replace(self, partition=replace(self.partition, roles={}))
+        return {
+            "facts": facts.dump_python(without_roles, mode="json"),
+            "roles": roles.dump_python([*of_role.items()], mode="json"),
+        }
 
     @classmethod
-    def from_json(cls, text: str) -> "ModelFacts":
-        """What `to_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
-        value = json.loads(text)
-        of_role = {name: at for at, (_, names) in enumerate(value["partition"]["roles"]) for name in names}
-        roles = [_decoded(Role, role) for role, _ in value["partition"]["roles"]]
-        value["partition"]["roles"] = {}
-        facts: ModelFacts = _decoded(cls, value)
-        ordered = {name: roles[of_role[name]] for name in facts.parameters if name in of_role}
-        return replace(facts, partition=replace(facts.partition, roles=ordered))
+    def from_json(cls, value: dict[str, Any]) -> "ModelFacts":
+        """What `to_json` gave. Raises `ValueError` or `LookupError` for anything else."""
+        facts, roles = _adapters()
+        found = facts.validate_python(value["facts"])
+        of_role = {name: role for role, names in roles.validate_python(value["roles"]) for name in names}
+        ordered = {name: of_role[name] for name in found.parameters if name in of_role}
+        return replace(found, partition=replace(found.partition, roles=ordered))
+
+
+@cache
+def _adapters() -> tuple[TypeAdapter[ModelFacts], TypeAdapter[list[tuple[Role, list[str]]]]]:
+    """Between values and what JSON knows: of facts, and of each role with the parameters that have it."""
+    return TypeAdapter(ModelFacts), TypeAdapter(list[tuple[Role, list[str]]])
 
 
 def type_of(facts: ModelFacts, layer: str) -> tuple[object, ...]:
@@ -421,40 +409,3 @@ def type_of(facts: ModelFacts, layer: str) -> tuple[object, ...]:
     inside = [(name, each) for name, each in facts.parameters.items() if is_within(name, [layer])]
     roles = facts.partition.roles
     return tuple((name.removeprefix(layer), each, roles.get(name)) for name, each in inside)
-
-
-def _encoded(value: Any) -> Any:
-    """A dataclass as what JSON knows."""
-    if is_dataclass(value):
-        return {each.name: _encoded(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _encoded(each) for key, each in value.items()}
-    return [_encoded(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _decoded(kind: Any, value: Any) -> Any:
-    """The value of a type that `_encoded` was given."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        if value.keys() != hints.keys():
-            raise ValueError(f"these are not the fields of {kind}")
-        return kind(**{name: _decoded(hints[name], each) for name, each in value.items()})
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
-        return tuple(_decoded(each, part) for each, part in zip(kinds, value, strict=True))
-    if origin in (Union, UnionType):
-        if value is None and NoneType in inner:
-            return None
-        others = [each for each in inner if each is not NoneType]
-        return _decoded(others[0], value) if len(others) == 1 else value
-    if isinstance(value, dict):
-        return {key: _decoded(inner[1], each) for key, each in value.items()}
-    if isinstance(value, list):
-        raise TypeError(f"a list is no {kind}")
-    return value
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)

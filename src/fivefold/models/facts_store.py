@@ -1,10 +1,9 @@
 """Where facts are kept between starts: one file for each key, in the cache. No torch.
 
-A file that is damaged, or that stands under another's name, is not believed: its first line is the hash of its name and
-of the second. Nothing in it is ever run.
+A file that is damaged, or that stands under another's name, is not believed: it has a checksum, and says its name.
+Nothing in it is ever run.
 """
 
-import hashlib
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.shapes import shape_folder
 from fivefold.data.cache import cache_root, key_of, write_atomically
+from fivefold.data.integrity import read_signed, signed
 from fivefold.models.facts import ModelFacts
 
 
@@ -45,18 +45,17 @@ def facts_file(key: str) -> Path:
 
 def read_facts(file: Path) -> ModelFacts | None:
     """What a file holds, if it is whole."""
-    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        said, _, text = file.read_text(encoding="utf-8").partition("\n")
-        if said == digest(f"{file.name}\n{text}".encode()):
-            return ModelFacts.from_json(text)
+    with suppress(ValueError, TypeError, LookupError, AttributeError):  # a `DamagedError`, or facts of other code
+        kept = read_signed(file)
+        if kept["name"] == file.name:
+            return ModelFacts.from_json(kept)
     return None
 
 
 def write_facts(file: Path, facts: ModelFacts) -> None:
     """Keep them. A cache that is read-only or full keeps nothing: nothing depends on it."""
-    text = facts.to_json()
     with suppress(UserError):
-        write_atomically(file, digest(f"{file.name}\n{text}".encode()) + f"\n{text}")
+        write_atomically(file, signed({"name": file.name, **facts.to_json()}, indent=None))
 
 
 def about_code() -> list[str]:
@@ -69,9 +68,4 @@ def _code() -> str:
     """Of the files that find facts."""
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parent / "torch_internals.py"]
-    return digest(b"".join(file.read_bytes() for file in files))
-
-
-def digest(data: bytes) -> str:
-    """A short hash."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return key_of([file.read_text(encoding="utf-8") for file in files])

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError, first_line
 from fivefold.models.merged import Piece, merged
-from fivefold.torch_internals import TorchDispatchMode
+from fivefold.torch_internals import Dispatch
 
 # How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
 PLAN_STYLES: Mapping[str, str] = {
@@ -271,24 +272,12 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
-def model_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, str]:
-    """{name in a file: name in the model} for `stored` names that `transformers` loads under another one: of older
-    classes, and of base models, which lack the prefix. What must be computed from several tensors is left out."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
-    known = model.state_dict()
-    found: dict[str, str] = {}
-    for name in sorted(set(stored) - set(known)):
-        renamed, converter = rename_source_key(name, renamings, converters, base_prefix(model), known)
-        if converter is None and renamed in known and renamed not in (*stored, *found.values()):
-            found[name] = renamed
-    return found
-
-
-def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, tuple[Piece, ...]]:
-    """{name in the model: the pieces of it under `stored` names} for tensors that `transformers` merges, expert by
-    expert, when it loads. What it computes in any other way is left out."""
+def names_in_model(
+    model: PreTrainedModel, stored: Collection[str]
+) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+    """How `transformers` loads tensors that have other names in a file than in the model: ({`stored` name: name in the
+    model} where it renames, as of older classes and of base models, which lack the prefix; {name in the model: its
+    pieces} where it merges, expert by expert). What it computes in any other way is left out."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -299,14 +288,17 @@ def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, t
         for index, pattern in enumerate(each.source_patterns)
     }
     known = model.state_dict()
-    found = []
+    renamed: dict[str, str] = {}
+    pieces = []
     for name in sorted(set(stored) - set(known)):
-        renamed, pattern = rename_source_key(name, renamings, converters, base_prefix(model), known)
-        if pattern in patterns and renamed in known:
-            number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
-            if number:
-                found.append((renamed, Piece(name, int(number[1]), *patterns[pattern])))
-    return merged(found)
+        own, pattern = rename_source_key(name, renamings, converters, base_prefix(model), known)
+        if own not in known:
+            continue
+        if pattern is None and own not in stored and own not in renamed.values():
+            renamed[name] = own
+        if pattern in patterns and (number := re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)):
+            pieces.append((own, Piece(name, int(number[1]), *patterns[pattern])))
+    return renamed, merged(pieces)
 
 
 def _merges(converter: WeightConverter) -> bool:
@@ -316,16 +308,14 @@ def _merges(converter: WeightConverter) -> bool:
     return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
 
-def saved_pieces(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """{name in the model: the pieces of it that `transformers` saves in its place}."""
-    return merged_names(model, revert_weight_conversion(model, dict(model.state_dict())))
-
-
-def saved_names(model: PreTrainedModel) -> dict[str, str]:
-    """{name in the model: the name under which `transformers` saves it}."""
+def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+    """({name in the model: the name under which `transformers` saves it}, {name in the model: the pieces of it that
+    `transformers` saves in its place})."""
     tensors = model.state_dict()
-    saved = {id(tensor): name for name, tensor in revert_weight_conversion(model, tensors).items()}
-    return {name: saved.get(id(tensor), name) for name, tensor in tensors.items()}
+    saved = revert_weight_conversion(model, dict(tensors))
+    names = {id(tensor): name for name, tensor in saved.items()}
+    pieces = names_in_model(model, saved)[1]
+    return {name: names.get(id(tensor), name) for name, tensor in tensors.items()}, pieces
 
 
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
@@ -337,21 +327,25 @@ def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
 
 
 @contextmanager
-def intercepted_initialisers(receive: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Every initialiser called inside is passed to `receive(name, args, kwargs)` and is not run."""
+def intercepted_initialisers(receive: Callable[[str, Mapping[str, Any]], None]) -> Iterator[None]:
+    """Every initialiser called inside is passed to `receive(name, its arguments by name)` and is not run."""
 
-    def stand_in(name: str) -> Callable[..., torch.Tensor]:
-        def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            receive(name, (tensor, *args), kwargs)
-            return tensor
+    def stand_in(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        parameters = signature(function)
+
+        def initialise(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parameters.bind(*args, **kwargs)
+            given.apply_defaults()
+            receive(name, given.arguments)
+            return cast(torch.Tensor, given.arguments["tensor"])
 
         return initialise
 
     places = [(space, name) for space in (hf_initialization, nn.init) for name in INITIALISERS]
     originals = [(space, name, getattr(space, name)) for space, name in places if hasattr(space, name)]
     try:
-        for space, name, _ in originals:
-            setattr(space, name, stand_in(name))
+        for space, name, function in originals:
+            setattr(space, name, stand_in(name, function))
         yield
     finally:
         for space, name, function in originals:
@@ -381,8 +375,7 @@ def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
     on the CPU; not those that they draw, or leave without values (these never take memory)."""
     builds = []
     for seed in (0, 1):
-        empty_on_meta = _EmptyOnMeta()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), empty_on_meta:
+        with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), Dispatch(_empty_on_meta):
             torch.manual_seed(seed)
             model = _again(like)
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -391,14 +384,13 @@ def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: values for name, values in one.items() if name in other and torch.equal(values, other[name])}
 
 
-class _EmptyOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, memory that is asked for without values is on the meta device."""
+_EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
 
-    _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        device = {"device": torch.device("meta")} if func._schema.name in self._EMPTY else {}
-        return func(*args, **{**(kwargs or {}), **device})
+def _empty_on_meta(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Memory that is asked for without values is on the meta device."""
+    device = {"device": torch.device("meta")} if operator._schema.name in _EMPTY else {}
+    return operator(*args, **{**kwargs, **device})
 
 
 def initialise_again(model: PreTrainedModel) -> None:

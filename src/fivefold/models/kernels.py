@@ -4,7 +4,7 @@ Operators cannot call autograd, so each kernel is a pair of functions that hand 
 
 | kernel | where | window | soft-capping | memory |
 |---|---|---|---|---|
-| `cpu_*` | any type on the CPU: the fused kernel of PyTorch | no | no | linear in L |
+| `cpu` | any type on the CPU: the fused kernel of PyTorch | no | no | linear in L |
 | `varlen_*` | 16-bit types on CUDA: one variable-length flash call for all documents | yes | no | linear in T |
 | `flash_*` | 16-bit types on CUDA, context parallel: queries that see all of the keys | no | no | linear in L |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fivefold.torch_internals import (
     cpu_attention_backward,
@@ -31,7 +32,7 @@ from fivefold.torch_internals import (
     flash_attention_forward,
 )
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 # Scores of one block: on a CPU few enough to stay in its cache, elsewhere enough to fill a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
@@ -46,34 +47,55 @@ class AttentionParams:
     softcap: float | None = None
 
 
-def cpu_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams, *, causal: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [N,H,L,D] and log-sum-exp [N,H,L]; not `causal`: every query sees every key."""
-    out, lse = cpu_attention_forward(q_NHLD, k_NGSD, v_NGSD, 0.0, causal, scale=rule.scale)
-    return out, lse
+def forward(
+    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, farthest: int, *, ahead: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [N,H,L,D] and log-sum-exp [N,H,L], by the kernel that serves them.
+
+    A query sees itself and the keys before it, of as many as there are queries. With `ahead`, all S keys are earlier
+    than the queries, and the first query stands `ahead` positions after the first key. `farthest`: positions from a
+    key to the last query that could see it.
+    """
+    kernel = serving(q_NHLD, rule, farthest, ahead)
+    if kernel == "cpu":
+        out, lse = cpu_attention_forward(q_NHLD, k_NGSD, v_NGSD, 0.0, ahead is None, scale=rule.scale)
+        return out, lse
+    if kernel == "flash":
+        return flash_forward(q_NHLD, k_NGSD, v_NGSD, rule)
+    return blockwise_forward(q_NHLD, k_NGSD, v_NGSD, rule, ahead=ahead)
 
 
-def cpu_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    rule: AttentionParams,
-    *,
-    causal: bool = True,
-) -> Gradients:
-    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
-    dq, dk, dv = cpu_attention_backward(grad, q, k, v, out, lse, 0.0, causal, scale=rule.scale)
-    return dq, dk, dv
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams, farthest: int,
+    *, ahead: int | None = None,
+) -> Gradients:  # fmt: skip
+    """Gradients of q, k, v, by the kernel of `forward`; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
+    kernel = serving(q, rule, farthest, ahead)
+    if kernel == "cpu":
+        dq, dk, dv = cpu_attention_backward(grad, q, k, v, out, lse, 0.0, ahead is None, scale=rule.scale)
+        return dq, dk, dv
+    if kernel == "flash":
+        return flash_backward(grad, q, k, v, out, lse, rule)
+    return blockwise_backward(grad, q, k, v, out, lse, rule, ahead=ahead)
 
 
-def flash_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cpu_forward` without `causal`, for 16-bit types on CUDA."""
+def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | None = None) -> str:
+    """Which kernel of the table serves a batch: see `forward`."""
+    if rule.softcap is not None or (rule.window is not None and farthest >= rule.window):
+        return "blockwise"
+    if q_NHLD.device.type == "cpu":
+        return "cpu"
+    return "flash" if ahead is not None and takes_flash(q_NHLD) else "blockwise"
+
+
+def takes_flash(query: Tensor) -> bool:
+    """Whether PyTorch has flash kernels for heads [., ., ., D] like these."""
+    is_short = query.dtype in (torch.bfloat16, torch.float16) and query.shape[3] <= 256 and query.shape[3] % 8 == 0
+    return query.device.type == "cuda" and is_short
+
+
+def flash_forward(q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams) -> tuple[Tensor, Tensor]:
+    """As `forward` with `ahead`, for 16-bit types on CUDA."""
     (rows, _, length, _), keys = q_NHLD.shape, k_NGSD.shape[2]
     q, k, v = (_flat(tensor) for tensor in (q_NHLD, k_NGSD, v_NGSD))
     out, lse_HM, *_ = flash_attention_forward(
@@ -83,15 +105,9 @@ def flash_forward(
 
 
 def flash_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    rule: AttentionParams,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams
 ) -> Gradients:
-    """As `cpu_backward` without `causal`."""
+    """As `backward` with `ahead`, for 16-bit types on CUDA."""
     (rows, _, length, _), keys = q.shape, k.shape[2]
     no_dropout, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = flash_attention_backward(
@@ -102,24 +118,19 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _flat(tensor_NHLD: torch.Tensor) -> torch.Tensor:
+def _flat(tensor_NHLD: Tensor) -> Tensor:
     """[N*L,H,D]: what the variable-length calls take."""
     return tensor_NHLD.transpose(1, 2).flatten(0, 1)
 
 
-def _even(rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
+def _even(rows: int, length: int, like: Tensor) -> Tensor:
     """Cumulative bounds of `rows` times `length` tokens."""
     return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=like.device)
 
 
 def varlen_forward(
-    q_MHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
-    rule: AttentionParams,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionParams
+) -> tuple[Tensor, Tensor]:
     """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
     out, lse, *_ = flash_attention_forward(
         q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
@@ -129,13 +140,13 @@ def varlen_forward(
 
 
 def varlen_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
     longest: int,
     rule: AttentionParams,
 ) -> Gradients:
@@ -155,9 +166,9 @@ def _flash_window(rule: AttentionParams) -> dict[str, int]:
 
 
 def blockwise_forward(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, v_NGSD: torch.Tensor, rule: AttentionParams, *, ahead: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cpu_forward`, for every rule; the L queries are the last of the S keys (S > L: generation with a cache), or
+    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, *, ahead: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `forward`, for every rule; the L queries are the last of the S keys (S > L: generation with a cache), or
     the first of them stands `ahead` positions after the first key. Each query must see a key."""
     heads, shared = q_NHLD.shape[1], k_NGSD.shape[1]
     out_NHLD, lse_NHL = torch.empty_like(q_NHLD), q_NHLD.new_empty(q_NHLD.shape[:3], dtype=precise(q_NHLD.dtype))
@@ -175,17 +186,17 @@ def blockwise_forward(
 
 
 def blockwise_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     rule: AttentionParams,
     *,
     ahead: int | None = None,
 ) -> Gradients:
-    """As `cpu_backward`, for every rule: P = exp(scores - lse) again, dscores = P * (dO V' - sum(dO * O))."""
+    """As `backward`, for every rule: P = exp(scores - lse) again, dscores = P * (dO V' - sum(dO * O))."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(tensor, dtype=precise(q.dtype)) for tensor in (k, v))
     for queries, keys, hidden in _blocks(q, k, rule.window, ahead):
@@ -205,7 +216,7 @@ def blockwise_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def join_sinks(out_xHD: torch.Tensor, lse_xH: torch.Tensor, sinks_H: torch.Tensor) -> None:
+def join_sinks(out_xHD: Tensor, lse_xH: Tensor, sinks_H: Tensor) -> None:
     """Put one more logit per head into the softmax, in place: a key without a value (gpt-oss).
 
     The backward kernels need no change. From the new log-sum-exp they recompute weights that sum to less than 1; the
@@ -222,8 +233,8 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _blocks(
-    q_NHLD: torch.Tensor, k_NGSD: torch.Tensor, window: int | None, ahead: int | None
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    q_NHLD: Tensor, k_NGSD: Tensor, window: int | None, ahead: int | None
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Some queries, the keys that any of them sees, and [queries, keys] True where a query does not see a key."""
     documents, heads, length, _ = q_NHLD.shape
     total = k_NGSD.shape[2]
@@ -241,24 +252,24 @@ def _blocks(
         yield slice(start, stop), slice(earliest, end), hidden
 
 
-def _scores(q_NGXD: torch.Tensor, k_NGSD: torch.Tensor, rule: AttentionParams) -> torch.Tensor:
+def _scores(q_NGXD: Tensor, k_NGSD: Tensor, rule: AttentionParams) -> Tensor:
     scores = (q_NGXD @ k_NGSD.mT).mul_(rule.scale)
     return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
 
 
-def _hide(tensor_NGXS: torch.Tensor, hidden_LS: torch.Tensor, value: float) -> None:
+def _hide(tensor_NGXS: Tensor, hidden_LS: Tensor, value: float) -> None:
     """Fill in place where a query does not see a key, for each of the heads in X."""
     documents, shared, _, keys = tensor_NGXS.shape
     tensor_NGXS.view(documents, shared, -1, len(hidden_LS), keys).masked_fill_(hidden_LS, value)
 
 
-def _by_shared(tensor_NHLx: torch.Tensor, shared: int) -> torch.Tensor:
+def _by_shared(tensor_NHLx: Tensor, shared: int) -> Tensor:
     """[N,H,L,x] as [N,G,R*L,x], in the type of scores."""
     documents, _, _, size = tensor_NHLx.shape
     return tensor_NHLx.reshape(documents, shared, -1, size).to(precise(tensor_NHLx.dtype))
 
 
-def _by_head(tensor_NGXx: torch.Tensor, heads: int) -> torch.Tensor:
+def _by_head(tensor_NGXx: Tensor, heads: int) -> Tensor:
     """[N,G,R*L,x] as [N,H,L,x]."""
     documents, _, _, size = tensor_NGXx.shape
     return tensor_NGXx.view(documents, heads, -1, size)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fivefold.models.random_stream import Region
 
-Read = Callable[[str, Region], torch.Tensor]  # a tensor of a file by its name there, and a region of it
+Read = Callable[[str, Region], Tensor]  # a tensor of a file by its name there, and a region of it
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def shape_of(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> 
     return (len(pieces) // pieces[0].parts, pieces[0].parts * one[0], *one[1:])
 
 
-def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> torch.Tensor:
+def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> Tensor:
     """A region of the merged tensor. `rows`: of one piece."""
     experts, inner, *rest = region
     parts = pieces[0].parts
@@ -68,7 +69,7 @@ def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> to
     return torch.stack(whole)
 
 
-def split(pieces: Sequence[Piece], tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def split(pieces: Sequence[Piece], tensor: Tensor) -> dict[str, Tensor]:
     """A merged tensor as its files have it: name there -> tensor."""
     rows = tensor.shape[1] // pieces[0].parts
     return {each.stored: tensor[each.expert, each.part * rows : (each.part + 1) * rows].contiguous() for each in pieces}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fivefold.models import kernels
-from fivefold.models.kernels import AttentionParams, precise
+from fivefold.models.kernels import AttentionParams
 
 Block = tuple[int, int]  # [start, stop) of the tokens of a row
 Blocks = tuple[Block, ...]
@@ -37,14 +37,19 @@ Blocks = tuple[Block, ...]
 class OffdiagonalBlock:
     """Queries and the earlier keys that they see. `queries`, `keys`: slices of what a rank holds of each.
 
-    `ahead`: positions from the first key to the first query. `is_band`: the window hides some key from some query.
+    `ahead`: positions from the first key to the first query.
     """
 
     rows: slice | list[int]
     queries: slice
     keys: slice
     ahead: int
-    is_band: bool
+
+    @property
+    def farthest(self) -> int:
+        """Positions from the first key to the last query. A window of fewer hides some key from some query."""
+        queries: int = self.queries.stop - self.queries.start
+        return self.ahead + queries - 1
 
 
 def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
@@ -73,7 +78,7 @@ def offdiagonal_blocks(
 
     A key block may contain the query block, or lie inside it: only the keys before the first query of the block count.
     """
-    found: dict[tuple[int, int, int, int, int, bool], list[int]] = {}
+    found: dict[tuple[int, int, int, int, int], list[int]] = {}
     by_row = _by_row(edges, rows, length)
     for row in range(rows):
         for (a, b), at in _offsets(queries):
@@ -82,12 +87,11 @@ def offdiagonal_blocks(
                 trimmed = _trimmed(a, min(b, last), max(s, first), min(e, a), window)
                 if trimmed is not None:
                     q0, q1, k0, k1 = trimmed
-                    is_band = window is not None and q1 - 1 - k0 >= window
-                    place = (at + q0 - a, at + q1 - a, key_at + k0 - s, key_at + k1 - s, q0 - k0, is_band)
+                    place = (at + q0 - a, at + q1 - a, key_at + k0 - s, key_at + k1 - s, q0 - k0)
                     found.setdefault(place, []).append(row)
     return tuple(
-        OffdiagonalBlock(slice(None) if len(alike) == rows else alike, slice(q0, q1), slice(k0, k1), ahead, is_band)
-        for (q0, q1, k0, k1, ahead, is_band), alike in found.items()
+        OffdiagonalBlock(slice(None) if len(alike) == rows else alike, slice(q0, q1), slice(k0, k1), ahead)
+        for (q0, q1, k0, k1, ahead), alike in found.items()
     )
 
 
@@ -131,35 +135,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp [b,H,l,D], [b,H,l] of the block's rows and queries."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
-    kernel = _kernel(part, q, rule)
-    if kernel == "cpu":
-        out, lse = kernels.cpu_forward(q, k, v, rule, causal=False)
-    elif kernel == "flash":
-        out, lse = kernels.flash_forward(q, k, v, rule)
-    else:
-        out, lse = kernels.blockwise_forward(q, k, v, rule, ahead=part.ahead)
-    return out, lse
+    return kernels.forward(q, k, v, rule, part.farthest, ahead=part.ahead)
 
 
 def backward(
-    part: OffdiagonalBlock,
-    grad: Tensor,
-    q_BLHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGD: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    part: OffdiagonalBlock, grad: Tensor, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, out: Tensor, lse: Tensor,
     rule: AttentionParams,
-) -> kernels.Gradients:
+) -> kernels.Gradients:  # fmt: skip
     """Gradients [b,H or G,.,D] of the block's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     g, o, stat = (each[part.rows, part.queries].transpose(1, 2) for each in (grad, out, lse))
-    kernel = _kernel(part, q, rule)
-    if kernel == "cpu":
-        return kernels.cpu_backward(g, q, k, v, o, stat, rule, causal=False)
-    if kernel == "flash":
-        return kernels.flash_backward(g, q, k, v, o, stat, rule)
-    return kernels.blockwise_backward(g, q, k, v, o, stat, rule, ahead=part.ahead)
+    return kernels.backward(g, q, k, v, o, stat, rule, part.farthest, ahead=part.ahead)
 
 
 def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor) -> None:
@@ -181,16 +167,3 @@ def _taken(part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tenso
     q = q_BLHD[part.rows, part.queries].transpose(1, 2)
     k, v = (each[part.rows, part.keys].transpose(1, 2) for each in (k_BSGD, v_BSGD))
     return q, k, v
-
-
-def _kernel(part: OffdiagonalBlock, q_bHlD: Tensor, rule: AttentionParams) -> str:
-    """Which kernel of `kernels.py` serves an off-diagonal block."""
-    if part.is_band or rule.softcap is not None:
-        return "blockwise"
-    if q_bHlD.device.type == "cpu":
-        return "cpu"
-    is_short = q_bHlD.dtype in (torch.bfloat16, torch.float16) and q_bHlD.shape[3] <= 256 and q_bHlD.shape[3] % 8 == 0
-    return "flash" if q_bHlD.device.type == "cuda" and is_short else "blockwise"
-
-
-__all__ = ["AttentionParams", "Block", "Blocks", "OffdiagonalBlock", "precise"]

@@ -14,21 +14,22 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fivefold.models import kernels
 
 
 @torch.library.custom_op("fivefold::packed_attention", mutates_args=())
 def packed_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """query [B,H,T,D], key and value [B,G,T,D], cu_seqlens int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,T,H]).
 
     `cu_seqlens` are cumulative over the B*T tokens: 0 first, B*T last, every row start included. A query sees itself
@@ -45,17 +46,17 @@ def packed_attention(
 
 
 def _fill(
-    out_BTHD: torch.Tensor,
-    lse_BTH: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    out_BTHD: Tensor,
+    lse_BTH: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
     rule: kernels.AttentionParams,
 ) -> None:
     out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
-    if _kernel(query, rule, longest(cu_seqlens)) == "varlen":
+    if _is_varlen(query, rule):
         out, lse_HM = kernels.varlen_forward(
             q_MHD, k_MGD, v_MGD, cu_seqlens.to(query.device), longest(cu_seqlens), rule
         )
@@ -64,32 +65,31 @@ def _fill(
         return
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         q, k, v = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD))
-        fused = _kernel(query, rule, group.longest) == "cpu"
-        out_NHLD, lse_NHL = (kernels.cpu_forward if fused else kernels.blockwise_forward)(q, k, v, rule)
+        out_NHLD, lse_NHL = kernels.forward(q, k, v, rule, group.longest - 1)
         group.put(out_MHD, out_NHLD.transpose(1, 2))
         group.put(lse_MH, lse_NHL.transpose(1, 2))
 
 
 @torch.library.custom_op("fivefold::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from `grad` and `out` [B,T,H,D]; see `packed_attention`. Sinks are in `lse`."""
     rule = kernels.AttentionParams(scale, window, softcap)
     grads = _empty_grads(query, key, value)
     wholes = [_tokens(tensor) for tensor in grads]
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
-    if _kernel(query, rule, longest(cu_seqlens)) == "varlen":
+    if _is_varlen(query, rule):
         lse_HM = lse_MH.T.contiguous()
         pieces = kernels.varlen_backward(
             grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, cu_seqlens.to(query.device), longest(cu_seqlens), rule
@@ -100,9 +100,8 @@ def packed_attention_backward(
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         g = group.take(grad_MHD, zero_padding=True).transpose(1, 2)
         q, k, v, o, stat = (group.take(each).transpose(1, 2) for each in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
-        fused = _kernel(query, rule, group.longest) == "cpu"
-        backward = kernels.cpu_backward if fused else kernels.blockwise_backward
-        for whole, piece in zip(wholes, backward(g, q, k, v, o, stat, rule), strict=True):
+        pieces = kernels.backward(g, q, k, v, o, stat, rule, group.longest - 1)
+        for whole, piece in zip(wholes, pieces, strict=True):
             group.put(whole, piece.transpose(1, 2))
     return grads
 
@@ -113,11 +112,11 @@ class Group:
     it repeats the last one. `real` int64 are the flat places that hold a token, None when all do. `longest`: tokens of
     the longest document, without padding."""
 
-    index: torch.Tensor
-    real: torch.Tensor | None
+    index: Tensor
+    real: Tensor | None
     longest: int
 
-    def take(self, tokens_Mx: torch.Tensor, *, zero_padding: bool = False) -> torch.Tensor:
+    def take(self, tokens_Mx: Tensor, *, zero_padding: bool = False) -> Tensor:
         """[M, ...] -> [N, L, ...]. Padding holds a copy of some token, or zeros."""
         taken = tokens_Mx.index_select(0, self.index.flatten())
         if zero_padding and self.real is not None:
@@ -125,7 +124,7 @@ class Group:
             taken[padding] = 0
         return taken.view(*self.index.shape, *tokens_Mx.shape[1:])
 
-    def put(self, tokens_Mx: torch.Tensor, documents_NLx: torch.Tensor) -> None:
+    def put(self, tokens_Mx: Tensor, documents_NLx: Tensor) -> None:
         """Write [N, L, ...] back to where `take` found it; padding is dropped."""
         index, taken = self.index.flatten(), documents_NLx.flatten(0, 1)
         if self.real is not None:
@@ -133,7 +132,7 @@ class Group:
         tokens_Mx.index_copy_(0, index, taken)
 
 
-def groups(cu_seqlens: torch.Tensor, rows: int, length: int, device: torch.device) -> list[Group]:
+def groups(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> list[Group]:
     """The documents between `cu_seqlens`, those of similar length together, each padded to `padded_length`."""
     edges: list[int] = cu_seqlens.tolist()
     assert edges[0] == 0 and edges[-1] == rows * length, f"bounds {edges[0]}..{edges[-1]} for {rows} x {length} tokens"
@@ -152,7 +151,7 @@ def padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def longest(cu_seqlens: torch.Tensor) -> int:
+def longest(cu_seqlens: Tensor) -> int:
     """Tokens of the longest document."""
     return int(cu_seqlens.diff().max())
 
@@ -165,17 +164,12 @@ def _group(places: list[tuple[int, int]], size: int, device: torch.device) -> Gr
     return Group(torch.minimum(index, edges[:, 1:] - 1).to(device), real, max(stop - start for start, stop in places))
 
 
-def _kernel(query: torch.Tensor, rule: kernels.AttentionParams, longest: int) -> str:
-    """Which kernel of `kernels.py` serves documents of at most `longest` tokens."""
-    if rule.softcap is not None:
-        return "blockwise"
-    if query.device.type == "cpu":
-        return "cpu" if rule.window is None or longest <= rule.window else "blockwise"
-    short = query.dtype in (torch.bfloat16, torch.float16) and query.shape[3] <= 256 and query.shape[3] % 8 == 0
-    return "varlen" if query.device.type == "cuda" and short else "blockwise"
+def _is_varlen(query: Tensor, rule: kernels.AttentionParams) -> bool:
+    """Whether one call serves all documents, of whatever lengths."""
+    return rule.softcap is None and kernels.takes_flash(query)
 
 
-def _tokens(tensor_BHTD: torch.Tensor) -> torch.Tensor:
+def _tokens(tensor_BHTD: Tensor) -> Tensor:
     """[M,H,D]: a view where the projection that made the tensor left it in that order."""
     return tensor_BHTD.transpose(1, 2).flatten(0, 1)
 
@@ -183,42 +177,42 @@ def _tokens(tensor_BHTD: torch.Tensor) -> torch.Tensor:
 # What the operators look like from outside: shapes, types and memory order, for autograd and `torch.compile`. ---------
 
 
-def _empty_outputs(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
     rows, heads, length, size = query.shape
     lse_BTH = query.new_empty(rows, length, heads, dtype=kernels.precise(query.dtype))
     return query.new_empty(rows, length, heads, size), lse_BTH
 
 
-def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_grads(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One gradient per [B,H,T,D] tensor, in the memory order [B,T,H,D] in which the projections want it."""
     q, k, v = (t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in tensors)
     return q, k, v
 
 
 @packed_attention.register_fake
-def _(query: torch.Tensor, *rest: Any) -> Any:
+def _(query: Tensor, *rest: Any) -> Any:
     return _empty_outputs(query)
 
 
 @packed_attention_backward.register_fake
-def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     return _empty_grads(query, key, value)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, cu_seqlens, *ctx.rule, sinks = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
-    backward: Callable[..., tuple[torch.Tensor, ...]] = packed_attention_backward
+    backward: Callable[..., tuple[Tensor, ...]] = packed_attention_backward
     dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
     return (*backward(grad, query, key, value, out, lse, cu_seqlens, *ctx.rule), None, None, None, None, dsinks)
 
 
-def sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """[H]: as for any score, weight * (dO V' - sum(dO * O)), with no value and summed over all queries."""
     weight_BTH = (sinks.to(lse.dtype) - lse).exp()
     return -(weight_BTH * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 1)).to(sinks.dtype)

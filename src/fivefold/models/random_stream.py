@@ -12,22 +12,28 @@ than its body, and there is never a tail.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 Words = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.float32]
-Region = tuple[slice, ...]
+Region = tuple[slice, ...]  # one slice of step 1 per dim
 
 _BLOCK = 1 << 14  # counters at a time: 12 arrays of 128 KiB, which stay in the second-level cache
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """The region that is all of it."""
+    return tuple(slice(0, size) for size in shape)
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class RandomStream:
     name: str
     shape: tuple[int, ...]
 
-    def draw(self, region: Region, distribution: Distribution) -> torch.Tensor:
+    def draw(self, region: Region, distribution: Distribution) -> Tensor:
         """The fp32 values of `region` (one slice of step 1 per dim), in blocks: temporaries stay below 64 MiB."""
         bounds = [piece.indices(size)[:2] for piece, size in zip(region, self.shape, strict=True)]
         result = np.empty([max(stop - start, 0) for start, stop in bounds], dtype=np.float32)
@@ -163,24 +169,17 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 
 def _runs(bounds: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[npt.NDArray[np.uint64], int]:
-    """A region as runs of consecutive elements: where each starts in the flat parameter, and their one length."""
-    run, stride, first, dim = 1, 1, 0, len(shape) - 1
-    for dim in reversed(range(len(shape))):
-        start, stop = bounds[dim]
-        first, run, stride = first + start * stride, run * (stop - start), stride * shape[dim]
-        if stop - start != shape[dim]:
-            break
-    starts = np.array([first], dtype=np.uint64)
-    for (start, stop), step in _outer(bounds, shape, dim, stride):
-        starts = (np.arange(start, stop, dtype=np.uint64) * np.uint64(step))[:, None] + starts
-        starts = starts.reshape(-1)
-    return starts, run
+    """A region as runs of consecutive elements: where each starts in the flat parameter, and their one length.
 
-
-def _outer(
-    bounds: Sequence[tuple[int, int]], shape: Sequence[int], dim: int, stride: int
-) -> Iterator[tuple[tuple[int, int], int]]:
-    """The dims before `dim`, innermost first, with the distance between their neighbours."""
-    for outer in reversed(range(dim)):
-        yield bounds[outer], stride
-        stride *= shape[outer]
+    Example: rows 1 and 2 of [4, 5], columns 0 to 4, are one run of 10 from 5 on; columns 3 and 4 alone are two runs of
+    2, from 8 and from 13 on.
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cut = [dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)]
+    last = max(cut, default=0)  # all of the dims after it are in the region: a run goes through them
+    starts = np.array([sum(start * stride for (start, _), stride in zip(bounds[last:], strides[last:], strict=True))])
+    starts = starts.astype(np.uint64)
+    for dim in reversed(range(last)):
+        rows = np.arange(*bounds[dim], dtype=np.uint64) * np.uint64(strides[dim])
+        starts = np.add.outer(rows, starts).reshape(-1)
+    return starts, math.prod(stop - start for start, stop in bounds[last:])

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
-from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform
-from fivefold.torch_internals import TorchDispatchMode, fans, storage_key
+from fivefold.models.random_stream import Distribution, Normal, RandomStream, Region, TruncatedNormal, Uniform, whole
+from fivefold.torch_internals import Dispatch, fans, storage_key
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Constant:
 class Copy:
     """Values computed by the model itself (rotary frequencies)."""
 
-    values: torch.Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Op:
 
 
 Recipe = Mapping[str, tuple[Op, ...]]
+Arguments = Mapping[str, Any]  # of an initialiser, by name
 
 
 def read_recipe(model: PreTrainedModel) -> Recipe:
@@ -64,14 +65,13 @@ def read_recipe(model: PreTrainedModel) -> Recipe:
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     with hf_internals.untied(model):
         recorder = _Recorder(model)
-        with hf_internals.intercepted_initialisers(recorder.receive), recorder:
+        with hf_internals.intercepted_initialisers(recorder.receive), Dispatch(recorder.run):
             hf_internals.initialise_again(model)
     recipe = {name: tuple(recorder.ops[name]) for name in names}
     if not all(recipe.values()):
         constructed = hf_internals.constructed_values(model)
         for name in [name for name in names if not recipe[name] and name in constructed]:
-            values = constructed[name]
-            recipe[name] = (Op(Copy(values), tuple(slice(0, size) for size in values.shape)),)
+            recipe[name] = (Op(Copy(constructed[name]), whole(constructed[name].shape)),)
     return recipe
 
 
@@ -90,7 +90,7 @@ def check_drawable(recipe: Recipe, names: Iterable[str]) -> None:
 
 def draw(
     ops: Iterable[Op], name: str, *, seed: int, shape: Sequence[int], region: Region, dtype: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """The values of `region` of the parameter `name` of global `shape`; random ones are drawn in fp32, then cast."""
     bounds = [piece.indices(size)[:2] for piece, size in zip(region, shape, strict=True)]
     values = torch.empty([stop - start for start, stop in bounds], dtype=dtype)
@@ -106,24 +106,17 @@ def draw(
     return values
 
 
-def buffer_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def buffer_values(model: PreTrainedModel) -> dict[str, Tensor]:
     """The values of every buffer of a model on meta, computed by the model's own initialisation."""
     recipe, buffers = read_recipe(model), dict(model.named_buffers())
     check_drawable(recipe, buffers)
     return {
-        name: draw(
-            recipe[name],
-            name,
-            seed=0,
-            shape=buffer.shape,
-            region=tuple(slice(0, size) for size in buffer.shape),
-            dtype=buffer.dtype,
-        )
+        name: draw(recipe[name], name, seed=0, shape=buffer.shape, region=whole(buffer.shape), dtype=buffer.dtype)
         for name, buffer in buffers.items()
     }
 
 
-def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Those buffers that a folder of the model holds beside its parameters; few models have any."""
     stored = model.state_dict()
     if not any(name in stored for name, _ in model.named_buffers()):
@@ -131,13 +124,13 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: values for name, values in buffer_values(model).items() if name in stored}
 
 
-def _values(op: Op, bounds: Sequence[tuple[int, int]], stream: RandomStream) -> torch.Tensor:
+def _values(op: Op, bounds: Sequence[tuple[int, int]], stream: RandomStream) -> Tensor:
     """What `op` gives inside `bounds`, which lie in its region."""
     if isinstance(op.fill, Constant):
         return torch.tensor(op.fill.value, dtype=torch.float64)
     if isinstance(op.fill, Copy):
-        whole = op.fill.values.reshape([piece.stop - piece.start for piece in op.region])
-        return whole[_within(bounds, [piece.start for piece in op.region])]
+        values = op.fill.values.reshape([piece.stop - piece.start for piece in op.region])
+        return values[_within(bounds, [piece.start for piece in op.region])]
     assert not isinstance(op.fill, Unknown), f"check_drawable was not asked about {stream.name}"
     return stream.draw(tuple(slice(start, stop) for start, stop in bounds), op.fill)
 
@@ -146,64 +139,63 @@ def _within(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> Region:
     return tuple(slice(start - zero, stop - zero) for (start, stop), zero in zip(bounds, origin, strict=True))
 
 
-class _Recorder(TorchDispatchMode):
-    """Receives intercepted initialisers; while active, writes to parameters by any other way are noted, not run.
-
-    Of those, values that are copied in are known, and a number too."""
+class _Recorder:
+    """Receives intercepted initialisers (`receive`), and every operator (`run`): writes to parameters by any other way
+    than an initialiser are noted, not run. Of those, values that are copied in are known, and a number too."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._owners: dict[int, tuple[str, torch.Tensor]] = {}
+        self._owners: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.device.type != "meta":
                 raise UserError(f"{name} is not on the meta device; initialising it again would erase it")
             self._owners[storage_key(tensor)] = (name, tensor)
         self.ops: dict[str, list[Op]] = {name: [] for name, _ in self._owners.values()}
-        self._numbers: list[tuple[torch.Tensor, float]] = []  # tensors on meta, and the number that each was made from
+        self._numbers: list[tuple[Tensor, float]] = []  # tensors on meta, and the number that each was made from
 
-    def receive(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def receive(self, function: str, given: Arguments) -> None:
         """Record one call of an initialiser."""
         translate = _TRANSLATIONS.get(function)
-        self._record(args[0], translate(*args, **kwargs) if translate else Unknown(function))
+        self._record(given["tensor"], translate(given) if translate else Unknown(function))
 
-    def _record(self, target: torch.Tensor, fill: Fill) -> None:
-        """Later ops overwrite earlier ones, so one over the whole tensor starts its recipe anew."""
-        if (owner := self._owners.get(storage_key(target))) is None:
-            return
-        name, whole = owner
-        region = _region(target, whole)
-        if region is None:
-            fill, region = Unknown("a view that is no region of slices"), tuple(slice(0, size) for size in whole.shape)
-        if target.shape == whole.shape:
-            self.ops[name].clear()
-        self.ops[name].append(Op(fill, region))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, or record what it would write to a parameter."""
         target = args[0] if args else None
-        if func._schema.is_mutable and isinstance(target, torch.Tensor) and storage_key(target) in self._owners:
-            self._record(target, self._written(func, target, args[1:]))
+        if operator._schema.is_mutable and isinstance(target, Tensor) and storage_key(target) in self._owners:
+            self._record(target, self._written(operator, target, args[1:]))
             return target
-        made = func(*args, **(kwargs or {}))
-        if func._overloadpacket is torch.ops.aten.scalar_tensor:
+        made = operator(*args, **kwargs)
+        if operator._overloadpacket is torch.ops.aten.scalar_tensor:
             self._numbers.append((made, float(args[0])))
         return made
 
-    def _written(self, func: Any, target: torch.Tensor, args: Sequence[Any]) -> Fill:
+    def _record(self, target: Tensor, fill: Fill) -> None:
+        """Later ops overwrite earlier ones, so one over the whole tensor starts its recipe anew."""
+        if (owner := self._owners.get(storage_key(target))) is None:
+            return
+        name, tensor = owner
+        region = _region(target, tensor)
+        if region is None:
+            fill, region = Unknown("a view that is no region of slices"), whole(tensor.shape)
+        if target.shape == tensor.shape:
+            self.ops[name].clear()
+        self.ops[name].append(Op(fill, region))
+
+    def _written(self, operator: Any, target: Tensor, args: Sequence[Any]) -> Fill:
         """What an operator that is no initialiser writes."""
-        operator, source = func._overloadpacket, args[0] if args else 0.0
-        if operator is torch.ops.aten.copy_ and isinstance(source, torch.Tensor):
+        kind, source = operator._overloadpacket, args[0] if args else 0.0
+        if kind is torch.ops.aten.copy_ and isinstance(source, Tensor):
             number = next((value for made, value in self._numbers if made is source), None)
             return _copy(target, source) if number is None else Constant(number)
-        if operator in (torch.ops.aten.fill_, torch.ops.aten.zero_) and isinstance(source, int | float):
+        if kind in (torch.ops.aten.fill_, torch.ops.aten.zero_) and isinstance(source, int | float):
             return Constant(float(source))
-        return Unknown(f"{func} outside of an initialiser")
+        return Unknown(f"{operator} outside of an initialiser")
 
 
-def _region(view: torch.Tensor, whole: torch.Tensor) -> Region | None:
-    """Which region of `whole` (contiguous) `view` is, a selected dim as a slice of length 1; None if it is none."""
+def _region(view: Tensor, tensor: Tensor) -> Region | None:
+    """Which region of `tensor` (contiguous) `view` is, a selected dim as a slice of length 1; None if it is none."""
     offset, left = int(view.storage_offset()), list(zip(view.shape, view.stride(), strict=True))
     region = []
-    for size, stride in zip(whole.shape, whole.stride(), strict=True):
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         start, offset = divmod(offset, stride)
         length = 1
         if left and left[0][1] == stride and left[0][0] <= size - start:
@@ -215,14 +207,15 @@ def _region(view: torch.Tensor, whole: torch.Tensor) -> Region | None:
 # What each initialiser draws. The fans of the variance-scaling ones come from the tensor that it was given, whole. ----
 
 
-def _xavier(tensor: torch.Tensor, gain: float) -> float:
-    return gain * math.sqrt(2.0 / sum(fans(tensor)))
+def _xavier(given: Arguments) -> float:
+    gain: float = given["gain"]
+    return gain * math.sqrt(2.0 / sum(fans(given["tensor"])))
 
 
-def _kaiming(tensor: torch.Tensor, a: float, mode: str, nonlinearity: str) -> float:
-    fan_in, fan_out = fans(tensor)
-    gain = nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type]
-    return float(gain) / math.sqrt(fan_in if mode == "fan_in" else fan_out)
+def _kaiming(given: Arguments) -> float:
+    fan_in, fan_out = fans(given["tensor"])
+    gain = nn.init.calculate_gain(given["nonlinearity"], given["a"])
+    return float(gain) / math.sqrt(fan_in if given["mode"] == "fan_in" else fan_out)
 
 
 def _symmetric(std: float) -> Uniform:
@@ -230,68 +223,22 @@ def _symmetric(std: float) -> Uniform:
     return Uniform(-math.sqrt(3.0) * std, math.sqrt(3.0) * std)
 
 
-def _uniform(tensor: torch.Tensor, a: float = 0.0, b: float = 1.0, generator: None = None) -> Uniform:
-    return Uniform(a, b)
-
-
-def _normal(tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: None = None) -> Normal:
-    return Normal(mean, std)
-
-
-def _trunc_normal(
-    tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: None = None
-) -> TruncatedNormal:
-    return TruncatedNormal(mean, std, a, b)
-
-
-def _xavier_uniform(tensor: torch.Tensor, gain: float = 1.0, generator: None = None) -> Uniform:
-    return _symmetric(_xavier(tensor, gain))
-
-
-def _xavier_normal(tensor: torch.Tensor, gain: float = 1.0, generator: None = None) -> Normal:
-    return Normal(0.0, _xavier(tensor, gain))
-
-
-def _kaiming_uniform(
-    tensor: torch.Tensor,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: None = None,
-) -> Uniform:
-    return _symmetric(_kaiming(tensor, a, mode, nonlinearity))
-
-
-def _kaiming_normal(
-    tensor: torch.Tensor,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: None = None,
-) -> Normal:
-    return Normal(0.0, _kaiming(tensor, a, mode, nonlinearity))
-
-
-def _constant(tensor: torch.Tensor, val: float) -> Constant:
-    return Constant(float(val))
-
-
-def _copy(tensor: torch.Tensor, other: torch.Tensor) -> Copy | Unknown:
-    if other.device.type == "meta":
+def _copy(target: Tensor, source: Tensor) -> Copy | Unknown:
+    if source.device.type == "meta":
         return Unknown("a copy of values that were computed on the meta device")
-    return Copy(other.detach().clone().expand(tensor.shape))
+    return Copy(source.detach().clone().expand(target.shape))
 
 
-_TRANSLATIONS: Mapping[str, Callable[..., Fill]] = {
-    "uniform_": _uniform,
-    "normal_": _normal,
-    "trunc_normal_": _trunc_normal,
-    "xavier_uniform_": _xavier_uniform,
-    "xavier_normal_": _xavier_normal,
-    "kaiming_uniform_": _kaiming_uniform,
-    "kaiming_normal_": _kaiming_normal,
-    "constant_": _constant,
-    "ones_": lambda tensor: Constant(1.0),
-    "zeros_": lambda tensor: Constant(0.0),
-    "copy_": _copy,
+_TRANSLATIONS: Mapping[str, Callable[[Arguments], Fill]] = {
+    "uniform_": lambda given: Uniform(given["a"], given["b"]),
+    "normal_": lambda given: Normal(given["mean"], given["std"]),
+    "trunc_normal_": lambda given: TruncatedNormal(given["mean"], given["std"], given["a"], given["b"]),
+    "xavier_uniform_": lambda given: _symmetric(_xavier(given)),
+    "xavier_normal_": lambda given: Normal(0.0, _xavier(given)),
+    "kaiming_uniform_": lambda given: _symmetric(_kaiming(given)),
+    "kaiming_normal_": lambda given: Normal(0.0, _kaiming(given)),
+    "constant_": lambda given: Constant(float(given["val"])),
+    "ones_": lambda _: Constant(1.0),
+    "zeros_": lambda _: Constant(0.0),
+    "copy_": lambda given: _copy(given["tensor"], given["other"]),
 }

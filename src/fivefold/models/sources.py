@@ -1,14 +1,18 @@
-"""Where weights come from: drawn, or read from safetensors; in both cases only the region that is asked for."""
+"""Where weights come from: a model that has them, the recipe of its initialisation, or safetensors.
+
+Only the region that is asked for is drawn or read.
+"""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.core import safetensors_header, strict_json
@@ -17,44 +21,59 @@ from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
 from fivefold.models.experts import router_buffers
-from fivefold.models.random_stream import Region
+from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Buffers that old exports saved and every model computes for itself.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
 
 
-class TensorSource(Protocol):
+class TensorSource(ABC):
     """Tensors by name, read region by region on the CPU.
 
-    Names are those of the model's parameters (tied ones once) and persistent buffers.
+    `shapes`: the global shape of each: of the model's parameters (tied ones once) and persistent buffers.
     """
+
+    shapes: Mapping[str, tuple[int, ...]]
 
     def names(self) -> set[str]:
         """Every name that can be read."""
-        ...
+        return set(self.shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape."""
-        ...
+        return self.shapes[name]
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    @abstractmethod
+    def read(self, name: str, region: Region) -> Tensor:
         """The values of `region`, one slice of step 1 per dim; nothing else is drawn or read."""
-        ...
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+        return self.read(name, whole(self.shape(name)))
 
 
-def read_full(source: TensorSource, name: str) -> torch.Tensor:
-    """All of a tensor."""
-    return source.read(name, tuple(slice(0, size) for size in source.shape(name)))
-
-
-def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of the model holds: parameters (tied ones under one name) and persistent buffers."""
     kept = model.state_dict(keep_vars=True)
     return {name: kept[name] for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in kept}
 
 
-class RandomInit:
+class ModelTensors(TensorSource):
+    """The parameters of `model` as they are now, and what its routers keep; the model itself may be cut and sharded
+    afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._tensors |= {name: model.get_buffer(name).clone() for name in router_buffers(model)}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """See `TensorSource`; a view."""
+        return self._tensors[name][region]
+
+
+class RandomInit(TensorSource):
     """Weights drawn by the recipe of the model's own initialisation, in fp32.
 
     Every element depends on the seed, the parameter's name and its global index alone.
@@ -64,24 +83,18 @@ class RandomInit:
         """`model` is on the meta device and stays there. Raises `UserError` for initialisers not known here."""
         self._seed = seed
         self._recipe = recipes.read_recipe(model)
-        self._stored = {name: (tuple(t.shape), t.dtype) for name, t in stored_tensors(model).items()}
-        recipes.check_drawable(self._recipe, self._stored)
+        stored = stored_tensors(model)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        recipes.check_drawable(self._recipe, stored)
 
-    def names(self) -> set[str]:
+    def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
-        return set(self._stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `TensorSource`."""
-        return self._stored[name][0]
-
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        """See `TensorSource`."""
-        shape, dtype = self._stored[name]
+        shape, dtype = self.shapes[name], self._dtypes[name]
         return recipes.draw(self._recipe[name], name, seed=self._seed, shape=shape, region=region, dtype=dtype)
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(TensorSource):
     """The weights of a Hugging Face folder: `model.safetensors`, or the files that its index names.
 
     Tensors keep the type they have in the file, and may have names there that `transformers` knows for the model's (a
@@ -97,55 +110,43 @@ class SafetensorsFolder:
         """
         self._folder = Path(path)
         located = _locate(self._folder)
-        renamed = hf_internals.model_names(model, located)
+        renamed, self._merged = hf_internals.names_in_model(model, located)
         self._stored = {renamed.get(name, name): name for name in located}
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
         entries = {name: in_files[stored] for name, stored in self._stored.items()}
-        self._shapes = {name: entry.shape for name, entry in entries.items()}
-        self._merged = hf_internals.merged_names(model, located)
+        shapes = {name: entry.shape for name, entry in entries.items()}
         for name, pieces in self._merged.items():
-            shape = merged.shape_of(pieces, self._shapes)
+            shape = merged.shape_of(pieces, shapes)
             if shape is not None:
-                self._shapes[name], entries[name] = shape, entries[pieces[0].stored]
+                shapes[name], entries[name] = shape, entries[pieces[0].stored]
         inner = {piece.stored for pieces in self._merged.values() for piece in pieces}
         expected = stored_tensors(model)
-        _check_names(self._folder, (set(self._shapes) - inner), set(expected), model)
-        _check_shapes(self._folder, self._shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
+        _check_names(self._folder, (set(shapes) - inner), set(expected), model)
+        _check_shapes(self._folder, shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
         _check_types(self._folder, entries, expected)
-        self._names = set(expected)
-        self._trained = router_buffers(model)
-        self._check_buffers(recipes.stored_buffers(model))
+        self.shapes = {name: shapes[name] for name in expected}
+        self._check_buffers(model)
 
-    def names(self) -> set[str]:
-        """See `TensorSource`."""
-        return set(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `TensorSource`."""
-        return self._shapes[name]
-
-    def _check_buffers(self, computed: Mapping[str, torch.Tensor]) -> None:
+    def _check_buffers(self, model: PreTrainedModel) -> None:
         """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
-        for name, values in computed.items():
-            if name in self._trained:
-                continue
-            found = read_full(self, name)
-            if not torch.equal(found, values.to(found.dtype)):
+        trained = router_buffers(model)
+        for name, values in recipes.stored_buffers(model).items():
+            if name not in trained and not torch.equal(found := self.whole(name), values.to(found.dtype)):
                 raise UserError(f"{self._folder} holds other values of the buffer {name} than the model computes")
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
         if name in self._merged:
             pieces = self._merged[name]
             with ExitStack() as stack:
                 files = {path: stack.enter_context(_open(path)) for path in {self._files[p.stored] for p in pieces}}
-                rows = self._shapes[name][1] // pieces[0].parts
+                rows = self.shapes[name][1] // pieces[0].parts
                 return merged.read(pieces, rows, region, lambda part, place: self._read(part, place, files))
         with _open(self._files[name]) as file:
             return self._read(name, region, {self._files[name]: file})
 
-    def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> torch.Tensor:
+    def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> Tensor:
         file = files[self._files[name]]
         if not region:
             return torch.as_tensor(file.get_tensor(self._stored[name]))
@@ -249,9 +250,7 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], expected: 
         )
 
 
-def _check_types(
-    folder: Path, found: Mapping[str, safetensors_header.Entry], expected: Mapping[str, torch.Tensor]
-) -> None:
+def _check_types(folder: Path, found: Mapping[str, safetensors_header.Entry], expected: Mapping[str, Tensor]) -> None:
     floats = [name for name, tensor in expected.items() if tensor.is_floating_point()]
     wrong = [name for name in floats if found[name].dtype not in ("F64", "F32", "F16", "BF16")]
     if wrong:

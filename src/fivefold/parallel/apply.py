@@ -21,13 +21,11 @@ from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.build import check_rows, use_our_attention
+from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
-from fivefold.models.in_memory import ModelTensors
-from fivefold.models.positions import count_behind_padding
+from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.models.recipe import buffer_values
-from fivefold.models.sources import RandomInit, TensorSource
-from fivefold.models.trace import hand_on_cu_seqlens
+from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
@@ -57,7 +55,7 @@ def parallelize(
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
     users: `fivefold.own_loop.parallelize`.
 
-    `prove` (see `probe.check`) is called for a class that `models/proved.py` does not list, where tp is more than 1.
+    `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
     Raises `UserError` when the layout does not fit the world or the model, or when this torch lacks a private interface
     that `torch_internals.py` reads.

@@ -27,7 +27,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod
 from fivefold.models import kernels, offdiagonal
 from fivefold.models.attention import CONTEXT
-from fivefold.models.build import check_slices
+from fivefold.models.forwards import check_slices
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import Blocks
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fivefold.models.head import head_only
+from fivefold.models.forwards import head_only
 from fivefold.parallel import data, pipeline, tensor
 from fivefold.parallel import loss as losses
 from fivefold.parallel.collectives import chunk_sizes

@@ -132,13 +132,13 @@ class ParallelPlan:
     @property
     def tied(self) -> str | None:
         """The parameter that is embedding and head, if there is one."""
-        return f"{self.anatomy.embedding}.weight" if self.anatomy.tied else None
+        return self.anatomy.embedding_weight if self.anatomy.tied else None
 
     @property
     def head_weight(self) -> str:
         """The parameter that makes logits: the embedding, where the two are tied."""
         own = f"{self.anatomy.head}.weight"
-        return own if own in self.shards else f"{self.anatomy.embedding}.weight"
+        return own if own in self.shards else self.anatomy.embedding_weight
 
     @property
     def vocabulary(self) -> int:
@@ -359,7 +359,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     stages = stage_plan(facts, layout)
     pp_ranks = {name: stages.holders(name) for name in shards}
     method = _cp_method(facts, layout)
-    tied = f"{facts.anatomy.embedding}.weight"
+    tied = facts.anatomy.embedding_weight
     grid = RankGrid(
         layout,
         kv_copies=kv_copies(facts, layout.tp),

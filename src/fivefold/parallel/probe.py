@@ -5,7 +5,6 @@ loss and every gradient twice in fp64: whole on each rank, as `transformers` has
 out, over the same tensor parallel ranks. They must agree. (Norms that compute in fp32 leave a floor of about 1e-7.)
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,9 @@ from fivefold.data.batch import IGNORE
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta
-from fivefold.models.in_memory import ModelTensors
+from fivefold.models.fewer_layers import fewer_layers
 from fivefold.models.recipe import buffer_values
+from fivefold.models.sources import ModelTensors
 from fivefold.parallel import passes, plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
@@ -39,14 +39,7 @@ def check(model: Any, layout: Layout, device: torch.device, parallelize: Paralle
     Every rank of the world calls this. The ranks that `layout` does not give to tp hold copies of the small model.
     """
     name = type(model).__name__
-    config = cut(model.config, ranks=layout.tp, least=_first_experts(model))
-    small = build_meta(config, model_class=type(model))
-    size = sum(parameter.numel() for parameter in small.parameters())
-    if size > MOST:
-        raise UserError(
-            f"tensor parallel of {name} is not proved, and its layers are too large to try it here",
-            fix="use dp_shard instead (FSDP needs no roles)",
-        )
+    small = _small(model, layout.tp)
     try:
         found = _errors(small, _probed(layout), device, parallelize)
     except UserError:
@@ -78,15 +71,24 @@ def _first_experts(model: Any) -> int:
     return next((at for at, layer in enumerate(layers, 1) if any(is_within(name, [layer]) for name in names)), 0)
 
 
-def cut(config: Any, *, ranks: int, least: int = 0) -> Any:
+def _small(model: Any, ranks: int) -> Any:
+    """The model with a layer of each kind and a small vocabulary: two layers at least, or one where two are too large.
+    Raises `UserError` where one is."""
+    for least in (2, 1):
+        config = cut(model.config, ranks=ranks, least=max(least, _first_experts(model)))
+        small = build_meta(config, model_class=type(model))
+        if sum(parameter.numel() for parameter in small.parameters()) <= MOST:
+            return small
+    raise UserError(
+        f"tensor parallel of {type(model).__name__} is not proved, and its layers are too large to try it here",
+        fix="use dp_shard instead (FSDP needs no roles)",
+    )
+
+
+def cut(config: Any, *, ranks: int, least: int) -> Any:
     """A copy of a config with a layer of each kind, `least` at least, and a small vocabulary."""
-    whole = copy.deepcopy(config)
+    whole = fewer_layers(config, least)
     small = whole.get_text_config()
-    kinds = list(dict.fromkeys(getattr(small, "layer_types", None) or ["all", "all"]))
-    layers = min(small.num_hidden_layers, max(len(kinds), least))
-    if getattr(small, "layer_types", None):
-        small.layer_types = [*kinds, *small.layer_types[len(kinds) :]][:layers]
-    small.num_hidden_layers = layers
     small.vocab_size = 8 * ranks + 3
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(small, key, None) is not None:

@@ -109,7 +109,7 @@ def apply_tensor_parallel(
         return fold
     _cut_parameters(model, plan.shards, rank)
     embedding: Any = model.get_submodule(anatomy.embedding)
-    own_rows = plan.shards[f"{anatomy.embedding}.weight"].held[rank][0][0]
+    own_rows = plan.shards[anatomy.embedding_weight].held[rank][0][0]
     embedding.forward = _vocabulary_lookup(embedding, own_rows, fold)
     head = model.get_submodule(anatomy.head)
     first = model.get_submodule(partition.to_logits)  # the head, or what changes hidden states for it

@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
+from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
-from fivefold.models.build import build_meta, check_lengths, load_model_config, weights_folder
+from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.forwards import check_lengths
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.balance import BalanceOptions
 from fivefold.training.flops import Costs
@@ -41,12 +43,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
             fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
             f"or set model.overrides.vocab_size: {data.vocab_size} with model.init: random",
         )
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.data.seq_length > positions:
-        raise UserError(
-            f"data.seq_length {config.data.seq_length} is more than the model's max_position_embeddings {positions}",
-            fix=f"set data.seq_length to {positions} or less, or model.overrides.max_position_embeddings",
-        )
+    check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
     check_lengths(hf_config, config.data.seq_length)
     return build_meta(hf_config)
 

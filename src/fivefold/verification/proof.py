@@ -30,7 +30,8 @@ from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import step as training
-from fivefold.training.optimizer import build_optimizer, local_gradients
+from fivefold.training.optimizers import build_optimizer
+from fivefold.training.step import local_gradients
 from fivefold.verification.comparison import Comparison, relative_number
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer

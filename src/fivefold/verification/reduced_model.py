@@ -5,8 +5,6 @@ drawn so that nothing is zero: biases, and norm weights around one.
 """
 
 import copy
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from fivefold.launch.memory import GIB
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.experts import router_buffers
+from fivefold.models.fewer_layers import GLOBAL, OVERRIDES, fewer_layers, remade, text_of
 
 BYTES_PER_PARAMETER = 300  # of a proof: three runs of the reference and what is kept of them, a run of the layout
 HEAD_DIM, VOCABULARY, WINDOW = 8, 101, 11  # of a thin model
@@ -82,97 +81,6 @@ def _bytes(config: Any) -> int:
     return BYTES_PER_PARAMETER * parameters
 
 
-def fewer_layers(config: Any, least: int = 2) -> Any:
-    """A copy of a config with a layer of each kind, at least `least` if it has them.
-
-    Every list with an entry per layer is cut with the layers, at every depth, and every list of layer numbers counts
-    anew. Raises `UserError` where the class does not take that.
-    """
-    values = config.to_dict()
-    text, named = _text(values), config.get_text_config().attribute_map
-    count = text.get(named.get("num_hidden_layers", "num_hidden_layers"))
-    if not isinstance(count, int):
-        return copy.deepcopy(config)
-    kept = _kept(text, count, least)
-    for holder, key in _per_layer(text, count):
-        holder[key] = [holder[key][layer] for layer in kept]
-    for holder, key in _numbered(text, count):
-        holder[key] = [kept.index(layer) for layer in holder[key] if layer in kept]
-    if text.get(OVERRIDES):
-        text[OVERRIDES] = {kept.index(int(n)): each for n, each in text[OVERRIDES].items() if int(n) in kept}
-    text[named.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
-    _keep_experts(text)
-    return _made(config, values)
-
-
-OVERRIDES = "per_layer_config"  # layer number -> what it has instead of the config's values
-GLOBAL = "allow_global_per_layer_attribute_access"  # such values may be read from the config as well
-
-
-def _text(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of the language model, where a config has those of others as well."""
-    text = values.get("text_config")
-    return text if isinstance(text, dict) else values
-
-
-def _made(config: Any, values: dict[str, Any]) -> Any:
-    try:
-        return hf_internals.make_config(config.model_type, values)
-    except Exception as error:  # the validators of transformers raise several kinds
-        raise UserError(f"a {config.model_type} model cannot be cut for a proof: {error}") from error
-
-
-def _kept(text: dict[str, Any], count: int, least: int) -> list[int]:
-    """The first layer of each kind, and as many of the first as `least` asks for."""
-    numbered = [set(holder[key]) for holder, key in _numbered(text, count)]
-    overrides = {int(number): each for number, each in (text.get(OVERRIDES) or {}).items()}
-    first: dict[str, int] = {}
-    for layer in range(count):
-        kind = [holder[key][layer] for holder, key in _per_layer(text, count)]
-        first.setdefault(repr((kind, [layer in each for each in numbered], overrides.get(layer))), layer)
-    more = [layer for layer in range(count) if layer not in first.values()]
-    return sorted([*first.values(), *more[: max(0, least - len(first))]])
-
-
-Holder = tuple[dict[str, Any], str]  # a list is the value of this key in this dict
-
-
-def _lists(values: dict[str, Any]) -> Iterator[Holder]:
-    """Every list of a config, at every depth, but rotary factors and token ids."""
-    for key, value in values.items():
-        if isinstance(value, dict) and not str(key).startswith("rope_"):
-            yield from _lists(value)
-        elif isinstance(value, list | tuple) and not key.endswith("token_id"):
-            yield values, key
-
-
-def _per_layer(values: dict[str, Any], count: int) -> list[Holder]:
-    """The lists with an entry for each of `count` layers."""
-    numbered = _numbered(values, count)
-    return [each for each in _lists(values) if len(each[0][each[1]]) == count and each not in numbered]
-
-
-def _numbered(values: dict[str, Any], count: int) -> list[Holder]:
-    """The lists that say which of `count` layers are of a kind, such as `mlp_only_layers`."""
-    return [
-        (holder, key)
-        for holder, key in _lists(values)
-        if re.search("layers|idx|indices", key)
-        and all(type(each) is int and 0 <= each < count for each in holder[key])
-        and list(holder[key]) == sorted(set(holder[key]))
-    ]
-
-
-def _keep_experts(text: dict[str, Any]) -> None:
-    """Models with experts say in their own ways which layers have none: the first of those that are left."""
-    if text.get("first_k_dense_replace"):
-        text["first_k_dense_replace"] = 1
-    if (text.get("decoder_sparse_step") or 1) > 1:
-        text["decoder_sparse_step"] = 2
-    if (text.get("moe_layer_start_index") or 0) > 1:
-        text["moe_layer_start_index"] = 1
-
-
 def narrow(config: Any, vocabulary: int) -> Any | None:
     """A copy with narrow heads, layers and a small prime vocabulary; None where the class does not take them."""
     try:
@@ -181,11 +89,11 @@ def narrow(config: Any, vocabulary: int) -> Any | None:
             setattr(each, GLOBAL, True)
         _narrow(small.get_text_config(), asked.get_text_config(), vocabulary)
         values = small.to_dict()
-        text = _text(values)
+        text = text_of(values)
         text.pop(GLOBAL)
         for each in (text.get(OVERRIDES) or {}).values():
             each |= {"head_dim": 2 * HEAD_DIM} if each.get("head_dim", 0) > 2 * HEAD_DIM else {}
-        small = _made(config, values)
+        small = remade(config, values)
         build_meta(small)
     except Exception:  # whatever the class says to sizes that it was not made for
         return None

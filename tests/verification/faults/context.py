@@ -1,6 +1,7 @@
 """Bugs of context parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -180,8 +181,10 @@ def documents_see_each_other_across_ranks() -> Any:
     model=Model("mistral"),
     expects=[("output", ATTENTION)],
 )
-def the_window_ends_at_the_block() -> Any:
-    return _sees(window=lambda job: None)
+@contextmanager
+def the_window_ends_at_the_block() -> Iterator[None]:
+    with _sees(window=lambda job: None), patch.object(offdiagonal.OffdiagonalBlock, "farthest", 0):
+        yield
 
 
 @fault(

@@ -11,7 +11,7 @@ from torch import Tensor
 from fivefold.core import text
 from fivefold.core.errors import RunFailed
 from fivefold.parallel import plain
-from fivefold.training.optimizer import all_reduce_sum
+from fivefold.training.step import all_reduce_sum
 
 SHOWN = 3  # findings in an error, after the first
 
@@ -49,14 +49,11 @@ def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, 
     """What any rank saw, told to every rank: key -> rank -> value, sorted by key. One sum when nobody saw anything."""
     if not all_reduce_sum(torch.tensor(len(mine), device=device)):
         return {}
-    found = [dict(map(_pair, each)) for each in plain.everywhere(list(mine.items()))]
+    found: list[dict[Any, Any]] = [  # of which JSON has made lists
+        {tuple(key): value for key, value in each} for each in plain.everywhere(list(mine.items()))
+    ]
     keys = sorted({key for each in found for key in each})
     return {key: {rank: each[key] for rank, each in enumerate(found) if key in each} for key in keys}
-
-
-def _pair(told: Any) -> Any:
-    """(key, value) of what JSON made lists of."""
-    return tuple(told[0]), told[1]
 
 
 def gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.training.own_optimizer import watch_optimizers, why_not_elementwise
+from fivefold.own_loop.optimizer import watch_optimizers, why_not_elementwise
 
 
 class Scaled(torch.optim.Optimizer):

@@ -1,0 +1,418 @@
+"""A copy of a model that records what its parts read and give.
+
+Linears and embeddings of the copy, which is on the meta device, return random numbers of the right shape instead of
+multiplying (their weights stay on meta, so any size costs nothing), attention likewise. Everything between them, norms
+and rotary positions included, is the model's own code with real numbers. Each stand-in's output is a leaf of the
+autograd graph, so that autograd answers the question "does this tensor depend on that projection, and on which of its
+features?" exactly. It also answers whether tokens meet anywhere but in attention, which packed documents rely on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from math import isqrt
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fivefold.core.errors import UserError
+from fivefold.models import attention, hf_internals, masks
+from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.recipe import buffer_values
+from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kind, MixesTokens, Trace, Untraceable
+from fivefold.torch_internals import Dispatch, is_convolution
+
+ATTENTION = "fivefold-trace"  # the attention function of the copy
+MOST_READ = 2**16  # weights of a linear that has values: some models compute with the smallest of theirs directly
+MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
+
+Args = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+class _Enough(Exception):
+    """A run has shown what it was for."""
+
+
+class Recorder:
+    """Stand-ins and hooks in `model`, a copy that is on the meta device; `run` calls it.
+
+    `tokens`: of the row that it is given. `cu_seqlens`: what must reach attention. `hidden`: features of its residual
+    stream. `longest`: tokens of a row in which every mask can be checked, where some look at tokens; else 0.
+    """
+
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
+        self.tokens = _tokens(model)
+        self.cu_seqlens = torch.tensor([0, self.tokens])
+        self.longest = 0
+        self._every = torch.arange(self.tokens)  # made here: inside of a run it would count as the model's own
+        self.hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0))
+        if not self.hidden:
+            raise Untraceable("its config has no hidden_size")
+        self._convolutions: list[str] = []
+        self._random = torch.Generator()
+        self._tables: dict[int, str] = {}  # where the stand-in of an embedding's weight lies -> the embedding
+        self._begin()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._layers = set(anatomy.layers)
+        values = dict(model.named_buffers())
+        if any(each.is_meta for each in values.values()):
+            values = buffer_values(model)
+        for name, module in model.named_modules():
+            for leaf, _ in list(module.named_buffers(recurse=False)):
+                module._buffers[leaf] = values[f"{name}.{leaf}" if name else leaf]
+            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            self._prepare(name, module)
+            module.register_forward_hook(partial(self._leave, name))
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        *,
+        stops_at_block: bool = False,
+        noise: int = 0,
+        place: int = 0,
+        **inputs: Any,
+    ) -> Trace:
+        """Call the copy, or a part of it, and return what that shows. Raises `Untraceable`, in words, whatever happens.
+
+        `stops_at_block`: only up to the first layer. `noise`: the seed of whatever the model draws. `place`: of the
+        first token in its row, where the model counts for itself.
+        """
+        self._begin(stops_at_block)
+        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept)
+        watch = Dispatch(partial(self._watch, place))
+        with _recording(self), torch.random.fork_rng(devices=[]), torch.enable_grad(), saving, watch:
+            torch.manual_seed(noise)
+            try:
+                forward(**inputs)
+            except _Enough:
+                pass
+            except Untraceable:
+                raise
+            except UserError as error:  # of attention: what it would drop
+                raise Untraceable(error.what, fix=error.fix) from error
+            except masks.MaskOpened as error:
+                raise Untraceable(str(error)) from error
+            except Exception as error:  # the model's own code met something that it cannot do with stand-ins
+                if self._block is not None and self._block.convolution:
+                    raise self._block.tokens_meet() from error
+                how = f"in a way that cannot be followed without weights ({type(error).__name__}: {error})"
+                raise Untraceable(f"{self._innermost} computes {how}") from error
+        return self._trace
+
+    def _watch(self, place: int, operator: Any, args: Args, kwargs: Keywords) -> Any:
+        """Run an operator of the model, and note what it shows: stand-ins have a generator of their own."""
+        read = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and not each.is_meta]
+        self._trace.looked_into |= {self._tables[memory] for memory in read if memory in self._tables}
+        made = operator(*args, **kwargs)
+        if operator._overloadpacket is torch.ops.aten.arange and len(made) == self.tokens:
+            self._trace.counts.append(self._innermost)
+            return made + place
+        if torch.Tag.nondeterministic_seeded not in operator.tags or kwargs.get("generator") is not None:
+            return made
+        if made.numel() == 1:  # it decides whether a layer is dropped: 0, so that any chance at all drops it
+            return torch.zeros_like(made)
+        self._trace.draws.append(self._innermost)
+        return made
+
+    def _begin(self, stops_at_block: bool = False) -> None:
+        self._trace, self._stops_at_block = Trace(), stops_at_block
+        self._picks: dict[int, tuple[str, Args]] = {}  # integers -> the module that gave them, and all it gave
+        self._under_way: list[str] = []  # modules, the innermost last
+        self._block: BlockTrace | None = None
+        self._random.manual_seed(0)
+
+    @property
+    def _innermost(self) -> str:
+        """The module under way."""
+        return self._under_way[-1] if self._under_way else "its forward"
+
+    # ---- every module ------------------------------------------------------------------------------------------------
+
+    def _enter(self, name: str, _: nn.Module, args: Args, kwargs: Keywords) -> tuple[Args, Keywords] | None:
+        self._under_way.append(name or "its forward")
+        self._trace.entered.add(name)
+        if name in self._layers:
+            return self._enter_block(name, args, kwargs)
+        if self._block is not None:
+            self._block.hidden_arguments[name] = _where(self._is_hidden, args, kwargs)
+        return None
+
+    def _leave(self, name: str, _: nn.Module, args: Args, output: Any) -> Any:
+        if name in self._layers:
+            output = self._leave_block(name, output)
+        self._under_way.pop()
+        for each in output if isinstance(output, tuple) else ():
+            if isinstance(each, Tensor) and not each.is_floating_point():
+                self._picks.setdefault(id(each), (name, output))
+        return output
+
+    def _prepare(self, name: str, module: Any) -> None:
+        """Put a stand-in in place of the module's forward, or values in place of its parameters."""
+        own = list(module.named_parameters(recurse=False))
+        is_leaf = next(module.children(), None) is None
+        if name not in self._layers and (dims := hf_internals.linear_dims(module)) is not None:
+            module.forward = partial(self._linear, name, module.weight.shape[dims[0]])
+            if module.weight.numel() <= MOST_READ:
+                module.weight = nn.Parameter(self._drawn(*module.weight.shape), requires_grad=False)
+        elif name not in self._layers and isinstance(module, nn.Embedding):
+            module.forward = partial(self._embedding, name, module.embedding_dim)  # type: ignore[method-assign]
+            rows = self._drawn(1, module.embedding_dim).expand_as(module.weight)  # some models look a row up themselves
+            module.weight = nn.Parameter(rows, requires_grad=False)
+            self._tables[rows.untyped_storage().data_ptr()] = name
+        elif hf_internals.is_experts(module):
+            module.forward = partial(self._experts, name, next(module.parameters()).shape[0])
+        elif is_convolution(module):
+            self._convolutions.append(name)
+            module.forward = partial(self._convolution, name)
+        elif any(p.ndim > 2 for _, p in own) or sum(p.numel() for _, p in own) > MOST_SMALL:
+            module.forward = partial(self._opaque, name, module.forward if is_leaf else None)
+        else:
+            for leaf, parameter in own:
+                values = torch.rand(parameter.shape, generator=self._random) + 0.5
+                if parameter.ndim > 1:  # a wide sum stays where softmax and sigmoid have gradients
+                    values *= parameter.shape[-1] ** -0.5
+                module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+            if own and is_leaf:
+                module.forward = partial(self._small, name, module, module.forward)
+
+    def _drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random)
+
+    def _save(self, x: Tensor, name: str = "", memory: int = 0) -> Tensor:
+        """Note what backward keeps of a layer's tokens; `name`: the module that keeps it, the innermost by default."""
+        if self._block is not None and not x.is_meta and self.tokens in x.shape:
+            numbers = x.untyped_storage().nbytes() / x.element_size() / self.tokens
+            self._block.saved.append((name or self._innermost, memory or x.untyped_storage().data_ptr(), numbers))
+        return x.detach()
+
+    def _outside(self, name: str) -> None:
+        (self._trace.after if self._trace.blocks else self._trace.before).append(name)
+
+    # ---- stand-ins ---------------------------------------------------------------------------------------------------
+
+    def _linear(self, name: str, features: int, /, x: Tensor) -> Tensor:
+        return self._record("linear", name, (x,), self._drawn(*x.shape[:-1], features))
+
+    def _embedding(self, name: str, features: int, /, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._outside(name)
+        if self._block is None:
+            self._trace.places.append(ids)
+        return self._drawn(*ids.shape, features).requires_grad_(self._block is None)
+
+    def _experts(self, name: str, experts: int, /, *args: Any, **kwargs: Any) -> Tensor:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        read = tuple(x for x in given if x.is_floating_point())
+        out = self._record("experts", name, read, self._drawn(*read[0].shape))
+        if self._block is not None:
+            event, index = self._block.events[-1], next(x for x in given if not x.is_floating_point())
+            event.router, router_gave = self._picks.get(id(index), (None, ()))
+            event.experts, event.has_logits = experts, _gives_logits(router_gave, experts, index)
+        return out
+
+    def _opaque(self, name: str, plain: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Tensor:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        if not given:
+            raise Untraceable(f"{name} is given no hidden states")
+        drawn = self._drawn(*_shape_given(plain, args, kwargs, given[0]))
+        return self._record("opaque", name, (given[0],), drawn)
+
+    def _convolution(self, name: str, /, *_: Any, **__: Any) -> Tensor:
+        raise MixesTokens(f"{name} is a convolution, which lets tokens meet outside of the attention function")
+
+    def _small(self, name: str, module: nn.Module, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        x = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if self._block is None or x is None:
+            self._outside(name)
+            return plain(*args, **kwargs)
+        self._save(x, name, id(module) * 2 + 1)  # a copy of its own, for the gradient of its weights
+        event = Event("small", name, (x,), None, self._block.sources(x))
+        self._block.events.append(event)
+        sizes = {parameter.numel() for parameter in module.parameters()}
+        event.wide = x.ndim == 3 and sizes == {x.shape[-1]} and not self._reads_residual(self._block, event)
+        out = plain(*args, **kwargs)
+        if event.wide:
+            self._block.sources(out)
+        return x * 1 if event.wide else out  # so that features stay apart
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **extra: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention function of the copy, in the signature of `transformers`: ([1,T,H,D], None)."""
+        name = self._names[id(module)]
+        attention.check_call(module, attention_mask, dropout, extra)
+        if attention_mask is None:
+            raise Untraceable(f"{name} attends without the mask that its model asks for")
+        if self._block is None:
+            raise Untraceable("it attends outside of its layers")
+        if extra.get("cu_seqlens") is not self.cu_seqlens:
+            self._trace.forgetful.append((self._block.layer, name))
+        mine = {id(parameter): leaf for leaf, parameter in module.named_parameters(recurse=False)}
+        passed = tuple(f"{name}.{mine[id(each)]}" for each in extra.values() if id(each) in mine)
+        drawn = self._drawn(*query.transpose(1, 2).shape[:3], value.shape[-1])
+        return self._record("attention", name, (query, key, value), drawn, passed), None
+
+    def mask(self, *args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> masks.Mask:
+        """The mask function of the copy. Raises `UserError` for a mask that `Mask` cannot express."""
+        mask = masks.asked_for(*args, **kwargs)
+        try:
+            masks.check(mask, mask_function)
+        except masks.NeedsTokens:
+            if self.tokens >= masks.shown_in(mask):
+                raise
+            self.longest = max(self.longest, masks.shown_in(mask))
+        return mask
+
+    def _record(
+        self, kind: Kind, name: str, inputs: tuple[Tensor, ...], values: Tensor, parameters: tuple[str, ...] = ()
+    ) -> Tensor:
+        if self._block is None:
+            self._outside(name)
+            return values
+        sources = frozenset().union(*(self._block.sources(each) for each in inputs))
+        leaf = values.requires_grad_()
+        for kept in inputs if kind in ("linear", "attention") else ():
+            self._save(kept, name)
+        leaf_name = f"{name} (attention)" if kind == "attention" else name
+        self._block.add(leaf_name, leaf, inputs[0])
+        self._block.events.append(Event(kind, name, inputs, leaf, sources, parameters=parameters))
+        return leaf * 1  # a model may change it in place
+
+    def _reads_residual(self, block: BlockTrace, event: Event) -> bool:
+        """Whether its input is of the width of the residual stream for a reason: it, or a projection back to it."""
+        back = {name for name in event.sources if name != RESIDUAL and block.leaves[name].shape[-1] == self.hidden}
+        rows = {each.name for each in block.events if each.kind == "linear" and RESIDUAL not in each.sources}
+        return RESIDUAL in event.sources or bool(back & rows)
+
+    # ---- where blocks begin and end ----------------------------------------------------------------------------------
+
+    def _enter_block(self, layer: str, args: Args, kwargs: Keywords) -> tuple[Args, Keywords]:
+        where = _where(self._is_hidden, args, kwargs) or _where(self._is_in_streams, args, kwargs)
+        if len(where) != 1:
+            raise Untraceable(
+                f"{layer} is given {len(where) or 'no'} tensors of hidden states (of each token its hidden size, "
+                "in one stream or several), where one is expected"
+            )
+        if kwargs.get("cu_seqlens") is not self.cu_seqlens:
+            raise Untraceable("it does not hand the bounds of packed documents on to its layers")
+        old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
+        others = [part for each in (*args, *kwargs.values()) if each is not old for part in _flat(each)]
+        beside = [part for part in others if isinstance(part, Tensor)]
+        trace = self._trace
+        if not trace.blocks:
+            trace.places += [part for part in beside if part.is_floating_point()]
+        if self._stops_at_block:
+            raise _Enough
+        if any(part.requires_grad for part in beside):  # it comes from an embedding or another layer
+            trace.carried = trace.carried or f"{layer} is given more of the tokens than hidden states"
+        if old.ndim > 3:
+            trace.streams = trace.streams or f"{layer} is given several streams of hidden states, {list(old.shape)}"
+            trace.carried = trace.carried or trace.streams
+        leaf = old.detach().clone().requires_grad_()
+        convolution = next((name for name in self._convolutions if is_within(name, [layer])), None)
+        self._block = BlockTrace(layer, tokens=self._every, convolution=convolution)
+        self._block.add(RESIDUAL, leaf, leaf)
+        trace.blocks.append(self._block)
+        changed = leaf * 1
+        if isinstance(where[0], int):
+            return tuple(changed if each is old else each for each in args), kwargs
+        return args, {**kwargs, where[0]: changed}
+
+    def _leave_block(self, layer: str, output: Any) -> Any:
+        cast(BlockTrace, self._block).sources(output if isinstance(output, Tensor) else output[0])
+        self._block = None
+        if isinstance(output, Tensor):
+            return output.detach()
+        self._trace.in_tuples.append(layer)
+        if any(isinstance(each, Tensor) for each in output[1:]):
+            self._trace.carried = self._trace.carried or f"{layer} gives more than hidden states"
+        return tuple(each.detach() if isinstance(each, Tensor) else each for each in output)
+
+    def _is_hidden(self, x: Tensor) -> bool:
+        return tuple(x.shape) in ((1, self.tokens, self.hidden), (self.tokens, self.hidden))
+
+    def _is_in_streams(self, x: Tensor) -> bool:
+        """Whether these are hidden states with one dimension more: several streams for each token."""
+        return x.ndim == 4 and x.shape[-1] == self.hidden and self.tokens in x.shape[:-1]
+
+
+def _tokens(model: PreTrainedModel) -> int:
+    """The smallest prime from 5 that counts nothing else in the model: a dimension of this size counts tokens."""
+    taken = {value for value in model.config.get_text_config().to_dict().values() if isinstance(value, int)}
+    taken |= {size for parameter in model.parameters() for size in parameter.shape}
+    return next(number for number in count(5) if number not in taken and _is_prime(number))
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, isqrt(number) + 1))
+
+
+def _where(is_meant: Callable[[Tensor], bool], args: Args, kwargs: Keywords) -> list[int | str]:
+    """The positions and keywords of the arguments that are meant."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return [where for where, x in named if isinstance(x, Tensor) and x.is_floating_point() and is_meant(x)]
+
+
+def _gives_logits(given: Args, experts: int, index: Tensor) -> bool:
+    """Whether what a router gives are logits of all `experts`, no probabilities, and weights of its picks."""
+    floats = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+    if len(floats) < 2 or floats[0].shape[-1] != experts or floats[1].shape != index.shape:
+        return False
+    total = floats[0].detach().double().sum(-1)
+    return not torch.allclose(total, torch.ones_like(total), atol=1e-3)
+
+
+def _flat(value: Any) -> list[Any]:
+    """The items of a tuple, list or dict, or the value itself."""
+    if isinstance(value, dict):
+        return [part for each in value.values() for part in _flat(each)]
+    return [part for each in value for part in _flat(each)] if isinstance(value, tuple | list) else [value]
+
+
+def _shape_given(plain: Any, args: Args, kwargs: Keywords, x: Tensor) -> tuple[int, ...]:
+    """The shape of what a module would give, whose weights are on meta; that of `x` where it cannot be told."""
+
+    def on_meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    try:
+        with torch.no_grad():
+            out = plain(*map(on_meta, args), **{key: on_meta(value) for key, value in kwargs.items()})
+        return tuple(out.shape)
+    except Exception:  # the model's own code, which may look at values
+        return tuple(x.shape)
+
+
+# ---- the recorder that is under way ----------------------------------------------------------------------------------
+
+_recorders: list[Recorder] = []
+
+
+def register() -> None:
+    """Offer the attention and the mask of the recorder under way to `transformers` under `ATTENTION`."""
+    hf_internals.register_attention(
+        ATTENTION,
+        lambda *args, **kwargs: _recorders[-1].attention(*args, **kwargs),
+        lambda *args, **kwargs: _recorders[-1].mask(*args, **kwargs),
+    )
+
+
+@contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
