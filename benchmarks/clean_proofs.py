@@ -38,7 +38,6 @@ from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase, rows_for
 from fivefold.verification.reduced_model import fill
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.report import first_sentence
 from fivefold.verification.results import LayoutResult
 
 LAYOUTS = ("shard2+zero1", "dp2+full", "tp2", "tp2+nosp", "shard2.tp2+zero2", "tp4")
@@ -128,7 +127,7 @@ def _clean(family: str, precision: str, layout: str, seed: int, folder: Path, te
     found = LayoutResult.of(json.loads(json.dumps(ranks[0])))
     judged = [row for row in found.rows if row.tolerance and not row.what.startswith("control")]
     nearest = max(judged, key=lambda row: row.error / row.tolerance)
-    alarm = "" if found.ok else first_sentence(found)
+    alarm = "" if found.ok else found.why
     return Clean(
         family, precision, layout, seed, alarm, len(found.rows), nearest.error / nearest.tolerance,
         f"{nearest.what} {nearest.where}".strip(), COMMIT,

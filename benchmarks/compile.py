@@ -26,7 +26,7 @@ from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, join
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 
 FAMILIES = ("llama", "qwen3")

@@ -30,8 +30,8 @@ from fivefold.models.discover import facts_of
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training import flops
-from fivefold.training.memory import PeakMemory
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.metrics import PeakMemory
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 from overlap import profile_step
 

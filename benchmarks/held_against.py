@@ -31,7 +31,7 @@ from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.verification.exact import exact
 from tiny_configs import Values, default_config, make_config, tiny_values
 

@@ -6,7 +6,8 @@ An interpreter imports torch and `transformers` for four seconds, and so does ev
 import io
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, chdir, redirect_stdout
+from contextlib import ExitStack, chdir, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,32 +19,44 @@ from fivefold.cli import main
 from fivefold.launch import worker
 from fivefold.launch.world import World
 from tests.pool import run_ranks
+from tests.verification.mutation import planted
 
-STARTERS = ("fivefold.training.launch", "fivefold.generation.launch")
+STARTERS = ("fivefold.training.launch", "fivefold.generation.launch", "fivefold.verification.launch")
 
 
-def fivefold(arguments: Sequence[str], folder: Path) -> str:
-    """What the command prints, run in `folder`. It must end well."""
+def fivefold(arguments: Sequence[str], folder: Path, *, code: int = 0, fault: str | None = None) -> str:
+    """What the command prints, run in `folder`. It must end with `code`. `fault`: the workers have that bug."""
     screen = io.StringIO()
     with ExitStack() as stack:
         for module in STARTERS:
-            stack.enter_context(patch(f"{module}.start_workers", _on_the_pool))
+            stack.enter_context(patch(f"{module}.start_workers", partial(_on_the_pool, fault)))
         stack.enter_context(chdir(folder))
         stack.enter_context(redirect_stdout(screen))
         with pytest.raises(SystemExit) as ended:
             main(arguments)
-    assert ended.value.code == 0, screen.getvalue()
+    assert ended.value.code == code, screen.getvalue()
     return screen.getvalue()
 
 
-def _on_the_pool(verb: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0) -> None:
+def _on_the_pool(
+    fault: str | None, verb: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0
+) -> None:
     logs.mkdir(parents=True, exist_ok=True)
-    print(*run_ranks(workers, _on_rank, verb, request, Path.cwd(), dict(os.environ)))
+    # A proof leaves the world of the workers for worlds of its own.
+    is_last = verb.startswith("fivefold.verification")
+    said = run_ranks(workers, _on_rank, verb, request, Path.cwd(), dict(os.environ), fault, is_last=is_last)
+    print(*said, end="", sep="")
 
 
-def _on_rank(verb: str, request: Mapping[str, Any], folder: Path, environment: dict[str, str]) -> str:
+def _on_rank(
+    verb: str, request: Mapping[str, Any], folder: Path, environment: dict[str, str], fault: str | None
+) -> str:
     screen = io.StringIO()
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    with chdir(folder), redirect_stdout(screen), patch.dict(os.environ, environment):
+    with ExitStack() as stack:
+        stack.enter_context(chdir(folder))
+        stack.enter_context(redirect_stdout(screen))
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(planted(fault) if fault else nullcontext())
         worker._body(verb)(request, world)
-    return screen.getvalue()
+    return screen.getvalue() if world.is_first else ""

@@ -31,7 +31,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.verification.exact import exactly
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference import Reference

@@ -124,11 +124,16 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 
 def _end_groups() -> None:
-    """End the process groups a test made: each keeps threads, and a session makes thousands."""
+    """End the process groups a test made: each keeps threads, and a session makes thousands. Torch remembers meshes,
+    and these their groups."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import _get_default_group, _world
 
     gc.collect()
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh:
+            each._pg_registry.clear()
     for group in list(_world.pg_map):
         if group is not _get_default_group():
             dist.destroy_process_group(group)
@@ -137,16 +142,22 @@ def _end_groups() -> None:
 _pools: dict[int, _Pool] = {}
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, is_last: bool = False
+) -> list[Any]:
     """Call `function(*args)` on each of `world` gloo ranks; results in rank order. Raises `RankError`.
 
     Where a worker was ended by a signal (once in some thousand tests gloo crashes) it is said, and tried once more.
+    `is_last`: the workers end with the call, which may leave their world.
     """
     try:
         return _run(world, function, args, timeout)
     except _Killed as killed:
         print(f"a worker was killed, the call is made again: {killed}", file=sys.stderr)
         return _run(world, function, args, timeout)
+    finally:
+        if is_last and world in _pools:
+            _pools.pop(world).close()
 
 
 class _Killed(RankError):

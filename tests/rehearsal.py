@@ -98,7 +98,7 @@ def _steps(case: Rehearsal) -> Seen:
     from fivefold.parallel.recorder import record
     from fivefold.parallel.state import state_of
     from fivefold.training import step
-    from fivefold.training.optimizer import build_optimizer
+    from fivefold.training.optimizers import build_optimizer
     from tests import parity
 
     torch._dynamo.reset()

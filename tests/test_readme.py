@@ -26,11 +26,11 @@ NOT_RUN = {
     "srun --nodes 2 --ntasks-per-node 8 fivefold train notes.yaml": "needs Slurm; its variables have tests in launch/",
 }
 
-# The first of each kind; a command that is no `fivefold` is always a process.
+# The first of each kind; a command that is no `fivefold` is always a process. (tests/verification/test_command.py has a
+# proof as a process.)
 PROCESSES = {
     ".venv/bin/fivefold train",
     "fivefold train notes.yaml",
-    "fivefold verify notes.yaml --quick --layouts shard2.tp2 --html verify.html",
     'fivefold generate runs/notes --prompt "The " --max-new-tokens 20',
     "fivefold export runs/notes notes-model",
 }
@@ -77,12 +77,9 @@ def run(command: list[str], folder: Path) -> str:
 
 
 RUN = [each for each in dict.fromkeys(COMMANDS) if each not in NOT_RUN]  # one that is there twice is run once
-AGAIN = "fivefold verify --quick --layouts tp2,shard2"  # starts processes by itself, as the other verify does
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=pytest.mark.campaign) if each == AGAIN else each for each in RUN]
-)
+@pytest.mark.parametrize("command", RUN)
 def test_every_command_runs(command: str, folder: Path) -> None:
     words = shlex.split(shortened(command))
     if words[0] == "fivefold" and command not in PROCESSES:
@@ -102,7 +99,7 @@ def test_the_text_of_the_run_file_is_made_before_it_is_needed() -> None:
 
 
 def test_what_is_not_run_is_in_the_readme() -> None:
-    assert {*NOT_RUN, *PROCESSES, AGAIN} <= set(COMMANDS)
+    assert {*NOT_RUN, *PROCESSES} <= set(COMMANDS)
 
 
 def test_make_runs_the_plain_lines_of_the_readme() -> None:

@@ -24,54 +24,27 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Public name -> the module it lives in. Nothing is imported before it is used, torch least of all.
+# Module -> the public names that live in it. Nothing is imported before it is used, torch least of all.
 _HOMES = {
-    "Layout": "fivefold.core.layout",
-    "ParallelModel": "fivefold.own_loop",
-    "Run": "fivefold.api",
-    "RunConfig": "fivefold.config",
-    "RunFailed": "fivefold.core.errors",
-    "StepResult": "fivefold.training.step",
-    "UserError": "fivefold.core.errors",
-    "clip_grad_norm_": "fivefold.own_loop",
-    "evaluate": "fivefold.own_loop",
-    "export": "fivefold.api",
-    "gather": "fivefold.own_loop",
-    "generate": "fivefold.api",
-    "gradients": "fivefold.own_loop",
-    "load": "fivefold.own_loop",
-    "load_config": "fivefold.config",
-    "logits": "fivefold.own_loop",
-    "parallelize": "fivefold.own_loop",
-    "save": "fivefold.own_loop",
-    "train": "fivefold.api",
-    "train_step": "fivefold.own_loop",
-    "verify": "fivefold.api",
-}
-
+    name: home
+    for home, names in {
+        "fivefold.api": ("Run", "export", "generate", "train", "verify"),
+        "fivefold.config": ("RunConfig", "load_config"),
+        "fivefold.core.errors": ("RunFailed", "UserError"),
+        "fivefold.core.layout": ("Layout",),
+        "fivefold.own_loop": (
+            "ParallelModel", "clip_grad_norm_", "evaluate", "gather", "gradients", "load", "logits", "parallelize",
+            "save", "train_step",
+        ),
+        "fivefold.training.step": ("StepResult",),
+    }.items()
+    for name in names
+}  # fmt: skip
 __all__ = [
-    "Layout",
-    "ParallelModel",
-    "Run",
-    "RunConfig",
-    "RunFailed",
-    "StepResult",
-    "UserError",
-    "clip_grad_norm_",
-    "evaluate",
-    "export",
-    "gather",
-    "generate",
-    "gradients",
-    "load",
-    "load_config",
-    "logits",
-    "parallelize",
-    "save",
-    "train",
-    "train_step",
-    "verify",
-]
+    "Layout", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError", "clip_grad_norm_",
+    "evaluate", "export", "gather", "generate", "gradients", "load", "load_config", "logits", "parallelize", "save",
+    "train", "train_step", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -63,13 +63,10 @@ def train(
     from fivefold.training.launch import run
     from fivefold.verification import before_training
 
-    _check_path(path)
+    file, keys = _arguments(path, overrides)
     listener = Listener(on_step, on_eval, on_save) if on_step or on_eval or on_save else None
     with listener.raising() if listener else nullcontext():
-        file = None if path is None else Path(path)
-        prove = before_training if verify else None
-        folder = run(file, _written(overrides), nproc=nproc, prove=prove, listener=listener)
-    return Run(folder)
+        return Run(run(file, keys, nproc=nproc, prove=before_training if verify else None, listener=listener))
 
 
 def verify(
@@ -92,25 +89,24 @@ def verify(
     """
     from fivefold.verification import main
 
-    _check_path(path)
     return main(
-        None if path is None else Path(path), _written(overrides), layouts=layouts, thin=thin, quick=quick, steps=steps,
-        precision=precision, seq_length=seq_length, seed=seed, quiet=quiet,
+        *_arguments(path, overrides), layouts=layouts, thin=thin, quick=quick, steps=steps, precision=precision,
+        seq_length=seq_length, seed=seed, quiet=quiet,
     )  # fmt: skip
 
 
-def _check_path(path: Any) -> None:
+def _arguments(path: Any, overrides: Mapping[str, Any] | None) -> tuple[Path | None, list[str]]:
+    """The run file, and the overrides as the command line writes them."""
     if path is not None and not isinstance(path, str | Path):
         raise UserError(
             f"the first argument is the run file, not a {type(path).__name__}",
             fix='overrides come second: ff.train("run.yaml", {"train.max_steps": 3}), or ff.train(None, {...}) for the '
             "demo",
         )
-
-
-def _written(overrides: Mapping[str, Any] | None) -> list[str]:
-    """Overrides as the command line writes them."""
-    return [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
+    written = [
+        f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()
+    ]
+    return None if path is None else Path(path), written
 
 
 def export(

@@ -9,7 +9,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import fivefold as ff
 from fivefold.data.batch import MicroBatch
-from fivefold.training.batches import checksum, micro_batch
+from fivefold.own_loop.batches import checksum, micro_batch
 from tests.pool import run_ranks
 
 NONE = -100

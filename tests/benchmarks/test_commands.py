@@ -24,7 +24,6 @@ def speed_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.campaign
-@pytest.mark.campaign
 def test_training_speed(tmp_path: Path, speed_report: ModuleType) -> None:
     target, names = tmp_path / "speed.json", "fivefold,Trainer,fivefold tp2"
     done = run("training_speed", "--quick", "--precisions", "fp32", "--contenders", names, "--json", str(target))
@@ -49,7 +48,6 @@ def test_the_docs_have_the_place_for_the_tables(speed_report: ModuleType) -> Non
 
 
 @pytest.mark.campaign
-@pytest.mark.campaign
 def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
     done = run("same_curve", "--quick", "--precisions", "fp32", "--steps", "3", "--out", str(tmp_path / "out"))
@@ -59,7 +57,6 @@ def test_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "out" / "same_curve.png").stat().st_size > 10_000
 
 
-@pytest.mark.campaign
 @pytest.mark.campaign
 def test_long_context() -> None:
     done = run("long_context", "--quick", "--part", "step")

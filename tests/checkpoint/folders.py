@@ -3,13 +3,13 @@
 import shutil
 from pathlib import Path
 
-from fivefold.checkpoint import save
+from fivefold.checkpoint import Metadata, save, step_folder
 from fivefold.config import RunConfig
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from tests.generation.ranks import talkative
 from tests.parity import OPTIONS, Case
 
@@ -34,7 +34,5 @@ def save_run(layout: str, folder: Path, run: Path, step: int) -> None:
     model = build_meta(load_model_config(folder))
     model = parallelize(model, case.parsed, source=SafetensorsFolder(folder, model))
     config = RunConfig.model_validate({"model": {"name_or_path": str(folder)}, "run": {"name": run.name}})
-    save(
-        model, build_optimizer(model, OPTIONS), run / "checkpoints", step=step, state={}, keep=3,
-        config=config, tokenizer_dir=folder,
-    )  # fmt: skip
+    about = Metadata(step=step, state={}, config=config, tokenizer_dir=folder)
+    save(model, build_optimizer(model, OPTIONS), run / "checkpoints" / step_folder(step), about, keep=3)

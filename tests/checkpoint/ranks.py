@@ -11,11 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.checkpoint import Checkpoint, Metadata, Saver, disk, restore, save, shard
+from fivefold.checkpoint import Checkpoint, Metadata, Saver, restore, save, shard, step_folder
+from fivefold.core import files
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 from tests.parity import Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401
 
@@ -33,7 +34,8 @@ def train_and_save(case: Case, directory: Path, steps: int, also: int = 0) -> St
     """Train `steps`, save, and train `also` more; the state is that of the save, the losses those of the last ones."""
     model, optimizer = _fresh(case)
     _train(model, optimizer, case, 0, steps)
-    save(model, optimizer, directory, step=steps, state={"tokens_seen": 7}, keep=3)
+    about = Metadata(step=steps, state={"tokens_seen": 7})
+    save(model, optimizer, directory / step_folder(steps), about, keep=3)
     state = _state(model, optimizer)
     state.losses = _train(model, optimizer, case, steps, also)
     return state
@@ -57,7 +59,7 @@ def load_and_save(case: Case, folder: Path, directory: Path, also: int = 0) -> S
     model, optimizer = _fresh(case, seed=99)
     checkpoint = Checkpoint.open(folder)
     restore(model, optimizer, checkpoint)
-    save(model, optimizer, directory, step=checkpoint.step, state={}, keep=3)
+    save(model, optimizer, directory / step_folder(checkpoint.step), _about(checkpoint.step), keep=3)
     state = _state(model, optimizer)
     state.losses = _train(model, optimizer, case, checkpoint.step, also)
     return state
@@ -115,9 +117,9 @@ def elements_read(case: Case, folder: Path) -> tuple[int, int]:
 def save_twice(case: Case, directory: Path) -> str:
     """The error of saving a step that is published already."""
     model, optimizer = _fresh(case)
-    save(model, optimizer, directory, step=0, state={}, keep=3)
+    save(model, optimizer, directory / step_folder(0), _about(0), keep=3)
     try:
-        save(model, optimizer, directory, step=0, state={}, keep=3)
+        save(model, optimizer, directory / step_folder(0), _about(0), keep=3)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -128,7 +130,7 @@ def save_steps(case: Case, directory: Path, steps: list[int], keep: int) -> list
     model, optimizer = _fresh(case)
     found = []
     for step in steps:
-        save(model, optimizer, directory, step=step, state={}, keep=keep)
+        save(model, optimizer, directory / step_folder(step), _about(step), keep=keep)
         found.append(" ".join(sorted(path.name for path in directory.iterdir())))
         dist.barrier()
     return found
@@ -139,7 +141,7 @@ def save_on_bad_disk(case: Case, directory: Path, kind: str) -> str:
     model, optimizer = _fresh(case)
     try:
         with (full_disk if kind == "full" else wrong_disk)(rank=1):
-            save(model, optimizer, directory, step=9, state={}, keep=3)
+            save(model, optimizer, directory / step_folder(9), _about(9), keep=3)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -151,12 +153,12 @@ def full_disk(rank: int) -> Any:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    return patch.object(disk, "write", full) if dist.get_rank() == rank else nullcontext()
+    return patch.object(files, "write", full) if dist.get_rank() == rank else nullcontext()
 
 
 def wrong_disk(rank: int) -> Any:
     """Inside, one bit of each file of this rank is flipped on its way."""
-    plain = disk.write
+    plain = files.write
 
     def write(path: Path, pieces: Any) -> int:
         size = plain(path, pieces)
@@ -165,7 +167,7 @@ def wrong_disk(rank: int) -> Any:
         path.write_bytes(content)
         return size
 
-    return patch.object(disk, "write", write) if dist.get_rank() == rank else nullcontext()
+    return patch.object(files, "write", write) if dist.get_rank() == rank else nullcontext()
 
 
 def restore_error(case: Case, folder: Path) -> str:

@@ -1,7 +1,7 @@
 """SIGKILL before and after every system call of a save: what is there afterwards is the old step or the new one.
 
 A save of two ranks runs in a child process, one rank after the other, over a folder that holds an older step; the
-child kills itself at the n-th call of `disk`'s, for every n there is.
+child kills itself at the n-th call of `core/files.py`, for every n there is.
 """
 
 import os
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.checkpoint import Checkpoint, disk, newest
+from fivefold.checkpoint import Checkpoint, newest
 from fivefold.checkpoint.load import is_valid
+from fivefold.core import files
 from fivefold.core.step_folders import step_folder
 
 saving = sys.modules["fivefold.checkpoint.save"]
@@ -58,15 +59,15 @@ def save_at(published: Path, step: int, keep: int | None) -> None:
     parts = []
     for rank in range(2):
         slices = [
-            saving.OwnedSlice(kind, name, (4 * rank, 0), torch.full((4, 6), float(step)))
+            saving.OwnedSlice(kind, name, (8, 6), (4 * rank, 0), torch.full((4, 6), float(step)))
             for kind in ("weight", "exp_avg")
             for name in NAMES
         ]
         snapshot = saving._Snapshot(
-            about=save_about(step), layout="shard2", shapes=dict.fromkeys(NAMES, (8, 6)), slices=slices, scalars={},
+            about=save_about(step), layout="shard2", names=NAMES, slices=slices, scalars={},
             texts={"run.yaml": b"step\n" * step, "model/config.json": b"{}"},
         )  # fmt: skip
-        parts.append(saving._write(beside, snapshot, rank))
+        parts.append(saving._told(beside, snapshot, rank))
     saving._publish(snapshot, parts, beside, published, keep)
 
 
@@ -81,7 +82,7 @@ def in_child(action: Callable[[], None], at: int | None) -> tuple[int, int]:
     if child == 0:
         code = 1
         try:
-            disk.os = dying = Dying(at)  # type: ignore[attr-defined,assignment]
+            files.os = dying = Dying(at)  # type: ignore[attr-defined,assignment]
             action()
             os.write(writer, str(dying.calls).encode())
             code = 0
@@ -105,7 +106,7 @@ def content(folder: Path) -> set[float]:
 
 def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = 1
-    monkeypatch.setattr(disk, "AT_ONCE", 32)  # so that files are cut in their middle, too
+    monkeypatch.setattr(files, "AT_ONCE", 32)  # so that files are cut in their middle, too
     save_step(tmp_path / "whole", 1, keep)
     _, calls = in_child(lambda: save_step(tmp_path / "whole", 2, keep), None)
     assert calls > 200

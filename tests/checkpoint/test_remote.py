@@ -12,8 +12,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fivefold.checkpoint import CorruptCheckpoint, Remote
-from fivefold.checkpoint.find import find_checkpoint
-from fivefold.checkpoint.load import candidates, is_valid
+from fivefold.checkpoint.find import candidates, find_checkpoint
+from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import NAME, read_manifest
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError

@@ -94,12 +94,12 @@ def test_a_builder_that_fails_leaves_nothing_and_a_dead_one_is_cleared_away(tmp_
     dead = folder.parent / ".entry.dead"
     dead.mkdir(parents=True)
 
-    def fail(beside: Path) -> None:
+    def fail(beside: Path, damage: str) -> None:
         (beside / "half").touch()
         raise UserError("no")
 
     with pytest.raises(UserError, match="no"):
-        cache.entry(folder, is_valid=Path.is_dir, build=fail)
+        cache.entry(folder, read=Path.exists, build=fail)
     assert [path.name for path in folder.parent.iterdir()] == ["entry.lock"]
 
 
@@ -107,13 +107,13 @@ def test_a_builder_that_fails_leaves_nothing_and_a_dead_one_is_cleared_away(tmp_
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot write to the cache folder"):
-        cache.entry(tmp_path / "a" / "entry", is_valid=Path.is_dir, build=lambda folder: None)
+        cache.entry(tmp_path / "a" / "entry", read=Path.exists, build=lambda folder, damage: None)
 
 
 def test_a_cache_under_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write to the cache folder"):
-        cache.entry(tmp_path / "file" / "entry", is_valid=Path.is_dir, build=lambda folder: None)
+        cache.entry(tmp_path / "file" / "entry", read=Path.exists, build=lambda folder, damage: None)
 
 
 def test_the_digest_of_a_big_file_is_remembered_until_it_changes(
@@ -215,7 +215,7 @@ def test_a_filesystem_without_locks_is_the_user_s_to_leave(tmp_path: Path, monke
 
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(UserError, match=r"No locks available\n.*FIVEFOLD_CACHE"):
-        cache.entry(tmp_path / "entry", is_valid=Path.exists, build=lambda folder: None)
+        cache.entry(tmp_path / "entry", read=Path.exists, build=lambda folder, damage: None)
 
 
 def test_a_tokenizer_that_finds_no_space_is_an_error_of_the_system(tmp_path: Path) -> None:

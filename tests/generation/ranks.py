@@ -9,9 +9,8 @@ from transformers import DynamicCache
 
 from fivefold.generation import GenerateRequest
 from fivefold.generation import decode as decoding
-from fivefold.generation.decode import decode, next_logits, ready
+from fivefold.generation.decode import decode, encode_prompt, next_logits, pieces, ready
 from fivefold.generation.run import generate
-from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.sources import ModelTensors
@@ -19,7 +18,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, total
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import declare, step_shape, train_step
 from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, reference_model
 

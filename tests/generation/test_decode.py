@@ -98,4 +98,4 @@ def test_choices_follow_the_distribution() -> None:
 def test_the_likeliest_needs_no_chance() -> None:
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(1))
     likeliest = int(logits_V.argmax())
-    assert choose(logits_V, 0.0, None, torch.Generator()) == choose(logits_V, 1.3, 1, torch.Generator()) == likeliest
+    assert choose(logits_V, 0.0, 0, torch.Generator()) == choose(logits_V, 1.3, 1, torch.Generator()) == likeliest

@@ -14,8 +14,8 @@ from fivefold.launch import workers
 from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import GIB, Needs, Pressure, Room, room
 from fivefold.launch.world import World
-from fivefold.training import needs as needs_module
-from fivefold.training.needs import check_memory, needs_of
+from fivefold.training import preflight
+from fivefold.training.preflight import check_memory, needs_of
 
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
 NEEDS = Needs(parameters=10**9, ranks=2, weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, activations=GIB)
@@ -149,7 +149,7 @@ def test_what_a_run_needs(layout: str, ranks: int, copies: float) -> None:
 def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: Any, tmp_path: Path) -> None:
     config, layout = load_config(None, ["optimizer.name=adamw"]), Layout.parse("shard2")
     world = World(size=2, local_size=2, folder=str(tmp_path))
-    monkeypatch.setattr(needs_module, "room", lambda: Room(20 * GIB, 10 * GIB))
+    monkeypatch.setattr(preflight, "room", lambda: Room(20 * GIB, 10 * GIB))
     with pytest.raises(UserError, match=r"does not fit: weights 29\.80, gradients 29\.80, optimizer 59\.60") as caught:
         check_memory(Shape(8 * 10**9), config, layout, world)
     assert "8.00 billion parameters need 119.21 GiB" in (caught.value.fix or "")

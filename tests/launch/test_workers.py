@@ -228,13 +228,13 @@ def test_the_environment_is_as_it_was(tmp_path: Path) -> None:
 def test_the_flag_of_an_earlier_hang_does_not_end_a_run_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(None, [f"run.dir={tmp_path}", "run.name=one"])
-    logs = open_folder(config)
+    keys = [f"run.dir={tmp_path}", "run.name=one"]
+    logs = open_folder(load_config(None, keys))
     hang_flag(logs).touch()
     failure_file(logs, 0).write_text("{}")
     seen: list[list[Path]] = []
     monkeypatch.setattr(launch, "_prepare", lambda *_, **__: None)
     monkeypatch.setattr(launch, "execute", lambda *_: seen.append([*logs.glob("hung"), *logs.glob("failure-*")]))
     monkeypatch.setattr(launch, "find_world", lambda _: World())
-    launch._run_inside(config, World(), is_fresh=False, nproc=None, prove=None, listener=None)
+    launch.run(None, keys)
     assert seen == [[]]

@@ -65,18 +65,18 @@ def test_ranks_without_a_token_and_ranks_with_all() -> None:
 def saved(case: Case, folder: str) -> None:
     from pathlib import Path
 
-    from fivefold.checkpoint import save
-    from fivefold.training.optimizer import build_optimizer
+    from fivefold.checkpoint import Metadata, save
+    from fivefold.training.optimizers import build_optimizer
 
     model = build(case)
-    save(model, build_optimizer(model, case.options), Path(folder), step=1, state={}, keep=1)
+    save(model, build_optimizer(model, case.options), Path(folder, "step-000001"), Metadata(step=1, state={}))
 
 
 def loaded(case: Case, folder: str) -> Any:
     from pathlib import Path
 
     from fivefold.checkpoint import Checkpoint, restore
-    from fivefold.training.optimizer import build_optimizer
+    from fivefold.training.optimizers import build_optimizer
 
     with patch("tests.parity.reference_model", lambda case, dtype: lopsided_zero(case)):
         model = build(case)

@@ -7,20 +7,18 @@ to the last bit.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fivefold.core.layout import Layout
+from fivefold.training.optimizers import build_optimizer
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.report import first_wrong
 from fivefold.verification.results import LayoutResult
 from tests import matrix
 from tests.allpairs import pairs_of
@@ -28,22 +26,18 @@ from tests.matrix import CASES, MatrixCase
 from tests.pool import run_ranks
 from tests.verification.mutation import EVIDENCE, make_subject
 
-GROUPS = [list(group) for _, group in groupby(CASES, lambda case: case.proved)]
-BEFORE = {case: group[at - 1] if at else case for group in GROUPS for at, case in enumerate(group)}
-Saved = Callable[[MatrixCase], tuple[LayoutResult, Path]]
+Saved = dict[Path, tuple[str, Path]]
 
 
-def proved_and_saved(place: Path, case: MatrixCase, folder: Path) -> dict[str, Any]:
+def proved(place: Path, case: MatrixCase, folder: Path, before: tuple[str, Path]) -> dict[str, Any]:
+    """Prove and save on a rank; then load what was saved `before`, by the layout of that name."""
     proof = opened(place, case)
     proof.run()
     proof.save(folder)
-    return proof.found.to_json()
-
-
-def loaded(place: Path, case: MatrixCase, wrote: str, folder: Path) -> dict[str, Any]:
-    proof = opened(place, case)
+    dist.barrier()
     proof.forget()
-    proof.reload({wrote: folder})
+    proof.optimizer = build_optimizer(proof.model, proof.case.optimizer)
+    proof.reload(dict([before]))
     return proof.found.to_json()
 
 
@@ -52,36 +46,25 @@ def opened(place: Path, case: MatrixCase) -> Proof:
     return Proof(subject, Layout.parse(f"{case.layout}+fp64"), ReferenceTensors(place / EVIDENCE), "cpu")
 
 
-def found_of(values: dict[str, Any]) -> LayoutResult:
-    return LayoutResult.of(json.loads(json.dumps(values)))
-
-
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("subjects")
 
 
 @pytest.fixture(scope="module")
-def saved(subjects: Path) -> Saved:
-    """case -> (what its proof found, the checkpoint that it left)."""
-
-    @cache
-    def prove(case: MatrixCase) -> tuple[LayoutResult, Path]:
-        place, folder = make_subject(case.proved, subjects, steps=1), subjects / str(case).replace("/", "-")
-        world = Layout.parse(case.layout).world
-        return found_of(run_ranks(world, proved_and_saved, place, case, folder)[0]), folder
-
-    return prove
+def saved() -> Saved:
+    """subject -> the layout of its last case, and the checkpoint that it left."""
+    return {}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_computes_what_one_process_computes(case: MatrixCase, saved: Saved, subjects: Path) -> None:
-    found, _ = saved(case)
-    assert found.ok and not found.not_told, first_wrong(found)
-    before = BEFORE[case]
-    place, world = make_subject(case.proved, subjects, steps=1), Layout.parse(case.layout).world
-    found = found_of(run_ranks(world, loaded, place, case, before.layout, saved(before)[1])[0])
-    assert found.ok, first_wrong(found)
+    place = make_subject(case.proved, subjects, steps=1)
+    left = case.layout, subjects / str(case).replace("/", "-")
+    values = run_ranks(Layout.parse(case.layout).world, proved, place, case, left[1], saved.get(place, left))[0]
+    found = LayoutResult.of(json.loads(json.dumps(values)))
+    assert found.ok and not found.not_told, found.first_wrong
+    saved[place] = left
 
 
 def test_a_line_says_all_there_is_to_a_case() -> None:

@@ -24,8 +24,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.state import state_of
-from fivefold.training.evaluate import evaluating
-from fivefold.training.step import gradients, to_device
+from fivefold.training.step import evaluating, gradients, to_device
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, batch_of, build, documents, hf_config, refusal
 from tests.pool import run_ranks

@@ -16,7 +16,7 @@ from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
-from fivefold.training.optimizer import build_optimizer
+from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import gradients, train_step
 from fivefold.verification.reference import Reference
 from tests.parallel.faults import on_faulty_rank

@@ -18,9 +18,8 @@ from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import run as run_module
-from fivefold.training.checks.bits import hashes
-from fivefold.training.optimizer import build_optimizer
-from fivefold.training.optimizers import rule_of
+from fivefold.training.checks.state import hashes
+from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.optimizers.muon import Muon
 from fivefold.training.step import train_step
 from tests.parity import Case, build

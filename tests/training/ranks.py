@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
-from fivefold.training.optimizer import all_reduce_sum, build_optimizer, clip_, squared_norm
-from fivefold.training.step import train_step
+from fivefold.training.optimizers import build_optimizer
+from fivefold.training.step import all_reduce_sum, clip_, squared_norm, train_step
 from fivefold.verification.reference import torch_optimizers
 from tests.parity import (
     OPTIONS,

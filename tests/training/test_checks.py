@@ -12,7 +12,7 @@ from fivefold.checkpoint import steps
 from fivefold.core.errors import RunFailed
 from fivefold.data import PackedRows
 from fivefold.training import checks
-from fivefold.training.checks import Finding, bits
+from fivefold.training.checks import Finding
 from tests.allpairs import all_pairs
 from tests.data.helpers import prepare_texts, random_texts
 from tests.parity import Case
@@ -174,7 +174,7 @@ def test_a_hash_knows_every_bit_and_place() -> None:
 def test_a_hash_does_not_depend_on_its_pieces_for_small_tensors_and_sees_all_of_large_ones() -> None:
     plain = torch.randn(1000)
     small = hash_of(plain[:64])
-    with patch.object(bits, "PIECE", 64):
+    with patch("fivefold.training.checks.state.PIECE", 64):
         assert hash_of(plain[:64]) == small
         for at in (0, 63, 64, 500, 999):
             other = plain.clone()

@@ -21,7 +21,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.history import load
 from fivefold.launch.failure import leave_failure
 from fivefold.launch.folder import claim_fresh, open_folder
-from fivefold.training import room
+from fivefold.training import preflight
 from fivefold.training import run as run_module
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, column, on_rank, run_dir, run_file, state, train
@@ -106,7 +106,7 @@ def test_damaged_lines_and_odd_samples_stop_no_resume(tmp_path: Path) -> None:
 
 def with_free(tree: dict[str, Any], free: int) -> Ran:
     """Train on this rank, on a disk that has `free` bytes; the size of a checkpoint is said."""
-    plain = room.checkpoint_bytes
+    plain = preflight.checkpoint_bytes
 
     def checkpoint_bytes(model: Any, config: RunConfig) -> int:
         size = plain(model, config)
@@ -114,8 +114,10 @@ def with_free(tree: dict[str, Any], free: int) -> Ran:
         return size
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(room.shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=free)))
-        stack.enter_context(patch.object(room, "checkpoint_bytes", checkpoint_bytes))
+        stack.enter_context(
+            patch.object(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=free))
+        )
+        stack.enter_context(patch.object(preflight, "checkpoint_bytes", checkpoint_bytes))
         return on_rank(tree)
 
 
@@ -156,7 +158,7 @@ def test_a_disk_too_small_is_said_before_the_first_step(tmp_path: Path) -> None:
 def test_an_old_checkpoint_makes_room_once_a_new_one_is_there(
     held: list[int], keep: int, saves: int, more: int
 ) -> None:
-    assert room.more_bytes(10, held, keep=keep, saves=saves) == more
+    assert preflight.more_bytes(10, held, keep=keep, saves=saves) == more
 
 
 @pytest.mark.parametrize("every", [0, 1, 3, 5, 100])
@@ -164,7 +166,7 @@ def test_saves_to_come_are_counted(every: int) -> None:
     config = RunConfig.model_validate({"checkpoint": {"every": every}})
     for step in range(11):
         due = [each for each in range(step + 1, 11) if (every and each % every == 0) or each == 10]
-        assert room.saves_left(config, step, 10) == len(due)
+        assert preflight.saves_left(config, step, 10) == len(due)
 
 
 # ---- folders that cannot be written --------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from fivefold.training.display import (
     Pace,
     PlainDisplay,
     clock_time,
-    continuation,
     details,
     open_display,
     sparkline,
@@ -59,7 +58,7 @@ def plain(*, total_steps: int, seconds: float) -> str:
             clock.now += seconds
             display.step(ROW | {"step": step})
         display.evaluated(total_steps, 2.7)
-        display.sampled(total_steps, "def ", "def f(x):\n    return x")
+        display.sampled(total_steps, "def ", "f(x):\n    return x")
         display.note("step 3: the loss is not finite; the update was skipped")
         display.closing([("done", "validation loss 2.700")])
     return printed(screen)
@@ -122,7 +121,7 @@ def test_evaluations_samples_and_notes_scroll_above_the_panel() -> None:
         display.step(ROW | {"step": 5})
         display.evaluated(5, 3.0)
         display.evaluated(10, 2.5)
-        display.sampled(10, "import ", "import os\n\n\nimport [red]sys[/red]\n" + "x = 1\n" * 9)
+        display.sampled(10, "import ", "os\n\n\nimport [red]sys[/red]\n" + "x = 1\n" * 9)
         display.note("step 7: skipped")
         display.closing([("done", "10 steps")])
     text = printed(screen)
@@ -164,6 +163,5 @@ def test_small_pieces() -> None:
     assert sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
     assert len(sparkline([float(n) for n in range(1000)], 30)) == 30
     assert [clock_time(s) for s in (None, 5, 65, 3725)] == ["-:--", "0:05", "1:05", "1:02:05"]
-    assert continuation("def ", "def f") == continuation("def ", "f") == "f"
     assert details({}) == []
     assert details({"perf/mfu_pct": 41.23}) == ["mfu 41.2%"]

@@ -10,7 +10,7 @@ import yaml
 from fivefold.checkpoint import agreement, check_agreement
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
-from fivefold.training import length
+from fivefold.training import schedule
 from fivefold.training.schedule import learning_rate
 from tests.data.helpers import prepare_texts
 from tests.test_readme import blocks
@@ -29,9 +29,9 @@ def config(**sections: Any) -> RunConfig:
     ],
 )  # fmt: skip
 def test_the_warm_up_follows_the_run_unless_it_is_a_number(asked: Any, total: int, expected: int) -> None:
-    settled = length.settled(config(scheduler={"warmup_steps": asked}), total, before=None)
+    settled = schedule.settled(config(scheduler={"warmup_steps": asked}), total, before=None)
     assert settled.scheduler.warmup_steps == expected and isinstance(settled.scheduler.warmup_steps, int)
-    assert length.settled(settled, 10 * total, before=None) == settled
+    assert schedule.settled(settled, 10 * total, before=None) == settled
 
 
 @pytest.mark.parametrize("asked", ["auto", "5%"])
@@ -39,7 +39,7 @@ def test_a_warm_up_that_is_left_open_is_that_of_the_checkpoint(asked: str) -> No
     """Whatever it was: it may have been a number then."""
     open_ = config(scheduler={"warmup_steps": asked})
     for before in (0, 7, 500):
-        assert length.settled(open_, 200, before=before).scheduler.warmup_steps == before
+        assert schedule.settled(open_, 200, before=before).scheduler.warmup_steps == before
 
 
 def test_the_run_file_of_the_readme_reaches_its_learning_rate(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_the_run_file_of_the_readme_reaches_its_learning_rate(tmp_path: Path) ->
     read = load_config(tmp_path / "notes.yaml")
     total, peak = read.train.max_steps, read.optimizer.learning_rate
     assert total
-    warmup = length.settled(read, total, before=None).scheduler.warmup_steps
+    warmup = schedule.settled(read, total, before=None).scheduler.warmup_steps
     assert isinstance(warmup, int)
     shape = {"name": read.scheduler.name, "peak": peak, "total_steps": total, "min_lr_ratio": 0.1}
     assert max(learning_rate(step, warmup_steps=warmup, **shape) for step in range(total)) == peak
@@ -55,28 +55,28 @@ def test_the_run_file_of_the_readme_reaches_its_learning_rate(tmp_path: Path) ->
 
 def test_a_warm_up_that_is_longer_than_the_run_is_said_with_the_rate_it_reaches() -> None:
     long = config(scheduler={"warmup_steps": 100}, optimizer={"learning_rate": 1e-3})
-    said = length.warning(long, 20)
+    said = schedule.warning(long, 20)
     assert said and "warmup_steps 100 is longer than the run of 20 steps" in said and "reaches 0.0002" in said
-    assert length.warning(long, 100) is None
+    assert schedule.warning(long, 100) is None
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 0.5, 2.5, 0.1])
 def test_epochs_are_as_many_passes_over_the_rows(tmp_path: Path, epochs: float) -> None:
     data = prepare_texts(tmp_path, ["x" * 40] * 50, packing=False)
     asked = config(train={"max_epochs": epochs, "global_batch_size": 4})
-    steps = length.total_steps(asked, data)
+    steps = schedule.total_steps(asked, data)
     assert steps == {1: 13, 3: 38, 0.5: 7, 2.5: 32, 0.1: 2}[epochs]
     order = data.train._order
     seen = [order[place] for place in range(4 * steps)]
     assert all(seen.count(row) >= int(epochs) for row in range(50))
-    assert length.total_steps(config(train={"max_steps": 7}), data) == 7
+    assert schedule.total_steps(config(train={"max_steps": 7}), data) == 7
     for tokens, expected in ((41 * 8, 2), (41 * 8 + 1, 3), (1, 1)):
-        assert length.total_steps(config(train={"max_tokens": tokens, "global_batch_size": 4}), data) == expected
+        assert schedule.total_steps(config(train={"max_tokens": tokens, "global_batch_size": 4}), data) == expected
 
 
 def test_a_tenth_is_a_tenth(tmp_path: Path) -> None:
     data = prepare_texts(tmp_path, ["x" * 40] * 100, packing=False)
-    assert length.total_steps(config(train={"max_epochs": 0.1, "global_batch_size": 10}), data) == 1
+    assert schedule.total_steps(config(train={"max_epochs": 0.1, "global_batch_size": 10}), data) == 1
 
 
 def test_one_of_the_three_is_set(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_one_of_the_three_is_set(tmp_path: Path) -> None:
 def test_what_is_said_of_the_epochs(tmp_path: Path) -> None:
     data = prepare_texts(tmp_path, ["x" * 40] * 50, packing=False)
     asked = config(train={"global_batch_size": 4})
-    assert length.epochs_text(asked, data, 25) == "50 rows; 25 steps read them 2 times"
-    assert length.epochs_text(asked, data, 3) == "50 rows; 3 steps read them 0.24 times"
-    assert length.epochs_text(asked, data, 10**6) == "50 rows; 1,000,000 steps read them 80,000 times"
+    assert schedule.epochs_text(asked, data, 25) == "50 rows; 25 steps read them 2 times"
+    assert schedule.epochs_text(asked, data, 3) == "50 rows; 3 steps read them 0.24 times"
+    assert schedule.epochs_text(asked, data, 10**6) == "50 rows; 1,000,000 steps read them 80,000 times"
 
 
 def test_a_warm_up_left_open_agrees_with_what_a_checkpoint_has() -> None:

@@ -9,20 +9,20 @@ import pytest
 import torch.distributed as dist
 
 from fivefold.core.errors import UserError
+from fivefold.training import preflight
 from fivefold.training import run as run_module
-from fivefold.training import same_everywhere
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, on_rank, run_dir, run_file
 
 
 def each_its_own(trees: list[dict[str, Any]], torch_version: str = "") -> Ran:
     """Train the tree of this rank; rank 1 with another version of torch, if one is given."""
-    rank, plain = dist.get_rank(), same_everywhere.version
+    rank, plain = dist.get_rank(), preflight.version
 
     def version(package: str) -> str:
         return torch_version if torch_version and package == "torch" and rank == 1 else plain(package)
 
-    with patch.object(same_everywhere, "version", version):
+    with patch.object(preflight, "version", version):
         return on_rank(trees[rank])
 
 

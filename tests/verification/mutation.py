@@ -26,7 +26,6 @@ from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase
 from fivefold.verification.reduced_model import fill
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.report import first_wrong
 from fivefold.verification.results import LayoutResult, Row
 from tests import pool
 from tests.parity import Case, hf_config
@@ -112,7 +111,7 @@ def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
 
 def _outcome(per_rank: list[dict[str, Any]]) -> Outcome:
     found = LayoutResult.of(json.loads(json.dumps(per_rank[0])))
-    return Outcome(found, first_wrong(found))
+    return Outcome(found, found.first_wrong)
 
 
 def _ranks(world: int, *call: Any) -> list[Any]:

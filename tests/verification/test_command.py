@@ -12,7 +12,8 @@ import pytest
 from fivefold.cli import main
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
-from fivefold.verification.request import resolve
+from fivefold.verification import resolve
+from tests.commands import fivefold
 
 # Read by every Python process that is started with it on the path: the gradients of norms are no longer summed over tp.
 LOST_SUM = """
@@ -21,7 +22,7 @@ tensor.sum_partial_gradients = lambda *_: None
 """
 
 
-def fivefold(*arguments: str, cwd: Path, path: Path | None = None, launcher: tuple[str, ...] = ()) -> Any:
+def process(*arguments: str, cwd: Path, path: Path | None = None, launcher: tuple[str, ...] = ()) -> Any:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if path:
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
@@ -30,10 +31,8 @@ def fivefold(*arguments: str, cwd: Path, path: Path | None = None, launcher: tup
 
 
 def test_three_layouts_are_proved(tmp_path: Path) -> None:
-    ended = fivefold(
-        "verify", "--quick", "--layouts", "tp2,shard2,shard2.tp2", "--json", "v.json", "--html", "v.html", cwd=tmp_path
-    )
-    assert ended.returncode == 0, ended.stderr + ended.stdout
+    layouts = "tp2,shard2,shard2.tp2"
+    shown = fivefold(["verify", "--quick", "--layouts", layouts, "--json", "v.json", "--html", "v.html"], tmp_path)
     found = json.loads((tmp_path / "v.json").read_text())
     assert found["ok"] and [each["layout"] for each in found["layouts"]] == ["tp2", "shard2", "shard2.tp2"]
     for each in found["layouts"]:
@@ -45,7 +44,7 @@ def test_three_layouts_are_proved(tmp_path: Path) -> None:
         outputs = [row["where"] for row in each["rows"] if row["what"] == "output"]
         assert outputs[0] == "model.embed_tokens" and outputs[-1] == "model.norm"
         assert {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj input"} < set(outputs)
-    assert "PROVED" in ended.stdout and "each computes what one process computes" in ended.stdout
+    assert "PROVED" in shown and "each computes what one process computes" in shown
     assert (tmp_path / "v.html").stat().st_size < 500_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.html", "v.json"]
 
@@ -55,16 +54,18 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if not row["what"].startswith("control")]
 
 
-def test_a_layout_that_is_wrong_fails_and_keeps_a_run_from_starting(tmp_path: Path) -> None:
+def test_a_layout_that_is_wrong_fails(tmp_path: Path) -> None:
+    arguments = ["verify", "--quick", "--layouts", "tp2", "--json", "-"]
+    rows = json.loads(fivefold(arguments, tmp_path, code=1, fault="partial_gradients_not_summed"))["layouts"][0]["rows"]
+    first = next(row for row in rows if not row["ok"])
+    assert (first["what"], first["where"]) == ("gradient, reduced", "model.norm.weight")
+
+
+def test_a_layout_that_is_wrong_keeps_a_run_from_starting(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LOST_SUM)
     here = tmp_path / "here"
     here.mkdir()
-    ended = fivefold("verify", "--quick", "--layouts", "tp2", "--json", "-", cwd=here, path=tmp_path)
-    assert ended.returncode == 1, ended.stderr
-    rows = json.loads(ended.stdout)["layouts"][0]["rows"]
-    first = next(row for row in rows if not row["ok"])
-    assert (first["what"], first["where"]) == ("gradient, reduced", "model.norm.weight")
-    ended = fivefold("train", "--verify", "layout=tp2", "train.max_steps=1", cwd=here, path=tmp_path)
+    ended = process("train", "--verify", "layout=tp2", "train.max_steps=1", cwd=here, path=tmp_path)
     assert ended.returncode == 1
     assert "does not compute what one process computes: first differs at gradient, reduced" in ended.stderr
     assert not (here / "runs").exists()
@@ -72,9 +73,7 @@ def test_a_layout_that_is_wrong_fails_and_keeps_a_run_from_starting(tmp_path: Pa
 
 def test_inside_a_world_only_its_own_size_runs(tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--nproc-per-node", "2")
-    ended = fivefold(
-        "verify", "--quick", "--layouts", "tp2,shard4", "--json", "v.json", cwd=tmp_path, launcher=launcher
-    )
+    ended = process("verify", "--quick", "--layouts", "tp2,shard4", "--json", "v.json", cwd=tmp_path, launcher=launcher)
     assert ended.returncode == 1
     first, second = json.loads((tmp_path / "v.json").read_text())["layouts"]
     assert first["ok"] and first["rows"] and first["not_run"] is None

@@ -10,12 +10,11 @@ from rich.console import Console
 from fivefold.report.names import LONGEST, ranks_text, short_names
 from fivefold.report.plot import LogScale
 from fivefold.report.slices import slice_map
-from fivefold.verification import ranks
+from fivefold.verification import launch
 from fivefold.verification.page import headline, page, write_page
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.results import WORDS, LayoutResult, Row
-from fivefold.verification.sections import name_of, verdict
-from tests.pages.html import Reader, asks_for_nothing
+from tests.report.html import Reader, asks_for_nothing
 
 KS = ("1", "5", "10", "50", "100", "all")
 INNER = {
@@ -181,7 +180,7 @@ def test_a_logarithmic_axis_has_a_place_for_everything() -> None:
 
 def test_verdict_and_headline() -> None:
     lost, refused = LayoutResult("tp2"), LayoutResult("tp2", rows(), refused="broke")
-    assert [verdict(each) for each in (right(), wrong(), lost, refused)] == ["PROVED", "WRONG", "NOT RUN", "NOT RUN"]
+    assert [each.verdict for each in (right(), wrong(), lost, refused)] == ["PROVED", "WRONG", "NOT RUN", "NOT RUN"]
     assert headline([right()]) == "The layout computes what one process computes"
     assert headline([right(), right()]) == "All 2 layouts compute what one process computes"
     assert headline([right(), lost]) == "1 of 2 layouts did not run"
@@ -189,8 +188,8 @@ def test_verdict_and_headline() -> None:
 
 
 def test_names_of_rows() -> None:
-    assert name_of(Row("update", 1.0, 0.0, False, "a.b: 0.5 times the reference's (tp rank 1)")) == "a.b"
-    assert name_of(Row("output", 1.0, 0.0, False, "a.b input (ranks 0, 3)")) == "a.b input"
+    assert Row("update", 1.0, 0.0, False, "a.b: 0.5 times the reference's (tp rank 1)").name == "a.b"
+    assert Row("output", 1.0, 0.0, False, "a.b input (ranks 0, 3)").name == "a.b input"
 
 
 def test_short_names_are_short_and_unique() -> None:
@@ -269,13 +268,13 @@ def test_the_terminal_and_the_page_count_the_same(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert f"tp2  PROVED  {len(found.rows)} comparisons  4.2 s" in shown
     assert f"{len(found.rows)}" in page(whole)
-    assert "comparisons" not in ranks._line(found)  # printed before the last of them is made
+    assert "comparisons" not in launch._line(found)  # printed before the last of them is made
 
 
 def test_lines_of_progress_wrap_at_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = "  model        LlamaForCausalLM whole; 3 rows of 61 tokens a step, documents of unequal length; adamw"
     monkeypatch.setenv("COLUMNS", "80")
-    ranks.print_line(text)
+    launch.print_line(text)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and [line.split() for line in lines] == [text.split()[:12], text.split()[12:]]
     assert lines[1].startswith(" " * 15)

@@ -2,8 +2,8 @@
 
 from fivefold.checkpoint.agreement import WARMUP, agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export
-from fivefold.checkpoint.find import find_checkpoint, is_remote
-from fivefold.checkpoint.load import Checkpoint, CheckpointRef, candidates, newest, restore
+from fivefold.checkpoint.find import CheckpointRef, candidates, find_checkpoint, is_remote, newest
+from fivefold.checkpoint.load import Checkpoint, restore
 from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest
 from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.save import Metadata, Saver, on_first_rank, save

@@ -10,6 +10,7 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
+from fivefold.core.text import shortened
 
 FINGERPRINT = "data.fingerprint"
 WARMUP = "scheduler.warmup_steps"
@@ -63,5 +64,4 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
 
 
 def _short(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 100 else text[:97] + "..."
+    return shortened(str(value).lower() if isinstance(value, bool) else str(value), 100)

@@ -1,7 +1,5 @@
 """The model card of an export: what the model started from, what it was trained on, how, and how well it did."""
 
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import yaml
 from fivefold.checkpoint.find import is_remote
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.config import RunConfig, parse_config
+from fivefold.core import json_lines
 from fivefold.core.hub import is_hub_id
 
 CARD = "README.md"
@@ -60,26 +59,12 @@ def _results(checkpoint: Checkpoint, run: str | Path, dtype: str) -> dict[str, s
 def _metrics(file: Path, step: int) -> dict[str, float]:
     """The last training and validation losses up to `step`."""
     found: dict[str, float] = {}
-    for row in _rows(file):
-        if row.get("step", step + 1) <= step:
+    for row in json_lines.read(file).rows:
+        if row["step"] <= step:
             for key, name in (("train/loss", "training loss"), ("eval/loss", "validation loss")):
                 if isinstance(row.get(key), float):
                     found[name] = row[key]
     return found
-
-
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of a metrics file that are whole; none where there is no file."""
-    if not file.is_file():
-        return
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def _shown(name: str) -> str:

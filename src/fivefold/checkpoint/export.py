@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -62,28 +62,12 @@ def export(
     source = checkpoint.source()
     came_in = model_folder.came_in(checkpoint.model_folder)
     target = export_dtype(dtype, came_in=came_in, trained=source.dtype(source.ordered[0]))
-    _check_free(out, force)
     files = {path.name: path.read_bytes() for path in sorted(checkpoint.model_folder.iterdir())}
     files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
     known = known_of(checkpoint.model_folder)
-    size = write_folder(source, out, files, target, known, publish=_publish, file_bytes=file_bytes)
+    size = write_folder(source, out, files, target, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
     return Exported(out, checkpoint.manifest.step, parameters, size, target)
-
-
-def export_whole(
-    source: "WholeTensors", out: Path, files: Mapping[str, bytes], dtype: torch.dtype, config: Any, *,
-    force: bool = False, into: bool = False,
-) -> None:  # fmt: skip
-    """Write the tensors of `source`, of a model of `config`, as the Hugging Face folder `out`.
-
-    `into`: `out` may be there with other files, whose namesakes are replaced, and so are weights of an earlier model.
-    """
-    if into and out.is_dir():
-        write_folder(source, out, files, dtype, known_of(config), publish=_publish_into)
-        return
-    _check_free(out, force)
-    write_folder(source, out, files, dtype, known_of(config), publish=_publish)
 
 
 class WholeTensors(Protocol):
@@ -105,17 +89,24 @@ class WholeTensors(Protocol):
 
 def write_folder(
     source: WholeTensors, out: Path, files: Mapping[str, bytes], dtype: torch.dtype, known: "Known", *,
-    publish: Callable[[Path, Path], None], file_bytes: int = FILE_BYTES,
+    force: bool = False, into: bool = False, file_bytes: int = FILE_BYTES,
 ) -> int:  # fmt: skip
-    """Write `files` (config, tokenizer) and the tensors of `source` beside, then `publish` them as `out`; the bytes of
-    the tensors. Raises `RunFailed`, or `UserError` where the folder is at fault."""
+    """Write `files` (config, tokenizer) and the tensors of `source` as the Hugging Face folder `out`, beside it first;
+    the bytes of the tensors.
+
+    `force` replaces a model folder that is there. `into`: `out` may be there with other files, whose namesakes are
+    replaced, and so are weights of an earlier model. Raises `RunFailed`, or `UserError` where the folder is at fault.
+    """
+    into = into and out.is_dir()
+    if not into:
+        _check_free(out, force)
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         _write_model_files(files, temporary, dtype)
         size = _write_weights(source, temporary, dtype, file_bytes, known)
-        publish(temporary, out)
+        (_publish_into if into else _publish)(temporary, out)
     except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         said = of_system(error)
         if said and is_users(said):

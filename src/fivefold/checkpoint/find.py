@@ -1,14 +1,54 @@
-"""The checkpoint that someone means who names a run: its newest step or a certain one, here or on remote storage."""
+"""The checkpoints of a run, here and on remote storage, and the one that someone means who names the run."""
 
-import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.checkpoint.load import Checkpoint, newest
-from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint
+from fivefold.checkpoint.load import Checkpoint
+from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, read_manifest
 from fivefold.checkpoint.remote import Remote
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.data.cache import cache_root, entry, key_of
+
+
+@dataclass(frozen=True)
+class CheckpointRef:
+    """A step that a run could go on from: its folder in `directory`, or, with `remote`, a copy to be fetched there."""
+
+    step: int
+    directory: Path
+    remote: Remote | None = None
+
+    @property
+    def where(self) -> str:
+        """Its address, for people."""
+        return self.remote.where(self.step) if self.remote else str(self.directory / step_folder(self.step))
+
+    def manifest(self) -> Manifest:
+        """What it says it holds; its bytes are not compared. Raises `CorruptCheckpoint`, or `UserError` for a later
+        version."""
+        return self.remote.manifest(self.step) if self.remote else read_manifest(Path(self.where))
+
+    def folder(self) -> Path:
+        """Its local folder, fetched if need be."""
+        return self.remote.fetch(self.step, self.directory) if self.remote else Path(self.where)
+
+
+def candidates(directory: Path, remote: Remote | None = None) -> list[CheckpointRef]:
+    """The steps in `directory` and their copies in `remote`, the newest first and a folder before its copy."""
+    found = [CheckpointRef(step, directory) for step in steps(directory)]
+    found += [CheckpointRef(step, directory, remote) for step in (remote.steps() if remote else ())]
+    return sorted(found, key=lambda each: (-each.step, each.remote is not None))
+
+
+def newest(directory: Path) -> Path | None:
+    """The folder of the last step in `directory` that is whole at first sight; None when there is none."""
+    for each in candidates(directory):
+        with suppress(CorruptCheckpoint):
+            each.manifest()
+            return each.folder()
+    return None
 
 
 def is_remote(run: str | Path) -> bool:
@@ -19,8 +59,9 @@ def is_remote(run: str | Path) -> bool:
 def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     """The checkpoint of `step` of the run `run`; None: the newest. Its weights are read and compared.
 
-    Of a run on remote storage that step is fetched into the cache, once. Raises `UserError`, and `CorruptCheckpoint`
-    naming what is wrong with it; another one is never taken in its place.
+    Of a run on remote storage that step is fetched into the cache, once; a copy there that has changed since is fetched
+    again. Raises `UserError`, and `CorruptCheckpoint` naming what is wrong with it; another one is never taken in its
+    place.
     """
     remote = Remote(str(run)) if is_remote(run) else None
     if remote is None and not Path(run).is_dir():
@@ -33,12 +74,15 @@ def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     if step is not None and step not in there:
         raise UserError(f"{run} has no checkpoint of step {step}", fix=f"steps: {', '.join(map(str, there))}")
     wanted = there[-1] if step is None else step
+    if remote:
+        return entry(
+            cache_root() / "checkpoints" / key_of(remote.url, remote.manifest(wanted).to_json()),
+            read=lambda folder: _opened(folder, wanted),
+            build=lambda folder, _: remote.fetch(wanted, folder),
+        )
     try:
-        return _opened(_fetched(remote, wanted) if remote else Path(run, "checkpoints"), wanted)
+        return _opened(Path(run, "checkpoints"), wanted)
     except CorruptCheckpoint as damage:
-        if remote:
-            shutil.rmtree(_fetched(remote, wanted))  # the copy in the cache; once more
-            return _opened(_fetched(remote, wanted), wanted)
         others = [str(each) for each in there if each != wanted]
         fix = f"choose another step: {', '.join(others)}" if others else "there is no other step"
         raise CorruptCheckpoint(damage.what, fix=fix) from damage
@@ -48,13 +92,3 @@ def _opened(directory: Path, step: int) -> Checkpoint:
     checkpoint = Checkpoint.open(directory / step_folder(step))
     checkpoint.verify([WEIGHT])
     return checkpoint
-
-
-def _fetched(remote: Remote, step: int) -> Path:
-    """A folder of the cache that holds this step; a copy that has changed since is fetched again."""
-    name = key_of(remote.url, remote.manifest(step).to_json())
-    return entry(
-        cache_root() / "checkpoints" / name,
-        is_valid=lambda folder: newest(folder) is not None,
-        build=lambda folder: (remote.fetch(step, folder), None)[1],
-    )

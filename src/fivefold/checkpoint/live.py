@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.checkpoint import model_folder
-from fivefold.checkpoint.export import export_dtype, export_whole
-from fivefold.checkpoint.save import on_first_rank
+from fivefold.checkpoint.export import export_dtype, known_of, write_folder
+from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
 from fivefold.parallel.data import reshard
-from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 
 _BITS = {4: torch.int32, 8: torch.int64}
@@ -31,15 +30,11 @@ class LiveTensors:
 
     def __init__(self, model: nn.Module, *, gradients: bool = False, to_all: bool = False) -> None:
         reshard(model)
-        self._state, self._to_all = state_of(model), to_all
-        tensors = {name: p.grad if gradients else p.detach() for name, p in model.named_parameters()}
-        self._parts = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
-        self._shapes = {name: spec.shape for name, spec in self._state.plan.shards.items()}
-        self._buffers: dict[str, Tensor] = {}
-        if not gradients:
-            self._shapes |= self._state.plan.buffers
-            if self._state.plan.is_first_of_stage:
-                self._buffers = {n: b for n, b in model.named_buffers() if n in self._state.plan.buffers}
+        plan, self._to_all = state_of(model).plan, to_all
+        self._shapes = {name: spec.shape for name, spec in plan.shards.items()} if gradients else plan.stored_shapes
+        self._owned: dict[str, list[OwnedSlice]] = {}
+        for one in collect(model, None, gradients=gradients):
+            self._owned.setdefault(one.name, []).append(one)
         like = next(model.parameters())
         self._dtype, self._device = like.dtype, like.device
         self._left = list(self._shapes)
@@ -58,11 +53,8 @@ class LiveTensors:
         assert self._left[0] == name, f"{name} was asked for, and {self._left[0]} is next"
         del self._left[0]
         whole = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
-        if name in self._buffers:
-            whole.copy_(self._buffers[name])
-        elif name in self._parts and self._state.plan.is_owner(name):
-            for global_region, local_region in self._state.plan.regions(name):
-                whole[global_region] = self._parts[name][local_region]
+        for one in self._owned.get(name, ()):
+            whole[one.region] = one.values
         bits = whole.view(_BITS[whole.itemsize])
         if self._to_all:
             dist.all_reduce(bits)
@@ -85,7 +77,7 @@ def gathered(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
 def export_live(
     model: Any, out: Path, *, dtype: str | None, given: torch.dtype, force: bool = False, into: bool = False
 ) -> None:
-    """Write `model` as it is now as the Hugging Face folder `out`; see `export_whole`. The first rank writes.
+    """Write `model` as it is now as the Hugging Face folder `out`; see `write_folder`. The first rank writes.
 
     `dtype`: fp32, bf16, fp16 or fp64; None: `given`, the type that the model came in, where that is one of 16 bits, and
     else the type it is trained in.
@@ -96,7 +88,8 @@ def export_live(
 
     def write() -> None:
         try:
-            export_whole(source, out, _files(model), target, deepcopy(model.config), force=force, into=into)
+            known = known_of(deepcopy(model.config))
+            write_folder(source, out, _files(model), target, known, force=force, into=into)
         finally:
             source.follow()
 

@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
-from fivefold.checkpoint.remote import Remote
 from fivefold.core.errors import UserError
-from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.text import listed
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
@@ -38,49 +36,11 @@ def is_valid(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class CheckpointRef:
-    """A step that a run could go on from: its folder in `directory`, or, with `remote`, a copy to be fetched there."""
-
-    step: int
-    directory: Path
-    remote: Remote | None = None
-
-    @property
-    def where(self) -> str:
-        """Its address, for people."""
-        return self.remote.where(self.step) if self.remote else str(self.directory / step_folder(self.step))
-
-    def manifest(self) -> Manifest:
-        """What it says it holds; its bytes are not compared. Raises `CorruptCheckpoint`, or `UserError` for a later
-        version."""
-        return self.remote.manifest(self.step) if self.remote else read_manifest(Path(self.where))
-
-    def folder(self) -> Path:
-        """Its local folder, fetched if need be."""
-        return self.remote.fetch(self.step, self.directory) if self.remote else Path(self.where)
-
-
-def candidates(directory: Path, remote: Remote | None = None) -> list[CheckpointRef]:
-    """The steps in `directory` and their copies in `remote`, the newest first and a folder before its copy."""
-    found = [CheckpointRef(step, directory) for step in steps(directory)]
-    found += [CheckpointRef(step, directory, remote) for step in (remote.steps() if remote else ())]
-    return sorted(found, key=lambda each: (-each.step, each.remote is not None))
-
-
-def newest(directory: Path) -> Path | None:
-    """The folder of the last step in `directory` that is whole at first sight; None when there is none."""
-    for each in candidates(directory):
-        with suppress(CorruptCheckpoint):
-            each.manifest()
-            return each.folder()
-    return None
-
-
 class Checkpoint:
     """A published checkpoint: what it says in its manifest, and `.source(kind)` to read its tensors."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    path: Path
+    manifest: Manifest
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
@@ -272,12 +232,11 @@ def _scalar(value: float, kind: str, device: torch.device) -> Any:
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
-    state, dtype = state_of(model), next(model.parameters()).dtype
-    shapes = {name: spec.shape for name, spec in state.plan.shards.items()} | dict(state.plan.buffers)
+    shapes, dtype = state_of(model).plan.stored_shapes, next(model.parameters()).dtype
     if missing := sorted(shapes.keys() - source.names()):
-        raise UserError(f"{where} does not hold {_listing(missing)}", fix="was it written by another model?")
+        raise UserError(f"{where} does not hold {listed(missing, 3)}", fix="was it written by another model?")
     if unknown := sorted(source.names() - shapes.keys()):
-        raise UserError(f"{where} holds {_listing(unknown)}, which this model does not have")
+        raise UserError(f"{where} holds {listed(unknown, 3)}, which this model does not have")
     for name, shape in shapes.items():
         if source.shape(name) != shape:
             raise UserError(f"{where}: {name} is {list(source.shape(name))}, and this model has {list(shape)}")
@@ -310,7 +269,3 @@ def _scalar_devices(optimizer: torch.optim.Optimizer) -> dict[Tensor, torch.devi
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-
-
-def _listing(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

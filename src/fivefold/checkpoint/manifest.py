@@ -16,24 +16,28 @@ keys that they do not know, so that later versions may add some.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError
+from fivefold.core.text import listed
 
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
 VERSION = 1
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as torch and safetensors say
 WEIGHT = "weight"
 MOST_BYTES = 2**30  # of a manifest; one of 500,000 slices takes 150 MB
+
+Size = Annotated[int, Field(strict=True, ge=0)]
 
 _SIGNED = re.compile(r'\{"checksum":"([0-9a-f]{32})",')
 
@@ -46,8 +50,8 @@ class CorruptCheckpoint(UserError):
 class Slice:
     """One block of a tensor: where it starts and how large it is, in elements; the file and the key it lies under."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[Size, ...]
+    shape: tuple[Size, ...]
     file: str
     key: str
     checksum: str
@@ -57,55 +61,73 @@ class Slice:
 class FileRecord:
     """A file of the checkpoint: its size, and the checksum of its header (safetensors) or of all of it."""
 
-    bytes: int
+    bytes: Size
     checksum: str
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One whole tensor, cut into slices."""
+    """One whole tensor, cut into slices, in the order of their offsets."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
     slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a checkpoint holds.
+class Contents:
+    """Files and the tensors in them: those of a checkpoint, or those that one rank wrote.
 
-    `tensors`: kind -> parameter name -> record. `scalars`: parameter name -> what the optimizer counts for it (`step`).
-    `files`: path inside the folder -> record. `layout`: the layout that wrote it, for people. `agreement`: what
-    must be the same to go on (`checkpoint.agreement`). `state`: the caller's own.
+    `files`: path inside the folder -> record. `scalars`: parameter name -> what the optimizer counts for it (`step`).
+    `tensors`: kind -> parameter name -> record.
     """
 
-    step: int
+    files: Mapping[str, FileRecord]
+    scalars: Mapping[str, Mapping[str, float]]
+    tensors: Mapping[str, Mapping[str, TensorRecord]]
+
+    def tree(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return dict(_CONTENTS.dump_python(self))
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Any]) -> "Contents":
+        """What `tree` gave. Raises `ValueError` for another tree."""
+        return _CONTENTS.validate_python(tree)
+
+
+def joined(records: Iterable[tuple[str, str, TensorRecord]]) -> dict[str, dict[str, TensorRecord]]:
+    """`Contents.tensors` of (kind, parameter name, record with some slices of the tensor)."""
+    found: dict[str, dict[str, list[TensorRecord]]] = {}
+    for kind, name, record in records:
+        found.setdefault(kind, {}).setdefault(name, []).append(record)
+    return {kind: {name: _one(some) for name, some in by_name.items()} for kind, by_name in found.items()}
+
+
+def _one(records: Sequence[TensorRecord]) -> TensorRecord:
+    slices = [one for record in records for one in record.slices]
+    return replace(records[0], slices=tuple(sorted(slices, key=lambda one: one.offset)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Contents):
+    """What a checkpoint holds.
+
+    `layout`: the layout that wrote it, for people. `agreement`: what must be the same to go on
+    (`checkpoint.agreement`). `state`: the caller's own.
+    """
+
+    step: Size
     layout: str
     versions: Mapping[str, str]
     agreement: Mapping[str, Any]
     state: Mapping[str, Any]
-    tensors: Mapping[str, Mapping[str, TensorRecord]]
-    scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of `manifest.json`. Raises `ValueError` for values that JSON does not have, such as NaN."""
-        tree = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "layout": self.layout,
-            "versions": dict(self.versions),
-            "agreement": dict(self.agreement),
-            "state": dict(self.state),
-            "files": {name: {"bytes": one.bytes, "checksum": one.checksum} for name, one in self.files.items()},
-            "scalars": {name: dict(values) for name, values in self.scalars.items()},
-            "tensors": {
-                kind: {name: _record_tree(record) for name, record in records.items()}
-                for kind, records in self.tensors.items()
-            },
-        }
-        return signed(tree)
+        tree = dict(_MANIFEST.dump_python(self))
+        contents = {field.name: tree.pop(field.name) for field in fields(Contents)}
+        return signed({"format": FORMAT, "version": VERSION, **tree, **contents})
 
     @cached_property
     def by_file(self) -> Mapping[str, Sequence[tuple[str, str, Slice]]]:
@@ -120,8 +142,7 @@ class Manifest:
     def listing(self, file: str) -> str:
         """What is lost with a file, for an error; empty when it holds no tensors."""
         lost = [f"{kind} of {name}" for kind, name, _ in self.by_file.get(file, ())]
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        return f"; it should hold {', '.join(lost[:3])}{more}" if lost else ""
+        return f"; it should hold {listed(lost, 3)}" if lost else ""
 
     @staticmethod
     def from_json(text: str, *, where: str) -> "Manifest":
@@ -135,11 +156,18 @@ class Manifest:
             if tree["format"] != FORMAT:
                 raise ValueError(f"format {tree['format']!r}")
             _check_version(tree["version"], where)
-            manifest = _manifest(tree)
+            manifest = _MANIFEST.validate_python(tree)
             _check(manifest)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            at = ".".join(map(str, wrong["loc"]))
+            raise CorruptCheckpoint(f"{where} is not the manifest of a checkpoint: {at}: {wrong['msg']}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpoint(f"{where} is not the manifest of a checkpoint: {error!r}") from error
         return manifest
+
+
+_CONTENTS, _MANIFEST = TypeAdapter(Contents), TypeAdapter(Manifest)
 
 
 def signed(tree: Mapping[str, Any]) -> str:
@@ -169,50 +197,6 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{file} has {found} bytes, and the manifest says {record.bytes}{manifest.listing(name)}"
             )
     return manifest
-
-
-def _record_tree(record: TensorRecord) -> dict[str, Any]:
-    slices = [
-        {"offset": one.offset, "shape": one.shape, "file": one.file, "key": one.key, "checksum": one.checksum}
-        for one in sorted(record.slices, key=lambda one: one.offset)
-    ]
-    return {"shape": record.shape, "dtype": record.dtype, "slices": slices}
-
-
-def _manifest(tree: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        step=_size(tree["step"]),
-        layout=str(tree["layout"]),
-        versions={str(name): str(version) for name, version in tree["versions"].items()},
-        agreement=dict(tree["agreement"]),
-        state=dict(tree["state"]),
-        tensors={
-            kind: {name: _record(record) for name, record in records.items()}
-            for kind, records in tree["tensors"].items()
-        },
-        scalars={
-            name: {key: float(value) for key, value in values.items()} for name, values in tree["scalars"].items()
-        },
-        files={name: FileRecord(_size(one["bytes"]), str(one["checksum"])) for name, one in tree["files"].items()},
-    )
-
-
-def _record(tree: Mapping[str, Any]) -> TensorRecord:
-    slices = tuple(
-        Slice(_sizes(one["offset"]), _sizes(one["shape"]), str(one["file"]), str(one["key"]), str(one["checksum"]))
-        for one in tree["slices"]
-    )
-    return TensorRecord(_sizes(tree["shape"]), str(tree["dtype"]), slices)
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a size")
-    return value
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    return tuple(_size(value) for value in values)
 
 
 def _check_version(version: Any, where: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 from xxhash import xxh3_128
 
-from fivefold.checkpoint import disk
 from fivefold.checkpoint.manifest import NAME, Manifest
+from fivefold.core import files
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.step_folders import step_folder, steps_of
 
@@ -67,8 +67,8 @@ class Remote:
         folder = directory / step_folder(step)
         beside = directory / f".tmp-{folder.name}"
         directory.parent.mkdir(parents=True, exist_ok=True)
-        disk.make_folder(directory)
-        disk.remove(beside)
+        files.make_folder(directory)
+        files.remove(beside)
         with self._answers():
             for name in (*self.manifest(step).files, NAME):
                 (beside / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +76,8 @@ class Remote:
                 with (beside / name).open("rb") as file:
                     os.fsync(file.fileno())
         if folder.exists():
-            disk.rename(folder, folder.with_name(f".tmp-damaged-{folder.name}"))
-        disk.rename(beside, folder)
+            files.rename(folder, folder.with_name(f".tmp-damaged-{folder.name}"))
+        files.rename(beside, folder)
         return folder
 
     def retain(self, published: str, keep: int) -> None:

@@ -9,7 +9,7 @@ away.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +20,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.checkpoint import disk, model_folder, shard
+from fivefold.checkpoint import model_folder, shard
 from fivefold.checkpoint.load import is_valid
-from fivefold.checkpoint.manifest import NAME, WEIGHT, FileRecord, Manifest, Slice, TensorRecord, read_manifest
+from fivefold.checkpoint.manifest import (
+    DTYPES,
+    NAME,
+    WEIGHT,
+    Contents,
+    FileRecord,
+    Manifest,
+    Slice,
+    TensorRecord,
+    joined,
+    read_manifest,
+)
 from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
+from fivefold.core import files
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.step_folders import step_folder, steps, steps_of
@@ -53,42 +65,24 @@ class Metadata:
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """A block of a tensor that this rank writes. `values` may be a view of the live tensor; `is_whole`: all of a tensor
-    that is not of its parameter's shape."""
+    """A block of a tensor of `shape` that this rank writes. `values` may be a view of the live tensor."""
 
     kind: str
     name: str
+    shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: Tensor
-    is_whole: bool = False
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Where it lies in the tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape, strict=True))
 
     @property
     def key(self) -> str:
         """Names the tensor and the range, so that a slice that lands elsewhere can be told."""
-        ranges = ",".join(f"{start}:{start + size}" for start, size in zip(self.offset, self.values.shape, strict=True))
+        ranges = ",".join(f"{one.start}:{one.stop}" for one in self.region)
         return f"{self.kind}:{self.name}[{ranges}]"
-
-
-@dataclass
-class _Part:
-    """What one rank wrote, as the first rank is told; `error` when it could not."""
-
-    slices: list[tuple[str, str, str, Slice]] = field(default_factory=list)  # kind, name, dtype, slice
-    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    error: str | None = None
-    shapes: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)  # of tensors unlike their parameter
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "_Part":
-        """What `asdict` made plain."""
-        slices = [
-            (kind, name, dtype, Slice(**one | {"offset": tuple(one["offset"]), "shape": tuple(one["shape"])}))
-            for kind, name, dtype, one in told["slices"]
-        ]
-        files = {name: FileRecord(**one) for name, one in told["files"].items()}
-        shapes = [(kind, name, tuple(shape)) for kind, name, shape in told["shapes"]]
-        return cls(slices, told["scalars"], files, told["error"], shapes)
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class _Snapshot:
 
     about: Metadata
     layout: str
-    shapes: Mapping[str, tuple[int, ...]]  # parameter -> its global shape, in the model's order
+    names: Sequence[str]  # of parameters and buffers, in the model's order
     slices: Sequence[OwnedSlice]
     scalars: dict[str, dict[str, float]]
     texts: Mapping[str, bytes]  # the first rank's: files beside the tensors, by path
@@ -125,7 +119,8 @@ class Saver:
         """
         self.wait()
         reshard(model)
-        self._pending = self._thread.submit(self._write_and_publish, self._snapshot(model, optimizer, about))
+        snapshot = _snapshot(model, optimizer, about, self._staged)
+        self._pending = self._thread.submit(self._write_and_publish, snapshot)
         if not self._asynchronous:
             futures.wait([self._pending])
             self._staging.free()
@@ -158,9 +153,6 @@ class Saver:
         """Let the save under way end, whatever becomes of it."""
         self._thread.shutdown(wait=True)
 
-    def _snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: Metadata) -> _Snapshot:
-        return _snapshot(model, optimizer, about, self._staged)
-
     def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
         """The slices on the CPU; asynchronous: copies that training does not touch."""
         on_gpu = any(one.values.is_cuda for one in slices)
@@ -174,16 +166,16 @@ class Saver:
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
-        part = _write_together(snapshot, published, self.group, keep=self._keep)
+        written = _write_together(snapshot, published, self.group, keep=self._keep)
         if self._remote:
-            self._copy(published, self._remote, part, snapshot.texts)
+            self._copy(published, self._remote, (*written, *snapshot.texts))
         return published
 
-    def _copy(self, published: Path, remote: Remote, part: _Part, texts: Mapping[str, bytes]) -> None:
+    def _copy(self, published: Path, remote: Remote, written: Iterable[str]) -> None:
         """Every rank copies the files that it wrote, the first one the manifest when all have."""
         step = published.name
         on_first_rank(lambda: remote.withdraw(step), self.group)
-        mine = _copy_error(remote, published, (*part.files, *texts))
+        mine = _copy_error(remote, published, written)
         errors = [told and UserError.from_json(told) for told in plain.everywhere(mine and mine.to_json(), self.group)]
 
         def publish() -> None:
@@ -196,33 +188,19 @@ class Saver:
 
 
 def save(
-    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, *, step: int, state: Mapping[str, Any],
-    keep: int, agreement: Mapping[str, Any] | None = None, config: RunConfig | None = None,
-    tokenizer_dir: Path | None = None,
-) -> Path:  # fmt: skip
-    """Save once, with a `Saver` that waits; see `Metadata` for the other arguments. Returns the published folder."""
-    about = Metadata(step=step, state=state, agreement=agreement or {}, config=config, tokenizer_dir=tokenizer_dir)
-    saver = Saver(directory, keep=keep)
-    try:
-        saver.save(model, optimizer, about)
-        saver.wait()
-    finally:
-        saver.close()
-    return directory / step_folder(step)
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: Metadata, *,
+    keep: int | None = None, overwrite: bool = False,
+) -> None:  # fmt: skip
+    """Save once, as the folder `folder`; every rank calls this, and returns when it is published.
 
-
-def save_as(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: Metadata, *, overwrite: bool = False
-) -> None:
-    """Save as the folder `folder`, under no run; every rank calls this, and returns when it is published.
-
-    What is beside it is left alone. Raises, on all ranks, `UserError` when it is published already (unless
-    `overwrite`) and `RunFailed` when it cannot be written: then what was there stays.
+    `keep`: the folder is a step of a run, as of a `Saver`; None: what is beside it is left alone. Raises, on all ranks,
+    `UserError` when it is published already (unless `overwrite`) and `RunFailed` when it cannot be written: then what
+    was there stays.
     """
     reshard(model)
     snapshot = _snapshot(model, optimizer, about, lambda slices: [replace(s, values=s.values.cpu()) for s in slices])
     group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
-    _write_together(snapshot, folder, group, keep=None, overwrite=overwrite)
+    _write_together(snapshot, folder, group, keep=keep, overwrite=overwrite)
     dist.destroy_process_group(group)
 
 
@@ -234,38 +212,45 @@ def _snapshot(
     return _Snapshot(
         about=about,
         layout=str(state.plan.layout),
-        shapes={name: spec.shape for name, spec in state.plan.shards.items()} | dict(state.plan.buffers),
+        names=tuple(state.plan.stored_shapes),
         slices=staged(list(collect(model, optimizer))),
         scalars=_scalars(model, optimizer) if optimizer else {},
         texts=_texts(model, about) if dist.get_rank() == 0 else {},
     )
 
 
-def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[OwnedSlice]:
-    """The slices of weights and optimizer state that this rank owns: over all ranks, every element once.
+def collect(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, gradients: bool = False
+) -> Iterator[OwnedSlice]:
+    """The slices of weights and optimizer state that this rank owns: over all ranks, every element once. `gradients`:
+    those of the weights' gradients instead.
 
     State in its parameter's shape lies as the parameter does; state of another shape is the same on all ranks (only
     layouts of whole tensors have it). Raises `UserError` for what no checkpoint holds.
     """
-    state = state_of(model)
+    plan = state_of(model).plan
     for name, parameter in model.named_parameters():
-        if not state.plan.is_owner(name):
+        weight = parameter.grad if gradients else parameter.detach()
+        if weight is None or not plan.is_owner(name):
             continue
-        tensors = {WEIGHT: parameter.detach(), **_per_element(optimizer.state.get(parameter, {}) if optimizer else {})}
-        for kind, tensor in tensors.items():
+        for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():
             _check_type(kind, name, tensor)
-            if tensor.shape != parameter.shape:
-                cut = state.plan.shard_index(name)
-                if cut.part == cut.fsdp_rank == 0:
-                    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                    yield OwnedSlice(kind, name, (0,) * tensor.ndim, whole, is_whole=True)
-                continue
-            for global_region, local_region in state.plan.regions(name):
-                yield OwnedSlice(kind, name, tuple(s.start for s in global_region), local(tensor)[local_region])
-    buffers = dict(model.named_buffers())
-    if state.plan.is_first_of_stage:
-        for name in state.plan.buffers.keys() & buffers.keys():
-            yield OwnedSlice(WEIGHT, name, (0,) * buffers[name].ndim, buffers[name])
+            if tensor.shape == parameter.shape:
+                for whole, here in plan.regions(name):
+                    offset = tuple(one.start for one in whole)
+                    yield OwnedSlice(kind, name, plan.shards[name].shape, offset, local(tensor)[here])
+            elif plan.shard_index(name).part == plan.shard_index(name).fsdp_rank == 0:
+                yield _whole(kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+    if plan.is_first_of_stage and not gradients:
+        yield from (_whole(WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in plan.buffers)
+
+
+def _whole(kind: str, name: str, tensor: Tensor) -> OwnedSlice:
+    return OwnedSlice(kind, name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+
+def _state(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
+    return optimizer.state.get(parameter, {}) if optimizer else {}
 
 
 def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -273,7 +258,7 @@ def _per_element(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check_type(kind: str, name: str, tensor: Tensor) -> None:
-    if str(tensor.dtype).removeprefix("torch.") not in shard.TYPES:
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise UserError(
             f"the optimizer keeps {kind} of {name} in {tensor.dtype}, which no checkpoint holds",
             fix="save the model alone: ff.save(model, None, path)",
@@ -303,23 +288,23 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 def _write_together(
     snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False
-) -> _Part:
-    """Every rank writes its part, and the first one publishes. What this rank wrote. `keep` None: what is beside the
-    folder is not of its run, and is left alone."""
+) -> list[str]:
+    """Every rank writes its part, and the first one publishes. The files that this rank wrote. `keep` None: what is
+    beside the folder is not of its run, and is left alone."""
     beside = published.parent / f"{_BESIDE}{published.name}"
     alone = None if keep else [beside, _damaged(published)]
     on_first_rank(lambda: _start(beside, published, abandoned=alone, overwrite=overwrite), group)
-    part = _write(beside, snapshot, dist.get_rank())
-    parts = [_Part.from_json(told) for told in plain.on_first(asdict(part), group) or ()]
-    on_first_rank(lambda: _publish(snapshot, parts, beside, published, keep), group)
-    return part
+    told = _told(beside, snapshot, dist.get_rank())
+    everyone = plain.on_first(told, group) or ()
+    on_first_rank(lambda: _publish(snapshot, everyone, beside, published, keep), group)
+    return list(told["files"])
 
 
 def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = None, overwrite: bool = False) -> None:
     """Make the folder `beside`, once what saves that were cut off have left is removed: `abandoned`, None: whatever is
     named like it. One that had put the published folder aside, and nothing yet in its place, is undone first."""
     if (stands := standing(published)) != published:
-        disk.rename(stands, published)
+        files.rename(stands, published)
     if not overwrite and is_valid(published):
         raise UserError(f"{published} is published already; a checkpoint is never rewritten", fix="name a new folder")
     is_ours = (published / NAME).exists() or abandoned is None
@@ -327,10 +312,10 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
         raise UserError(f"{published} is no checkpoint, and not empty", fix="name a new folder")
     directory = beside.parent
     directory.parent.mkdir(parents=True, exist_ok=True)
-    disk.make_folder(directory)
+    files.make_folder(directory)
     for each in directory.glob(f"{_BESIDE}*") if abandoned is None else abandoned:
-        disk.remove(each)
-    disk.make_folder(beside)
+        files.remove(each)
+    files.make_folder(beside)
 
 
 def _damaged(published: Path) -> Path:
@@ -347,47 +332,54 @@ def standing(published: Path) -> Path:
     return aside if (aside / NAME).exists() else published
 
 
-def _write(folder: Path, snapshot: _Snapshot, rank: int) -> _Part:
+def _told(folder: Path, snapshot: _Snapshot, rank: int) -> dict[str, Any]:
+    """What the first rank, which waits for it, is told of `_write`: the tree of the contents, or the error."""
+    try:
+        return _write(folder, snapshot, rank).tree()
+    except Exception as error:
+        return {"error": f"rank {rank}: {error}"}
+
+
+def _write(folder: Path, snapshot: _Snapshot, rank: int) -> Contents:
     """Write this rank's slices, weights and optimizer state in a file each, and read them back."""
-    part = _Part(scalars=snapshot.scalars)
     by_file: dict[str, dict[str, OwnedSlice]] = {}
     for one in snapshot.slices:
         file = f"{WEIGHT if one.kind == WEIGHT else 'optimizer'}-{rank:05d}{shard.SUFFIX}"
         by_file.setdefault(file, {})[one.key] = one
-    try:
-        for file, owned in by_file.items():
-            written = shard.write(folder / file, {key: one.values for key, one in owned.items()})
-            part.files[file] = FileRecord(written.bytes, written.header)
-            for key, wrong in shard.check(folder / file, written.header, written.tensors, list(owned)):
-                raise OSError(f"{folder / file}: {key}: {wrong}")
-            for key, one in owned.items():
-                dtype = str(one.values.dtype).removeprefix("torch.")
-                described = Slice(one.offset, tuple(one.values.shape), file, key, written.tensors[key])
-                part.slices.append((one.kind, one.name, dtype, described))
-                if one.is_whole:
-                    part.shapes.append((one.kind, one.name, tuple(one.values.shape)))
-    except Exception as error:  # told to the first rank, which waits for it
-        part.error = f"rank {rank}: {error}"
-    return part
+    records: dict[str, FileRecord] = {}
+    tensors = []
+    for file, owned in by_file.items():
+        records[file], sums = shard.write(folder / file, {key: one.values for key, one in owned.items()})
+        for key, wrong in shard.check(folder / file, records[file].checksum, sums, list(owned)):
+            raise OSError(f"{folder / file}: {key}: {wrong}")
+        for key, one in owned.items():
+            stored = Slice(one.offset, tuple(one.values.shape), file, key, sums[key])
+            record = TensorRecord(one.shape, str(one.values.dtype).removeprefix("torch."), (stored,))
+            tensors.append((one.kind, one.name, record))
+    return Contents(files=records, scalars=snapshot.scalars, tensors=joined(tensors))
 
 
-def _publish(snapshot: _Snapshot, parts: Sequence[_Part], beside: Path, published: Path, keep: int | None) -> None:
+def _publish(
+    snapshot: _Snapshot, told: Sequence[Mapping[str, Any]], beside: Path, published: Path, keep: int | None
+) -> None:
     try:
-        if errors := [part.error for part in parts if part.error]:
-            raise OSError(errors[0])
+        for part in told:
+            if "error" in part:
+                raise OSError(part["error"])
+        parts = [Contents.from_tree(part) for part in told]
         manifest = _manifest(snapshot, parts, _write_texts(beside, snapshot.texts))
-        disk.write(beside / NAME, [manifest.to_json().encode()])
-        disk.sync_folder(beside)
+        files.write(beside / NAME, [manifest.to_json().encode()])
+        files.sync_folder(beside)
         read_manifest(beside)
     except (OSError, ValueError, TypeError) as error:
-        disk.remove(beside)
+        files.remove(beside)
         fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
     if published.exists():  # not valid, or `_start` would have refused
-        disk.rename(published, _damaged(published))
-    disk.rename(beside, published)
+        files.rename(published, _damaged(published))
+    files.rename(beside, published)
     if keep is None:
-        disk.remove(_damaged(published))
+        files.remove(_damaged(published))
     else:
         _retain(published, keep)
 
@@ -420,22 +412,22 @@ def dtype_name(dtype: torch.dtype | str | None) -> str | None:
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
-    disk.make_folder(folder / model_folder.FOLDER)
+    files.make_folder(folder / model_folder.FOLDER)
     records = {}
     for name, content in texts.items():
-        records[name] = FileRecord(disk.write(folder / name, [content]), shard.checksum(content))
-    disk.sync_folder(folder / model_folder.FOLDER)
+        records[name] = FileRecord(files.write(folder / name, [content]), shard.checksum(content))
+    files.sync_folder(folder / model_folder.FOLDER)
     return records
 
 
-def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, FileRecord]) -> Manifest:
-    found: dict[str, dict[str, list[Slice]]] = {}
-    dtypes: dict[tuple[str, str], str] = {}
-    for kind, name, dtype, one in (described for part in parts for described in part.slices):
-        found.setdefault(kind, {}).setdefault(name, []).append(one)
-        dtypes[kind, name] = dtype
+def _manifest(snapshot: _Snapshot, parts: Sequence[Contents], texts: dict[str, FileRecord]) -> Manifest:
+    tensors = joined(
+        (kind, name, record)
+        for part in parts
+        for kind, records in part.tensors.items()
+        for name, record in records.items()
+    )
     scalars = {name: values for part in parts for name, values in part.scalars.items()}
-    own = {(kind, name): shape for part in parts for kind, name, shape in part.shapes}
     return Manifest(
         step=snapshot.about.step,
         layout=snapshot.layout,
@@ -443,14 +435,10 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[_Part], texts: dict[str, File
         agreement=snapshot.about.agreement,
         state=snapshot.about.state,
         files={file: record for part in parts for file, record in part.files.items()} | texts,
-        scalars={name: scalars[name] for name in snapshot.shapes if name in scalars},
+        scalars={name: scalars[name] for name in snapshot.names if name in scalars},
         tensors={
-            kind: {
-                name: TensorRecord(own.get((kind, name), shape), dtypes[kind, name], tuple(slices[name]))
-                for name, shape in snapshot.shapes.items()
-                if name in slices
-            }
-            for kind, slices in found.items()
+            kind: {name: records[name] for name in snapshot.names if name in records}
+            for kind, records in tensors.items()
         },
     )
 
@@ -464,10 +452,10 @@ def _retain(published: Path, keep: int) -> None:
     newest = steps_of([published.name])[0]
     for step in [step for step in steps(directory) if step <= newest][:-keep]:
         doomed = directory / f"{_BESIDE}old-{step_folder(step)}"
-        disk.rename(directory / step_folder(step), doomed)
-        disk.remove(doomed)
+        files.rename(directory / step_folder(step), doomed)
+        files.remove(doomed)
     for damaged in directory.glob(f"{_BESIDE}damaged-*"):
-        disk.remove(damaged)
+        files.remove(damaged)
 
 
 def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:

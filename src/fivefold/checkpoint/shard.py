@@ -10,7 +10,6 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -19,30 +18,20 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from fivefold.checkpoint import disk
-from fivefold.core import safetensors_header
+from fivefold.checkpoint.manifest import DTYPES, FileRecord
+from fivefold.core import files, safetensors_header
 
 SUFFIX = ".safetensors"
-TYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 AT_ONCE = 8 * 2**20  # bytes read and hashed at a time; two such pieces are under way
 
 
-@dataclass(frozen=True)
-class Written:
-    """A file that was written: its size in bytes, the checksum of its header, and that of each tensor by key."""
-
-    bytes: int
-    header: str
-    tensors: Mapping[str, str]
-
-
-def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write CPU tensors, contiguous or not, as a new safetensors file."""
+def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, Mapping[str, str]]:
+    """Write CPU tensors, contiguous or not, as a new safetensors file; the checksum of each by key."""
     header = _header(tensors)
     sums: dict[str, str] = {}
     with ThreadPoolExecutor(1, "checksum") as beside:
-        size = disk.write(path, chain([header], _contents(tensors, sums, beside)))
-    return Written(size, checksum(header), sums)
+        size = files.write(path, chain([header], _contents(tensors, sums, beside)))
+    return FileRecord(size, checksum(header)), sums
 
 
 def check(path: Path, header: str, tensors: Mapping[str, str], wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -119,7 +108,7 @@ def _hasher(key: str, dtype: str, shape: Sequence[int]) -> Any:
 
 
 def _type(tensor: Tensor) -> str:
-    return TYPES[str(tensor.dtype).removeprefix("torch.")]
+    return DTYPES[str(tensor.dtype).removeprefix("torch.")]
 
 
 def _pieces(file: Any, size: int) -> Iterator[memoryview]:

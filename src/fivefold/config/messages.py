@@ -11,6 +11,7 @@ from fivefold.config.key import Key
 from fivefold.config.peers import answer
 from fivefold.config.runfile import READ_MORE, RunFile
 from fivefold.core.errors import UserError
+from fivefold.core.text import shortened
 
 
 def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> UserError:
@@ -57,5 +58,4 @@ def _help_of(name: str, keys: Iterable[Key]) -> str | None:
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         return "a section"
-    text = "empty" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "empty" if value is None else shortened(repr(value), 60)

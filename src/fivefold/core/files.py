@@ -1,16 +1,19 @@
-"""Small files that are replaced whole: a kill or a full disk leaves the old one. And errors of writing, in words.
+"""What is written to a disk, one system call at a time, and errors of writing in words. No torch.
 
-No torch. The files of a checkpoint are written by `checkpoint/disk.py`.
+What returns from here is on the disk: files and the folders that name them are synchronised (fsync). A small file is
+replaced whole, so that a kill or a full disk leaves the old one. The tests stop a process before each call of `os`.
 """
 
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fivefold.core.errors import UserError
+
+AT_ONCE = 8 * 2**20  # bytes of one write
 
 # What a person can do about a path that cannot be written; any other error may be a bug.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -29,13 +32,9 @@ def expanded(name: str) -> Path:
 def replace(path: Path, content: bytes) -> None:
     """Write `content` to `path`: there is the old file or the new one, never half of it. Raises `OSError`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)  # of a killed process: in a container every start has the same number
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            write_all(descriptor, content)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write(beside, [content])
         os.replace(beside, path)
     except OSError:
         beside.unlink(missing_ok=True)
@@ -43,11 +42,51 @@ def replace(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_all(descriptor: int, content: bytes) -> None:
+def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
+    """Write a new file; its size in bytes. The folder's entry is the caller's to synchronise. Raises `OSError`."""
+    descriptor, size = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), 0
+    try:
+        for part in parts:
+            write_all(descriptor, part)
+            size += len(part)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return size
+
+
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
     """Write all of `content`: one system call may write less than it was given. Raises `OSError`."""
     left = memoryview(content)
     while left:
-        left = left[os.write(descriptor, left) :]
+        left = left[os.write(descriptor, left[:AT_ONCE]) :]
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, whose parent exists; one that is there already is fine."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        return
+    sync_folder(path.parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a folder within its parent folder: there is the old name or the new one, never both or half."""
+    os.rename(old, new)
+    sync_folder(new.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all it holds; links in it are removed, not followed. One that is not there is fine."""
+    if not path.is_dir():
+        return
+    for entry in os.scandir(path):
+        if entry.is_dir(follow_symlinks=False):
+            remove(Path(entry))
+        else:
+            os.unlink(entry)
+    os.rmdir(path)
 
 
 def sync_folder(path: Path) -> None:

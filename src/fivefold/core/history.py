@@ -8,7 +8,6 @@ the launcher), `skipped`, and `note`. It is for people and for `fivefold report`
 import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -106,16 +105,6 @@ class Log:
 
     def close(self) -> None:
         self._lines.close()
-
-
-@contextmanager
-def opened(run: Path, say: Callable[[str], None]) -> Iterator[Log]:
-    """A log that is closed behind."""
-    log = Log(run, say)
-    try:
-        yield log
-    finally:
-        log.close()
 
 
 def surroundings() -> dict[str, Any]:

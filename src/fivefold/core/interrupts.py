@@ -1,15 +1,19 @@
-"""Ctrl-C while a command still imports its modules, for up to seconds: it ends with a word, without a traceback.
+"""What a signal does to a command.
 
-What is imported may make another error of an interrupt, so that nothing is raised. No torch.
+While it still imports its modules, for up to seconds, Ctrl-C ends it with a word and without a traceback: what is
+imported may make another error of an interrupt, so that nothing is raised. While it trains, SIGTERM and Ctrl-C are
+passed on to the loop, which ends after a step, the same one on every rank. No torch.
 """
 
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_at_once(*, word: str = "") -> None:
@@ -28,3 +32,44 @@ def _end(word: str, number: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         os.write(2, word.encode())
     os._exit(INTERRUPTED)
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal."""
+
+    by: signal.Signals | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the first SIGTERM or SIGINT is noted; a second one does what it always did.
+
+        Outside of the main thread nothing is noted.
+        """
+        import threading  # here: nothing is imported before Ctrl-C has a handler
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {each: signal.getsignal(each) for each in _STOPS}
+
+        def note(number: int, _: FrameType | None) -> None:
+            self.by = signal.Signals(number)
+            restore()
+
+        def restore() -> None:
+            for each, handler in before.items():
+                signal.signal(each, handler or signal.SIG_DFL)
+
+        for each in _STOPS:
+            signal.signal(each, note)
+        try:
+            yield
+        finally:
+            restore()
+
+
+class Stopped(SystemExit):
+    """The run was stopped by a signal and saved; the exit code is the one shells give to it."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(128 + by)

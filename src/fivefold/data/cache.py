@@ -5,6 +5,7 @@ there, under a file lock, so that a reader sees the whole entry or none and conc
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -13,14 +14,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, expanded, replace, writing
+from fivefold.core.terminal import say
 
 # (stage in words, done, total): the unit is bytes of text; `done` never passes `total`.
 Progress = Callable[[str, int, int], None]
+Found = TypeVar("Found")
 
 _REMEMBER_DIGEST_FROM = 16 * 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
 INSTEAD = "point FIVEFOLD_CACHE to a folder you can write to"
@@ -29,7 +34,7 @@ _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within o
 
 def say_aloud(text: str) -> None:
     """To the screen, beside whatever standard output is for."""
-    print(text, file=sys.stderr, flush=True)
+    say(text, stream=sys.stderr)
 
 
 def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -53,18 +58,28 @@ def key_of(*parts: object) -> str:
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def entry(folder: Path, *, is_valid: Callable[[Path], bool], build: Callable[[Path], None]) -> Path:
-    """`folder`, built by `build(empty folder)` if it is not there or `is_valid(folder)` is false (a damaged entry).
+def entry(folder: Path, *, read: Callable[[Path], Found], build: Callable[[Path, str], object]) -> Found:
+    """What `read(folder)` gives, of a folder that is built first if it is not there or `read` raises `OSError`,
+    `ValueError` or `UserError`: `build(empty folder, damage)`, where `damage` is what `read` said, "" for no folder.
 
     Of several processes that ask at once one builds and the others wait.
     Raises UserError if the cache cannot be written.
     """
-    if is_valid(folder):
-        return folder
+
+    def read_it() -> Found:
+        if not folder.exists():
+            raise ValueError  # without a word: nothing is damaged
+        return read(folder)
+
+    with suppress(OSError, ValueError, UserError):
+        return read_it()
     with locked(folder):
-        if not is_valid(folder):  # another process may have built it while this one waited
-            _build_beside(folder, build)
-    return folder
+        try:
+            return read_it()  # another process may have built it while this one waited
+        except (OSError, ValueError, UserError) as error:
+            damage = str(error)
+        _build_beside(folder, lambda beside: build(beside, damage))
+    return read(folder)
 
 
 def file_digest(path: Path, root: Path) -> str:
@@ -91,11 +106,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _hash_file(path: Path) -> str:
-    state = blake2b(digest_size=16)
     with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(file, partial(blake2b, digest_size=16)).hexdigest()
 
 
 @contextmanager
@@ -114,7 +126,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build_beside(folder: Path, build: Callable[[Path], None]) -> None:
+def _build_beside(folder: Path, build: Callable[[Path], object]) -> None:
     prefix = f".{folder.name}."
     for left_behind in folder.parent.glob(f"{prefix}*"):  # the lock is ours: a builder that died left these
         shutil.rmtree(left_behind, ignore_errors=True)

@@ -6,7 +6,7 @@ and has a limit of its own.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -18,47 +18,31 @@ MOST_BYTES = 2**28  # of a line, a record or a .json file: what is held in memor
 _MOST_TIMES = 200  # how many times its size a compressed file may grow to ...
 _ALWAYS_BYTES = 2**26  # ... but so much is never too much
 _BUFFER = 2**18  # bytes expanded together
+_MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "compression.zstd"}
 
 
-def _gzip(path: Path) -> IO[bytes]:
-    import gzip
-
-    return cast(IO[bytes], gzip.open(path))
-
-
-def _bz2(path: Path) -> IO[bytes]:
-    import bz2
-
-    return bz2.open(path)
-
-
-def _xz(path: Path) -> IO[bytes]:
-    import lzma
-
-    return lzma.open(path)
-
-
-def _zstd(path: Path) -> IO[bytes]:
-    """From Python 3.14 on by the standard library."""
-    with suppress(ImportError):
-        return cast(IO[bytes], import_module("compression.zstd").open(path))
-    return cast(IO[bytes], _Frames(path, import_module("zstandard").ZstdDecompressor()))
-
-
-_OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": _gzip, ".bz2": _bz2, ".xz": _xz, ".zst": _zstd}
+def _expanded(path: Path) -> IO[bytes]:
+    """The stream that the standard library gives; that of .zst only from Python 3.14 on."""
+    kind = path.suffix.lower()
+    try:
+        return cast(IO[bytes], import_module(_MODULES[kind]).open(path))
+    except ImportError:
+        if kind != ".zst":
+            raise
+        return cast(IO[bytes], _Frames(path, import_module("zstandard").ZstdDecompressor()))
 
 
 def ending(path: Path) -> str:
     """How the name ends, in lower case, without the ending of a compression: `.jsonl` of `notes.jsonl.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    if suffixes and suffixes[-1] in _OPENERS:
+    if suffixes and suffixes[-1] in _MODULES:
         return suffixes[0] if len(suffixes) == 2 else ""
     return suffixes[-1] if suffixes else ""
 
 
 def is_compressed(path: Path) -> bool:
     """Whether the name says so."""
-    return path.suffix.lower() in _OPENERS
+    return path.suffix.lower() in _MODULES
 
 
 @contextmanager
@@ -68,12 +52,11 @@ def opened(path: Path, where: str) -> Iterator[IO[bytes]]:
     Raises UserError, here and where it is used, for a file that is cut short, is not what its name says, or expands to
     too much.
     """
-    opener = _OPENERS.get(path.suffix.lower())
-    if opener is None:
+    if not is_compressed(path):
         with path.open("rb") as file:
             yield file
         return
-    with _readable(path, where), opener(path) as expanded:
+    with _readable(path, where), _expanded(path) as expanded:
         yield io.BufferedReader(_Bounded(expanded, path, where), _BUFFER)
 
 

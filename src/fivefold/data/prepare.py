@@ -3,7 +3,7 @@
 Called before the process group exists, and again by every worker: what was done is found in the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import reduce
@@ -18,7 +18,7 @@ from fivefold.core.errors import UserError
 from fivefold.data.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
-from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
+from fivefold.data.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.rows import PackedRows, Pool, RowIndex, build_index
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
@@ -33,18 +33,14 @@ Stores = tuple[TokenStore, ...]
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """What a run reads. `tokenizer_dir` is a Hugging Face folder; `bos_token_ids` stand in front of each document;
-    `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length and packing. Runs with
-    the same fingerprint and seed read the same batches."""
+    """What a run reads. `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length
+    and packing. Runs with the same fingerprint and seed read the same batches."""
 
-    tokenizer_dir: Path
-    vocab_size: int
-    eos_token_id: int
+    tokenizer: TokenizerInfo
     train: PackedRows
     validation: PackedRows | None
     counts: DataCounts
     fingerprint: str
-    bos_token_ids: tuple[int, ...] = ()
 
 
 def prepare(
@@ -64,8 +60,15 @@ def prepare(
     stores = tuple(store_for(one, tokenizer, root, progress, say) for one in train)
     held = tuple(store_for(one, tokenizer, root, progress, say) for one in validation)
     plan = _Plan.of(config, stores, held)
-    folder = _rows_folder(plan, root, say)
-    return _open(plan, folder, tokenizer, config.train.seed, train, validation)
+    folder = root / "rows" / plan.key
+
+    def build(beside: Path, damage: str) -> None:
+        if damage:
+            say(f"DAMAGED: the cached rows: {damage}; they are packed again")
+        plan.build(beside)
+
+    counts = entry(folder, read=lambda folder: _counts_of(folder, root), build=build)
+    return _open(plan, folder, counts, tokenizer, config.train.seed, train, validation)
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
@@ -191,43 +194,23 @@ def _repeated(validation: Blocks, train: Blocks) -> int:
     return int(np.isin(validation.hash, train.hash).sum())
 
 
-def _rows_folder(plan: _Plan, root: Path, say: Say) -> Path:
-    """Where the rows of the plan lie, built now if they are not there or are damaged."""
-    damages: list[str] = []
-
-    def is_valid(folder: Path) -> bool:
-        damages[:] = [damage] if (damage := _damage(folder, root)) and folder.exists() else []
-        return damage is None
-
-    def build(beside: Path) -> None:
-        if damages:
-            say(f"DAMAGED: the cached rows: {damages[0]}; they are packed again")
-        plan.build(beside)
-
-    return entry(root / "rows" / plan.key, is_valid=is_valid, build=build)
-
-
-def _damage(folder: Path, root: Path) -> str | None:
-    """What is wrong with rows in the cache, all of which are read."""
-    try:
-        counts = read_signed(folder / "counts.json")
-        for name, checksum in counts["arrays"].items():
-            check_file(folder / name, checksum, root)
-    except DamagedError as damage:
-        return str(damage)
-    return None
+def _counts_of(folder: Path, root: Path) -> dict[str, Any]:
+    """What `_Plan.build` counted, after all of the rows in `folder` is read. Raises `DamagedError`."""
+    counts = read_signed(folder / "counts.json")
+    for name, checksum in counts["arrays"].items():
+        check_file(folder / name, checksum, root)
+    return counts
 
 
 def _open(
     plan: _Plan,
     folder: Path,
+    counts: Mapping[str, Any],
     tokenizer: TokenizerInfo,
     seed: int,
     files: Sequence[FileList],
     held: Sequence[FileList],
 ) -> PreparedData:
-    counts = read_signed(folder / "counts.json")
-
     def rows(side: str, stores: Stores, pools: Sequence[Pool]) -> PackedRows:
         index, number = RowIndex.load(folder / side), RowCounts(**counts[side])
         return PackedRows(index, stores, number, tuple(pools), plan.seq_length, tokenizer.eos_token_id, seed)
@@ -238,9 +221,7 @@ def _open(
         whole = Pool(1.0, side["rows"], side["tokens"])
         validation = rows("validation", plan.held or plan.stores, [whole])
     return PreparedData(
-        tokenizer_dir=tokenizer.folder,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
+        tokenizer=tokenizer,
         train=train,
         validation=validation or None,  # of no row
         counts=DataCounts(
@@ -259,7 +240,6 @@ def _open(
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,
-        bos_token_ids=tokenizer.bos_token_ids,
     )
 
 

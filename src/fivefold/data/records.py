@@ -1,11 +1,12 @@
 """The text of a record: a JSON object, or a row of a table; and which records are prompts and answers instead."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
-from fivefold.data.source import FileList, Source
+from fivefold.data.source import FileList, Format, Source
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -25,6 +26,30 @@ _ALSO_ASKED = (*_ASKED, "system", "context", "history")
 
 _RENDER = "render each record to one text with tokenizer.apply_chat_template(messages, tokenize=False), under the key"
 _PLAIN = "fivefold trains plain text; docs/data.md, 'Conversations and instructions', shows how"
+
+
+@dataclass(frozen=True)
+class Records(Format):
+    """A format whose documents are a field of records: the one that the source's `text_key` names."""
+
+    noun: str = "key"  # what messages call a field
+
+    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        """Every record of a file, one at least, after what messages call its place."""
+        raise NotImplementedError
+
+    def documents(self, path: Path, source: Source) -> Iterator[str]:
+        with closing(self.records(path, source)) as records:
+            for where, record in records:
+                yield text_of(record, source, where, self.noun)
+
+    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
+        """The keys of the first record of a file."""
+        with closing(self.records(path, source)) as records:
+            return tuple(next(records)[1])
+
+    def options(self, source: Source) -> dict[str, str]:
+        return {"text_key": source.text_key}
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,7 @@ def answers_alone(files: FileList) -> tuple[str, ...]:
     key = files.source.text_key
     found = {}
     for path, form in files.files if key != Source.text_key else ():
-        conversation = conversation_of(form.columns(path, files.source))
+        conversation = conversation_of(form.columns(path, files.source)) if isinstance(form, Records) else None
         if conversation and key in conversation.keys:
             others = tuple(name for name in conversation.keys if name != key)
             found[conversation.name, others] = (
@@ -68,44 +93,40 @@ def answers_alone(files: FileList) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def text_of(record: Mapping[str, object], source: Source, where: str, noun: str = "key") -> str:
+def text_of(record: Mapping[str, object], source: Source, where: str, noun: str) -> str:
     """The string under the source's `text_key`. Raises UserError, naming the place and the keys that there are."""
-    if source.text_key not in record:
-        raise no_text(record, source, where, likely=_longest(record), noun=noun)
-    text = record[source.text_key]
+    text = record.get(source.text_key)
     if not isinstance(text, str):
-        raise no_string(type(text).__name__, source, where, names=record, likely=_longest(record), noun=noun)
+        kind = type(text).__name__ if source.text_key in record else None
+        raise no_text(record, source, where, kind=kind, likely=_longest(record), noun=noun)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can say half a character
+        raise UserError(
+            f"{where}: half of a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start}",
+            fix="it stands for no character; remove it or write the file again from its origin",
+        ) from error
     return text
 
 
-def no_text(names: Iterable[str], source: Source, where: str, *, likely: str | None, noun: str = "key") -> UserError:
-    """That there is no `text_key` among `names`; `likely` is the one that is probably meant."""
+def no_text(
+    names: Iterable[str], source: Source, where: str, *, kind: str | None = None, likely: str | None, noun: str
+) -> UserError:
+    """That `text_key` is none of `names`, or holds a `kind` that is no string; `likely`: the one that may be meant."""
     names = list(names)
     if conversation := conversation_of(names):
-        return _no_plain_text(conversation, source, where)
+        # No key is advised: any of them would train on the answers, or the prompts, alone.
+        key = Source.text_key if source.text_key in conversation.keys else source.text_key
+        found = f"{conversation.name} ({_listed(conversation.keys)})"
+        return UserError(
+            f"{where}: these are {found}, without a plain text under {key!r}", fix=f"{_RENDER} {key!r}", more=_PLAIN
+        )
+    if kind is not None:
+        return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
     return UserError(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
         fix=_fix(source, None if _asks(names) else likely, noun),
         more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
-    )
-
-
-def no_string(
-    kind: str, source: Source, where: str, *, names: Iterable[str] = (), likely: str | None, noun: str = "key"
-) -> UserError:
-    """That what `text_key` names holds a `kind`."""
-    if conversation := conversation_of(list(names)):
-        return _no_plain_text(conversation, source, where)
-    return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
-
-
-def _no_plain_text(conversation: Conversation, source: Source, where: str) -> UserError:
-    """No key is advised: any of them would train on the answers, or the prompts, alone."""
-    key = Source.text_key if source.text_key in conversation.keys else source.text_key
-    return UserError(
-        f"{where}: these are {conversation.name} ({_listed(conversation.keys)}), without a plain text under {key!r}",
-        fix=f"{_RENDER} {key!r}",
-        more=_PLAIN,
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,36 +33,25 @@ class RowIndex:
     def save(self, folder: Path) -> None:
         """Write the arrays, one .npy each, into the new folder `folder`."""
         folder.mkdir()
-        pieces = self.pieces
-        arrays: list[NDArray[Any]] = [pieces.start, pieces.length, pieces.has_next, self.offsets]
-        for name, array in zip(_ARRAYS, arrays, strict=True):
+        for name, array in {**vars(self.pieces), "offsets": self.offsets}.items():
             np.save(folder / f"{name}.npy", array)
 
     @classmethod
     def join(cls, parts: Sequence["RowIndex"]) -> "RowIndex":
         """The rows of one part after those of the other."""
-        pieces = [part.pieces for part in parts]
         ends = np.cumsum([len(part.pieces) for part in parts])
         offsets = [part.offsets[1:] + end - len(part.pieces) for part, end in zip(parts, ends, strict=True)]
-        return cls(
-            Pieces(
-                np.concatenate([part.start for part in pieces]),
-                np.concatenate([part.length for part in pieces]),
-                np.concatenate([part.has_next for part in pieces]),
-            ),
-            np.concatenate([np.zeros(1, np.int64), *offsets]),
-        )
+        pieces = {name: np.concatenate([vars(part.pieces)[name] for part in parts]) for name in vars(parts[0].pieces)}
+        return cls(Pieces(**pieces), np.concatenate([np.zeros(1, np.int64), *offsets]))
 
     @classmethod
     def load(cls, folder: Path) -> "RowIndex":
         """The saved index, mapped. Raises OSError, EOFError or ValueError if it is not whole."""
-        start, length, has_next, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+        names = ("start", "length", "has_next", "offsets")
+        start, length, has_next, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
         if not len(start) == len(length) == len(has_next) == int(offsets[-1]):
             raise ValueError(f"{folder}: the arrays do not belong together")
         return cls(Pieces(start, length, has_next), offsets)
-
-
-_ARRAYS = ("start", "length", "has_next", "offsets")
 
 
 def build_index(start: Int64s, length: Int64s, *, seq_length: int, packing: bool) -> tuple[RowIndex, RowCounts]:

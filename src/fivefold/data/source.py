@@ -41,6 +41,10 @@ class Source:
     format: str = "auto"
     text_key: str = "text"
 
+    def at(self, path: Path) -> str:
+        """How messages name a file of it."""
+        return f"{self.label}: {path}"
+
     def option(self, key: str, value: str) -> str:
         """`key=value` for this source, as it is typed behind `fivefold train`: quoted for YAML and for the shell."""
         plain = value if _reads_back(value) else json.dumps(value, ensure_ascii=False)
@@ -57,10 +61,11 @@ def _reads_back(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Format:
-    """How one kind of file becomes documents. A new one is a file in `formats/`: a subclass and its instance FORMAT."""
+    """How one kind of file becomes documents. A new one is a file in `formats/`: a subclass and an instance."""
 
     name: str
     suffixes: tuple[str, ...] = ()
+    holds_tokens: bool = False  # a token store, used as it is
 
     def matches(self, path: Path) -> bool:
         """Whether `format: auto` reads `path` with this format."""
@@ -69,10 +74,6 @@ class Format:
     def documents(self, path: Path, source: Source) -> Iterator[str]:
         """The documents of one file, in file order. Raises UserError naming the file and the row (from 1)."""
         raise NotImplementedError
-
-    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        """The keys of the first record of a file, where its documents are records."""
-        return ()
 
     def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
         """The files behind a `path` that is more than a file (a virtual corpus, a folder with a meaning), else None.
@@ -92,19 +93,6 @@ class Format:
     def options(self, source: Source) -> dict[str, str]:
         """The options that change what `documents` gives: part of the cache key."""
         return {}
-
-    @property
-    def holds_tokens(self) -> bool:
-        """Whether `path` already holds tokens: a token store, used as it is."""
-        return False
-
-
-@dataclass(frozen=True)
-class Records(Format):
-    """A format whose documents are a field of records: the one that the source's `text_key` names."""
-
-    def options(self, source: Source) -> dict[str, str]:
-        return {"text_key": source.text_key}
 
 
 @dataclass(frozen=True)
@@ -180,7 +168,7 @@ def _pick(
         if not strict and path.name.lower() in _BESIDE:
             form = None
         if form and not os.access(path, os.R_OK):
-            raise UserError(f"{source.label}: {path} cannot be read: permission denied", fix=f"chmod u+r {path}")
+            raise UserError(f"{source.at(path)} cannot be read: permission denied", fix=f"chmod u+r {path}")
         if form:
             picked.append((path, form))
         elif strict:
@@ -207,8 +195,8 @@ def _format_of(path: Path, formats: Sequence[Format], forced: Format | None, *, 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
     known = ", ".join(suffix for form in formats for suffix in form.suffixes)
     suffix = "".join(path.suffixes[-2:]) if is_compressed(path) else path.suffix
-    what = f"{source.label}: {path}: no format reads the suffix {suffix!r} (known: {known})"
-    with opened(path, f"{source.label}: {path}") as file:
+    what = f"{source.at(path)}: no format reads the suffix {suffix!r} (known: {known})"
+    with opened(path, source.at(path)) as file:
         head = file.read(_HEAD)
     if is_binary(head):
         return UserError(f"{what}, and it is not text", fix="write its texts to a .jsonl or .txt file", more=MORE)

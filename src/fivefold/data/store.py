@@ -10,7 +10,7 @@ meta.json       sizes and checksums, whose tokens they are, and what the records
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from fivefold.core.errors import UserError
 from fivefold.data.cache import Progress, entry, key_of, say_aloud
@@ -124,11 +125,10 @@ def _read_meta(path: Path) -> StoreMeta:
     if (tree.get("kind"), tree.get("version")) != (_KIND, _VERSION):
         raise DamagedError(f"{path.name} is of version {tree.get('version')!r}; this fivefold reads {_VERSION}")
     try:
-        given = {field.name: tree[field.name] for field in fields(StoreMeta)}
-        given |= {name: tuple(given[name]) for name in ("bos", "answers_alone")}
-        meta = StoreMeta(**given)
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{path.name} lacks {error}") from error
+        meta = TypeAdapter(StoreMeta).validate_python(tree)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise DamagedError(f"{path.name}: {wrong['loc'][0]}: {wrong['msg']}") from error
     if meta.dtype != (dtype := _dtype(meta.vocab_size).str):
         raise DamagedError(
             f"{path.name} says dtype {meta.dtype!r}; {meta.vocab_size:,} tokens are stored as {dtype!r}, little-endian"
@@ -182,24 +182,14 @@ def store_for(
         return _given_store(files, files.store, tokenizer, root)
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
     folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest, tokenizer.bos_token_ids)
-    found: list[TokenStore] = []
-    damages: list[str] = []
 
-    def is_valid(folder: Path) -> bool:
-        try:
-            found[:] = [open_store(folder, root)] if folder.exists() else []
-        except DamagedError as damage:
-            damages[:] = [str(damage)]
-        return bool(found)
-
-    def build(beside: Path) -> None:
-        if damages:
-            say(f"DAMAGED: the cached tokens of {files.name}: {damages[0]}; they are made again from the text")
-        with _after(damages, files):
+    def build(beside: Path, damage: str) -> None:
+        if damage:
+            say(f"DAMAGED: the cached tokens of {files.name}: {damage}; they are made again from the text")
+        with _after(damage, files):
             _Writer(beside, tokenizer, content).write(files, progress)
 
-    entry(folder, is_valid=is_valid, build=build)
-    return found[0] if found else open_store(folder, root)
+    return entry(folder, read=lambda folder: open_store(folder, root), build=build)
 
 
 def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: Path) -> TokenStore:
@@ -226,15 +216,15 @@ def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: 
 
 
 @contextmanager
-def _after(damages: list[str], files: FileList) -> Iterator[None]:
+def _after(damage: str, files: FileList) -> Iterator[None]:
     """Where damaged tokens cannot be made again, both are said."""
     try:
         yield
     except UserError as error:
-        if not damages:
+        if not damage:
             raise
         raise UserError(
-            f"the cached tokens of {files.name} are damaged ({damages[0]}) and cannot be made again: {error.what}",
+            f"the cached tokens of {files.name} are damaged ({damage}) and cannot be made again: {error.what}",
             fix=error.fix,
             more=error.more,
         ) from error

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from fivefold.core.files import expanded
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.data import tokenizer_probe
 from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
-from fivefold.data.integrity import DamagedError, check_file, file_checksum, read_signed, signed
+from fivefold.data.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
 
 if TYPE_CHECKING:
@@ -78,7 +78,13 @@ def find_tokenizer(
     `corpus` is what `train:N` learns from, `bos` is `data.bos`. Raises UserError if there is no such tokenizer, it has
     no EOS, or it has no BOS and one is asked for.
     """
-    return _with_bos(_find(name, model=model, corpus=corpus, root=root, progress=progress), bos)
+    if name == "byte":
+        folder = _cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder))
+    elif name.startswith("train:"):
+        folder = _trained(name, corpus, root, progress)
+    else:
+        folder = _folder_of(model, auto=True) if name == "auto" else _folder_of(name, auto=False)
+    return _with_bos(_inspect(folder, root), bos)
 
 
 def template_ids(tokenizer: "Tokenizer") -> tuple[int, ...]:
@@ -114,41 +120,31 @@ def _with_bos(found: TokenizerInfo, bos: Bos) -> TokenizerInfo:
     return replace(found, bos_token_ids=(found.bos_token_id,))
 
 
-def _find(name: str, *, model: str, corpus: Sequence[FileList], root: Path, progress: Progress | None) -> TokenizerInfo:
-    if name == "byte":
-        return _inspect(_cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder)), root)
-    if name.startswith("train:"):
-        size = _vocabulary_size(name)
-        _refuse_stores(corpus)
-        files = [
-            [form.name, form.options(one.source), form.digest(path, root)] for one in corpus for path, form in one.files
-        ]
-        parts = ["train", _TRAIN_VERSION, _SAMPLE_CHARACTERS, size, files]
-        return _inspect(_cached(root, parts, lambda folder: _save(_train(size, corpus, progress), folder)), root)
-    return _inspect(_folder_of(model, auto=True) if name == "auto" else _folder_of(name, auto=False), root)
+def _trained(name: str, corpus: Sequence[FileList], root: Path, progress: Progress | None) -> Path:
+    size = _vocabulary_size(name)
+    _refuse_stores(corpus)
+    files = [
+        [form.name, form.options(one.source), form.digest(path, root)] for one in corpus for path, form in one.files
+    ]
+    parts = ["train", _TRAIN_VERSION, _SAMPLE_CHARACTERS, size, files]
+    return _cached(root, parts, lambda folder: _save(_train(size, corpus, progress), folder))
 
 
 def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path:
-    damages: list[str] = []
+    def read(folder: Path) -> Path:
+        for name, checksum in read_signed(folder / _CHECKSUMS).items():
+            check_file(folder / name, str(checksum), root)
+        return folder
 
-    def is_valid(folder: Path) -> bool:
-        try:
-            for name, checksum in read_signed(folder / _CHECKSUMS).items():
-                check_file(folder / name, str(checksum), root)
-        except DamagedError as damage:
-            damages[:] = [str(damage)] if (folder / _CHECKSUMS).exists() else []  # earlier versions wrote none
-            return False
-        return True
-
-    def write(beside: Path) -> None:
-        if damages:
-            say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damages[0]}; it is made again")
+    def write(beside: Path, damage: str) -> None:
+        if damage and (folder / _CHECKSUMS).exists():  # earlier versions wrote none
+            say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damage}; it is made again")
         build(beside)
         checksums = {path.name: file_checksum(path) for path in sorted(beside.iterdir())}
         (beside / _CHECKSUMS).write_text(signed(checksums), encoding="utf-8")
 
     folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
-    return entry(folder, is_valid=is_valid, build=write)
+    return entry(folder, read=read, build=write)
 
 
 def _refuse_stores(corpus: Sequence[FileList]) -> None:
@@ -226,7 +222,8 @@ def _check(file: Path) -> None:
 
     Tried in another process first, whose memory is bounded: a file of a few hundred bytes can ask for all there is.
     """
-    _regular(file)
+    if not file.is_file():  # a pipe would never end
+        raise _not_a_tokenizer(file, "not a regular file")
     size = file.stat().st_size
     if size > _MOST_BYTES:
         raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
@@ -251,11 +248,6 @@ def _check(file: Path) -> None:
         raise _not_a_tokenizer(file, found)
 
 
-def _regular(file: Path) -> None:
-    if not file.is_file():  # a pipe would never end
-        raise _not_a_tokenizer(file, "not a regular file")
-
-
 def _not_a_tokenizer(file: Path, why: object) -> UserError:
     return UserError(f"{file}: not a tokenizer: {why}", fix="copy the file from its origin again", more=_MORE)
 
@@ -274,11 +266,14 @@ def _facts(folder: Path, digest: str) -> dict[str, Any]:
     template, bos = template_ids(tokenizer), _named_id(folder, vocabulary, "bos")
     bos = bos if bos in vocabulary.values() else None
     written = "".join(str(tokenizer.id_to_token(number)) for number in template or (() if bos is None else (bos,)))
-    info = TokenizerInfo(
-        folder, key_of(digest, eos), max(eos, *vocabulary.values()) + 1, eos,
-        template_ids=template, bos_token_id=bos, bos=written if written.isprintable() else repr(written),
-    )  # fmt: skip
-    return {name: value for name, value in asdict(info).items() if name not in ("folder", "bos_token_ids")}
+    return {
+        "digest": key_of(digest, eos),
+        "vocab_size": max(eos, *vocabulary.values()) + 1,
+        "eos_token_id": eos,
+        "template_ids": template,
+        "bos_token_id": bos,
+        "bos": written if written.isprintable() else repr(written),
+    }
 
 
 def _read(path: Path) -> "Tokenizer":

@@ -10,11 +10,12 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fivefold.launch.memory import GIB, room
 from fivefold.launch.world import cores
 from fivefold.report.table import Report
 
@@ -25,7 +26,12 @@ OPTIONAL = {
     "datasets": "data of the Hugging Face hub",
     **{name: f"log.to: [jsonl, {name}]" for name in ("tensorboard", "wandb", "mlflow", "trackio")},
 }
-GIB = 2**30
+# Instructions of a CPU, the best first, and what bf16 is with them.
+BF16 = {
+    "amx_bf16": "AMX matrix units: fast",
+    "avx512_bf16": "AVX-512 bf16 instructions",
+    "avx512bw": "emulated with AVX-512: no faster than fp32",
+}
 
 
 @dataclass(frozen=True)
@@ -121,25 +127,18 @@ def _cpu() -> Iterator[Finding]:
     if not cpuinfo.exists():
         return
     flags = set(re.findall(r"\w+", cpuinfo.read_text(encoding="utf-8", errors="replace")))
-    if "amx_bf16" in flags:
-        yield Finding("bf16 on the cpu", "ok", "AMX matrix units: fast")
-    elif "avx512_bf16" in flags:
-        yield Finding("bf16 on the cpu", "ok", "AVX-512 bf16 instructions")
-    elif "avx512bw" in flags:
-        yield Finding("bf16 on the cpu", "ok", "emulated with AVX-512: no faster than fp32")
+    if found := next((says for flag, says in BF16.items() if flag in flags), None):
+        yield Finding("bf16 on the cpu", "ok", found)
     else:
-        yield Finding(
-            "bf16 on the cpu", "help", "no instructions: up to 100 x slower than fp32", "set precision.compute: fp32"
-        )
+        advice = "set precision.compute: fp32"
+        yield Finding("bf16 on the cpu", "help", "no instructions: up to 100 x slower than fp32", advice)
 
 
 def _memory() -> Iterator[Finding]:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        kib = dict(re.findall(r"(\w+):\s+(\d+) kB", meminfo.read_text(encoding="utf-8")))
-        free, total = int(kib["MemAvailable"]) * 1024 / GIB, int(kib["MemTotal"]) * 1024 / GIB
-        advice = "" if free >= 3 else "the demo needs about 3 GiB: close something"
-        yield Finding("memory", "help" if advice else "ok", f"{free:.1f} GiB free of {total:.1f}", advice)
+    if memory := room():
+        advice = "" if memory.free >= 3 * GIB else "the demo needs about 3 GiB: close something"
+        found = f"{memory.free / GIB:.1f} GiB free of {memory.total / GIB:.1f}"
+        yield Finding("memory", "help" if advice else "ok", found, advice)
     free = shutil.disk_usage(Path.cwd()).free / GIB
     advice = "" if free >= 2 else "checkpoints go to runs/: make room, or set run.dir"
     yield Finding("disk here", "help" if advice else "ok", f"{free:.1f} GiB free", advice)
@@ -172,13 +171,4 @@ def _extras() -> Iterator[Finding]:
             yield Finding(module, "help", "not installed", f"pip install {module}, for {use}")
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _python,
-    _packages,
-    _devices,
-    _cpu,
-    _memory,
-    _compiler,
-    _cache,
-    _extras,
-)
+LOOKS = (_python, _packages, _devices, _cpu, _memory, _compiler, _cache, _extras)

@@ -1,17 +1,16 @@
 """What one rank of a layout holds, does and sends: `fivefold doctor MODEL --layout TEXT --rank N`. No torch."""
 
-import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes
 from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.collectives import Call
@@ -35,12 +34,6 @@ class PlanRow:
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[PlanRow]):
     """The plan in lines that layers share; as JSON also every call and every intervention, one by one."""
-
-    details: Mapping[str, Any]
-
-    def to_json(self) -> str:
-        """That of a report, with `details`."""
-        return json.dumps({**json.loads(super().to_json()), **self.details}, indent=2)
 
     def show(self, console: "Console") -> None:
         """A table for each part of the plan."""
@@ -102,7 +95,7 @@ def _fewest(layout: Layout) -> int:
 
 
 def _place(plan: ParallelPlan) -> list[PlanRow]:
-    axes = {axis: f"{plan.layout.coordinates(plan.rank)[axis]}" for axis in plan.layout.coordinates(plan.rank)}
+    axes = plan.layout.coordinates(plan.rank)
     rows = [PlanRow("this rank", "place", ", ".join(f"{axis} {at}" for axis, at in axes.items()) or "alone")]
     rows.append(PlanRow("this rank", "rows of the data", f"share {plan.data_rank} of {plan.layout.data_ranks}"))
     if plan.layout.pp > 1:
@@ -124,13 +117,13 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
         index = plan.shard_index(name)
         says = f"{_shape(gathered)}{'' if gathered == whole else f' of {_shape(whole)}'}"
         says += f", shard {index.fsdp_rank} of {index.fsdp_size}" if index.fsdp_size > 1 else ""
-        found[_any_layer(name), says] += 1
+        found[any_layer(name), says] += 1
     return [PlanRow("parameters", name, says, _times(count)) for (name, says), count in found.items()]
 
 
 def _done(plan: ParallelPlan) -> list[PlanRow]:
     """What is done to which modules, those of several layers as one."""
-    found = Counter((_any_layer(each.path), each.kind, each.by, each.why) for each in plan.interventions)
+    found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in plan.interventions)
     return [
         PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))
         for (name, kind, by, why), count in found.items()
@@ -149,11 +142,6 @@ def _sent(calls: Iterable[Call]) -> list[PlanRow]:
         )
         for (axis, kind, phase, size, overlaps), count in sorted(found.items())
     ]  # fmt: skip
-
-
-def _any_layer(name: str) -> str:
-    """`layers.*.mlp` of `layers.12.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _times(count: int, before: str = "") -> str:

@@ -1,6 +1,5 @@
 """What tensor parallelism makes of a model, parameter by parameter: `fivefold doctor MODEL`."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from fivefold.core import legality
 from fivefold.core.heads import legal_degrees
 from fivefold.core.layout import Layout
 from fivefold.core.units import human
+from fivefold.launch.memory import GIB
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.facts import Partition, Untrainable
 from fivefold.models.facts_store import facts_of_config
@@ -41,13 +41,7 @@ class RoleRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleReport(Report[RoleRow]):
-    """The roles, and `gib_per_rank`: what the rank that has the most keeps between two steps, by kind."""
-
-    gib_per_rank: Mapping[str, float]
-
-    def to_json(self) -> str:
-        """That of a report, and `gib_per_rank`."""
-        return json.dumps({**json.loads(super().to_json()), "gib_per_rank": self.gib_per_rank}, indent=2)
+    """The roles; of its details, `gib_per_rank` is what the rank that has the most keeps between two steps, by kind."""
 
     def show(self, console: "Console") -> None:
         """A table of short names; on a narrow terminal names and reasons are folded, numbers never."""
@@ -89,7 +83,8 @@ def examine(model: str | Path, *, tp: int) -> RoleReport:
         facts = facts_of_config(model)
     except Untrainable as error:
         model_class, why = error.what.split(" ", 1)
-        return RoleReport(title=f"{model_class} under tp {tp}", rows=(), ok=False, closing=f"it {why}", gib_per_rank={})
+        title = f"{model_class} under tp {tp}"
+        return RoleReport(title=title, rows=(), ok=False, closing=f"it {why}", details={"gib_per_rank": {}})
     anatomy, partition = facts.anatomy, facts.partition
     title = f"{anatomy.model_class} under tp {tp}"
     layout = Layout(tp=tp, sequence_parallel=False)
@@ -105,9 +100,10 @@ def examine(model: str | Path, *, tp: int) -> RoleReport:
         reason = re.sub(r" \(plan: \w+\)", "", reason)
         rows.setdefault((short, kind), RoleRow(short, kind, _shard(specs.get(name), shape), reason))
     held = 0 if refusal else max(_elements(specs, sizes, rank) for rank in range(tp))
-    gib = {} if refusal else {kind: size * held / 2**30 for kind, size in _BYTES.items()}
+    gib = {} if refusal else {kind: size * held / GIB for kind, size in _BYTES.items()}
     closing = refusal or "\n".join((_closing(partition, anatomy), *_sizes(held, sizes, gib, tp)))
-    return RoleReport(title=title, rows=tuple(rows.values()), ok=not refusal, closing=closing, gib_per_rank=gib)
+    details = {"gib_per_rank": gib}
+    return RoleReport(title=title, rows=tuple(rows.values()), ok=not refusal, closing=closing, details=details)
 
 
 def _elements(specs: Mapping[str, ShardSpec], sizes: Mapping[str, tuple[int, ...]], rank: int) -> int:
@@ -144,9 +140,7 @@ def _closing(partition: Partition, anatomy: Anatomy) -> str:
         f"{query} query heads, {kv} key/value heads: tp {', '.join(map(str, legal_degrees(query, kv)))}"
         for query, kv in partition.heads
     ]
-    lines += [
-        f"sequence parallel: {f'refused, {alone}' if alone else 'yes'}",
-    ]
+    lines.append(f"sequence parallel: {f'refused, {alone}' if alone else 'yes'}")
     if partition.across:
         lines.append(f"{len(partition.across)} modules need all features of a projection: each costs two collectives")
     proof = "tested against transformers" if partition.is_proved else "tried before it is trusted"

@@ -1,11 +1,20 @@
 """Text from a trained model, under any layout. No torch until it is asked for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fivefold.core.errors import UserError
 
 # The defaults of the command and of the Python API. Small models repeat themselves when they always take the likeliest.
 TEMPERATURE, TOP_K, SEED = 0.8, 50, 1234
+
+
+def check_options(given: Mapping[str, Any], *, more: str) -> None:
+    """Raise `UserError` for a number out of its range."""
+    for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
+        if not given[name] >= least:
+            raise UserError(f"{name} {given[name]} is less than {least}", fix=f"write {least} or more", more=more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +37,4 @@ class GenerateRequest:
     seed: int = SEED
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
-            if not getattr(self, name) >= least:
-                raise UserError(
-                    f"{name} {getattr(self, name)} is less than {least}",
-                    fix=f"write {least} or more",
-                    more="fivefold generate --help",
-                )
+        check_options(vars(self), more="fivefold generate --help")

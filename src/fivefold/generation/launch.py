@@ -23,13 +23,10 @@ def start(request: GenerateRequest, *, device: str = "auto", quiet: bool = False
         workers = worker_count(layout, kind=kind, devices=devices, nproc=None, on_cpu="--device cpu")
         if workers > 1:
             return _over_workers(request, workers, kind, quiet=quiet)
-    from fivefold.generation.run import generate, to_screen
+    from fivefold.generation.run import shown_to_user
 
     with join(world or alone(device)) as here:
-        text = generate(request, here, write=None if quiet else to_screen)
-        if not quiet and here.is_first:
-            print(flush=True)
-        return text
+        return shown_to_user(request, here, quiet=quiet)
 
 
 def _over_workers(request: GenerateRequest, workers: int, device: str, *, quiet: bool) -> str:

@@ -21,13 +21,12 @@ from fivefold.core.terminal import shown
 from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import Bos, find_tokenizer
 from fivefold.generation import GenerateRequest
-from fivefold.generation.text import encode_prompt, pieces
+from fivefold.generation.decode import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.apply import parallelize
-
-_PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
+from fivefold.parallel.data import PRECISION_OF
 
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
@@ -49,7 +48,7 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     text = []
     for piece in pieces(
         model, tokenizer, ids, ends, max_new_tokens=request.max_new_tokens, temperature=request.temperature,
-        top_k=request.top_k or None, seed=request.seed,
+        top_k=request.top_k, seed=request.seed,
     ):  # fmt: skip
         show(piece)
         text.append(piece)
@@ -57,14 +56,18 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """The body of a worker: the text goes to standard output, and to the file `request["result"]` when it is done."""
-    asked = GenerateRequest(**request["generate"])
-    is_quiet = bool(request.get("quiet"))
-    text = generate(asked, world, write=None if is_quiet else to_screen)
+    """The body of a worker: the text also goes to the file `request["result"]` when it is done."""
+    text = shown_to_user(GenerateRequest(**request["generate"]), world, quiet=request["quiet"])
     if world.is_first:
-        if not is_quiet:
-            print(flush=True)
         Path(request["result"]).write_text(text, encoding="utf-8")
+
+
+def shown_to_user(request: GenerateRequest, world: World, *, quiet: bool) -> str:
+    """The text of `generate`, also on standard output unless `quiet`."""
+    text = generate(request, world, write=None if quiet else to_screen)
+    if world.is_first and not quiet:
+        print(flush=True)
+    return text
 
 
 def to_screen(text: str) -> None:
@@ -112,4 +115,4 @@ def _bos_of(folder: Path) -> Bos:
 def _layout(request: GenerateRequest, stored: torch.dtype | None) -> Layout:
     layout = Layout.parse(request.layout)
     default = Layout().precision
-    return replace(layout, precision=_PRECISIONS[stored or torch.float32]) if layout.precision == default else layout
+    return replace(layout, precision=PRECISION_OF[stored or torch.float32]) if layout.precision == default else layout

@@ -38,13 +38,13 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
     values = read_folder_config(path) | config.model.overrides
     limits, rows = ModelLimits.of_config(values, name), None if layout is None else config.train.global_batch_size
     refuse(violations(layout or config.layout, limits, batch=rows))
-    _check_positions(values, config.data.seq_length)
+    check_positions(values.get("max_position_embeddings"), config.data.seq_length)
     if weights and config.model.init == "pretrained":
         _check_weights(name, path)
 
 
-def _check_positions(values: dict[str, Any], seq_length: int) -> None:
-    positions = values.get("max_position_embeddings")
+def check_positions(positions: Any, seq_length: int) -> None:
+    """Raise `UserError` where rows are longer than a model's `positions`, if its config has any."""
     if isinstance(positions, int) and 0 < positions < seq_length:
         raise UserError(
             f"data.seq_length {seq_length} is more than the model's max_position_embeddings {positions}",

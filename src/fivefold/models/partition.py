@@ -13,6 +13,7 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
+from fivefold.core.text import any_layer
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import FeatureGroup, FeatureGroups, Partition, Role, RoleKind, TPBlock, TPInput
@@ -303,7 +304,7 @@ def _compared(name: str, role: Role, plan: Mapping[str, str]) -> tuple[Role, str
 
 def _listing(names: Iterable[str]) -> str:
     """Names with layer indices as `*`, each once."""
-    return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return ", ".join(dict.fromkeys(map(any_layer, names)))
 
 
 def _pattern(key: str) -> re.Pattern[str]:

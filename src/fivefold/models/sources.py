@@ -5,7 +5,7 @@ Only the region that is asked for is drawn or read.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from fivefold.core import safetensors_header, strict_json
 from fivefold.core.errors import UserError
+from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
 from fivefold.models.experts import router_buffers
@@ -216,7 +217,7 @@ def _entries(files: Mapping[str, Path]) -> dict[str, safetensors_header.Entry]:
         entries = _header(path)
         absent = named - entries.keys()
         if absent:
-            raise UserError(f"{path} lacks {_some(absent)}, which the index places there")
+            raise UserError(f"{path} lacks {listed(sorted(absent), 6)}, which the index places there")
         found.update({name: entries[name] for name in named})
     return found
 
@@ -230,7 +231,9 @@ def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTr
         return
     prefix = f"{hf_internals.base_prefix(model)}."
     base_only = not unused and not any(name.startswith(prefix) for name in missing)
-    differences = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("not used", unused)) if names]
+    differences = [
+        f"{what} {listed(sorted(names), 6)}" for what, names in (("missing", missing), ("not used", unused)) if names
+    ]
     raise UserError(
         f"{folder} does not hold the weights of {type(model).__name__}: {'; '.join(differences)}",
         fix="it holds the base model without its head; save the causal language model" if base_only else None,
@@ -252,11 +255,6 @@ def _check_types(folder: Path, found: Mapping[str, safetensors_header.Entry], ex
     wrong = [name for name in floats if found[name].dtype not in ("F64", "F32", "F16", "BF16")]
     if wrong:
         raise UserError(
-            f"{folder} holds {_some(wrong)} as {found[wrong[0]].dtype}, which are no weights to train",
+            f"{folder} holds {listed(sorted(wrong), 6)} as {found[wrong[0]].dtype}, which are no weights to train",
             fix="a quantised model is trained from the folder that it was made of",
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")

@@ -7,8 +7,7 @@ too: the same step, the same passes, the same checkpoints. What would be wrong i
 
 from fivefold.own_loop.model import ParallelModel, parallelize
 from fivefold.own_loop.state import export, gather, load, save
-from fivefold.own_loop.step import clip_grad_norm_, evaluate, gradients, logits, train_step
-from fivefold.own_loop.text import generate
+from fivefold.own_loop.step import clip_grad_norm_, evaluate, generate, gradients, logits, train_step
 
 __all__ = [
     "ParallelModel", "clip_grad_norm_", "evaluate", "export", "gather", "generate", "gradients", "load", "logits",

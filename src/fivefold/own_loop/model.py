@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -17,24 +17,34 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.launch.world import open_world
 from fivefold.models.sources import TensorSource
+from fivefold.own_loop.batches import Batch, differing, refusal
+from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import put_in_order, reshard
+from fivefold.parallel.data import PRECISION_OF, put_in_order, reshard
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
-from fivefold.training.batches import Batch, differing
 from fivefold.training.model import own_coefficient
-from fivefold.training.own_optimizer import watch_optimizers
 
 READ_MORE = "docs/python.md"
 Precision = Literal["fp32", "bf16", "fp64"]
-_PRECISIONS: Mapping[torch.dtype, Precision] = {
-    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16",
-}  # fmt: skip
+
+
+def _refusal_of(what: str, fix: str) -> UserError:
+    return refusal(f"{what} of a parallelized model is refused", fix)
+
+
+def _refused(what: str, fix: str) -> Any:
+    """A method that only says what to write in its place; `{layout}` in `fix` is the model's."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refusal_of(what, fix.replace("{layout}", str(self.layout)))
+
+    return refuse
 
 
 class ParallelModel(nn.Module):
-    """A `transformers` causal language model that `ff.parallelize` has state: the same object, of its own class too.
+    """A `transformers` causal language model that `ff.parallelize` has spread: the same object, of its own class too.
 
     Its parameters have the names of the Hugging Face model; a rank holds its part of them, and `.grad` is that part's.
     A forward without gradients gives logits (not under a pipeline: `ff.logits`).
@@ -69,24 +79,10 @@ class ParallelModel(nn.Module):
         """Write the whole model as a Hugging Face folder, as `transformers` does: files of the same names are replaced,
         others stay. Every rank calls this, and the first one writes. `dtype`: see `ff.export`."""
         if unknown := [key for key in options if key not in ("safe_serialization", "is_main_process")]:
-            raise _refused(
+            raise _refusal_of(
                 f"save_pretrained({unknown[0]}=...)", "model.save_pretrained(path), or ff.export(model, path)"
             )
         export_live(self, Path(save_directory), dtype=dtype, given=self.given_dtype, into=True)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank has only parts, in shapes that look whole."""
-        raise _refused(
-            "state_dict()",
-            "ff.save(model, optimizer, path) to go on from, ff.export(model, path) for transformers, or "
-            "ff.gather(model) for whole tensors in memory",
-        )
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, as `state_dict`."""
-        raise _refused(
-            "load_state_dict()", "ff.load(model, optimizer, path), or load the weights before ff.parallelize"
-        )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -99,53 +95,49 @@ class ParallelModel(nn.Module):
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Of the whole model; of those of other pipeline ranks all count as trainable."""
         if exclude_embeddings:
-            raise _refused("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
+            raise _refusal_of("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
         frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
         return sum(math.prod(spec.shape) for name, spec in self.fivefold.plan.shards.items() if name not in frozen)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """That of `transformers`, on one process; refused on several ranks, which have parts of layers and of rows."""
         if self.layout.world > 1:
-            raise _refused("model.generate()", "ff.generate(model, prompt, tokenizer=tokenizer) on every rank")
+            raise _refusal_of("model.generate()", "ff.generate(model, prompt, tokenizer=tokenizer) on every rank")
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: recompute belongs to the layout."""
-        raise _refused("gradient_checkpointing_enable()", f'ff.parallelize(model, "{self.layout}+full")')
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        raise _refused("resize_token_embeddings()", "model.resize_token_embeddings(n) before ff.parallelize")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused: what pickles a model has the parts of one rank."""
-        raise _refused("pickling", "ff.save(model, optimizer, path), or ff.export(model, path)")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refused: torch has no copies of what FSDP keeps."""
-        raise _refused(
-            "copying",
-            "[p.detach().clone() for p in model.parameters()] for averages of the weights, or ff.gather(model)",
-        )
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        raise _refused("push_to_hub()", "model.save_pretrained(path), and push the folder")
+    # A rank has only parts, in shapes that look whole.
+    state_dict = _refused(
+        "state_dict()",
+        "ff.save(model, optimizer, path) to go on from, ff.export(model, path) for transformers, or "
+        "ff.gather(model) for whole tensors in memory",
+    )
+    load_state_dict = _refused(
+        "load_state_dict()", "ff.load(model, optimizer, path), or load the weights before ff.parallelize"
+    )
+    __reduce_ex__ = _refused("pickling", "ff.save(model, optimizer, path), or ff.export(model, path)")
+    push_to_hub = _refused("push_to_hub()", "model.save_pretrained(path), and push the folder")
+    # torch has no copies of what FSDP keeps.
+    __deepcopy__ = _refused(
+        "copying", "[p.detach().clone() for p in model.parameters()] for averages of the weights, or ff.gather(model)"
+    )
+    # Recompute and the sizes of parameters belong to the layout.
+    gradient_checkpointing_enable = _refused(
+        "gradient_checkpointing_enable()", 'ff.parallelize(model, "{layout}+full")'
+    )
+    resize_token_embeddings = _refused(
+        "resize_token_embeddings()", "model.resize_token_embeddings(n) before ff.parallelize"
+    )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves and casts (`.to`, `.half`, `.cuda`): those that change nothing pass."""
         like = next(self.parameters()).detach()
         found = fn(torch.empty(0, dtype=like.dtype, device=like.device))
         if (found.dtype, found.device) != (like.dtype, like.device):
-            raise _refused(
+            raise _refusal_of(
                 f"moving or casting to {found.device}, {found.dtype}",
                 "ff.parallelize(model, layout, device=..., precision=...) says both",
             )
         return self
-
-
-def _refused(what: str, fix: str) -> UserError:
-    return UserError(f"{what} of a parallelized model is refused", fix=fix, more=READ_MORE)
 
 
 def parallelize(
@@ -160,7 +152,7 @@ def parallelize(
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
 ) -> ParallelModel:
-    """ParallelState a `transformers` causal language model over the current world; the same model, changed in place.
+    """Spread a `transformers` causal language model over the current world; the same model, changed in place.
 
     `layout`: a `Layout` or its text. `precision`: what it computes in (parameters and optimizer state stay in fp32, or
     in fp64); None: what the layout names, `+fp32` or `+fp64`, else the type that the model's parameters have (bf16 for
@@ -186,10 +178,9 @@ def parallelize(
     )  # fmt: skip
     state = state_of(model)
     if load and state.balance is None:
-        raise UserError(
+        raise refusal(
             f"{state.plan.anatomy.model_class} asks for a loss of uneven experts, and has no routers that give logits",
             fix="model.config.output_router_logits = False before ff.parallelize",
-            more=READ_MORE,
         )
     if load:
         configure(model, state.balance, BalanceOptions(load=load), state.plan.buffers)
@@ -211,24 +202,21 @@ def parallelize(
 def _check_model(model: nn.Module) -> torch.dtype:
     """The type of its parameters. Raises `UserError` for what is no model to parallelize."""
     if isinstance(model, ParallelModel):
-        raise UserError("this model is parallelized already", fix="build another one", more=READ_MORE)
+        raise refusal("this model is parallelized already", fix="build another one")
     if not isinstance(model, PreTrainedModel):
-        raise UserError(
+        raise refusal(
             f"a {type(model).__name__} cannot be parallelized: it is no model class of transformers",
             fix="pass the causal language model itself, from AutoModelForCausalLM, with no wrapper around it",
-            more=READ_MORE,
         )
-    if odd := [name for name, p in model.named_parameters() if p.dtype not in _PRECISIONS]:
-        raise UserError(
+    if odd := [name for name, p in model.named_parameters() if p.dtype not in PRECISION_OF]:
+        raise refusal(
             f"{odd[0]} is {dict(model.named_parameters())[odd[0]].dtype}: quantised weights cannot be trained",
             fix="load the model without quantization_config",
-            more=READ_MORE,
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise UserError(
+        raise refusal(
             "gradient checkpointing is on in the model",
             fix="leave it off, and let the layout recompute: +full at the end of its text",
-            more=READ_MORE,
         )
     dtype: torch.dtype = next(model.parameters()).dtype
     return dtype
@@ -242,17 +230,15 @@ def _check_same_everywhere(model: nn.Module, *, values: bool) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
     if differing([zlib.crc32(repr(kinds).encode())]):
-        raise UserError(
+        raise refusal(
             "ranks were given different models: names, shapes, types or what is frozen",
             fix="build the same model on every rank",
-            more=READ_MORE,
         )
     names = [name for name, t in tensors.items() if values and not t.is_meta]
     if different := differing([_bits_sum(tensors[name]) for name in names]):
-        raise UserError(
+        raise refusal(
             f"ranks were given different weights: {names[different[0]]} (and {len(different) - 1} others)",
             fix="the same on every rank: torch.manual_seed(1) before the model is made, or from_pretrained",
-            more=READ_MORE,
         )
 
 
@@ -268,16 +254,15 @@ def _with_precision(layout: Layout, precision: Precision | None, given: torch.dt
     if precision and layout.precision not in (default, precision):
         raise UserError(f"the layout {layout} names a precision, and precision={precision!r} another", fix="name one")
     if layout.precision == default:
-        layout = replace(layout, precision=precision or _PRECISIONS[given])
+        layout = replace(layout, precision=precision or PRECISION_OF[given])
     return layout
 
 
 def check_parallel(model: Any) -> None:
     """Raise `UserError` for what `parallelize` has not returned; bring the model in order after a call that raised."""
     if not isinstance(model, ParallelModel):
-        raise UserError(
+        raise refusal(
             f"a {type(model).__name__} is not a model that ff.parallelize returned",
             fix="model = ff.parallelize(model, layout), and nothing wrapped around it",
-            more=READ_MORE,
         )
     put_in_order(model)

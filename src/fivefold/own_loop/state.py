@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold import checkpoint
 from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
 from fivefold.checkpoint.live import export_live, gathered
 from fivefold.checkpoint.load import restore, scalar_types
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
-from fivefold.checkpoint.save import save_as, standing
+from fivefold.checkpoint.save import standing
 from fivefold.core.errors import UserError
-from fivefold.own_loop.model import READ_MORE, ParallelModel, check_parallel
+from fivefold.own_loop.batches import on_every_rank, refusal
+from fivefold.own_loop.model import ParallelModel, check_parallel
+from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import plain
-from fivefold.training.batches import on_every_rank
-from fivefold.training.own_optimizer import check_optimizer
 
 
 def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def save(
         about["optimizer"] = _described(model, optimizer)
     at = about["state"].get("step")
     count = at if isinstance(at, int) and at >= 0 else 0
-    save_as(model, optimizer, Path(path), Metadata(step=count, state=about), overwrite=overwrite)
+    checkpoint.save(model, optimizer, Path(path), Metadata(step=count, state=about), overwrite=overwrite)
     return Path(path)
 
 
@@ -133,34 +134,30 @@ def _like(now: Any, saved: Any) -> Any:
 def _check_fits(model: nn.Module, optimizer: torch.optim.Optimizer, opened: Checkpoint) -> None:
     saved = opened.state.get("optimizer")
     if not saved and set(opened.kinds) <= {WEIGHT} and not opened.manifest.scalars:
-        raise UserError(
+        raise refusal(
             f"{opened.path} was saved without an optimizer: this one would begin anew",
             fix="load the weights alone: ff.load(model, None, path)",
-            more=READ_MORE,
         )
     if not saved:
         return
     if saved["class"] != type(optimizer).__name__:
-        raise UserError(
+        raise refusal(
             f"{opened.path} was saved with {saved['class']}, and this optimizer is {type(optimizer).__name__}",
             fix="build the optimizer that it was saved with, or load the weights alone: ff.load(model, None, path)",
-            more=READ_MORE,
         )
     groups = _groups(model, optimizer)
     if len(groups) != len(saved["groups"]):
-        raise UserError(
+        raise refusal(
             f"{opened.path} has {len(saved['groups'])} parameter groups, and the optimizer {len(groups)}",
             fix="build the optimizer with the groups that it was saved with",
-            more=READ_MORE,
         )
     for at, ((_, names), was) in enumerate(zip(groups, saved["groups"], strict=True)):
         here = {name for name, _ in model.named_parameters()}
         if different := sorted(set(names) ^ (set(was["parameters"]) & here)):
-            raise UserError(
+            raise refusal(
                 f"{different[0]} is {'' if different[0] in names else 'not '}in parameter group {at}, and "
                 f"{'was not' if different[0] in names else 'was'} when {opened.path} was saved",
                 fix="build the optimizer with the groups that it was saved with",
-                more=READ_MORE,
             )
 
 

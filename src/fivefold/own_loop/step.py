@@ -1,6 +1,7 @@
-"""Steps, gradients, losses and logits of a parallelized model."""
+"""Steps, gradients, losses, logits and text of a parallelized model."""
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,14 +10,23 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
-from fivefold.own_loop.model import READ_MORE, ParallelModel, check_parallel
+from fivefold.generation import SEED, TEMPERATURE, TOP_K, check_options
+from fivefold.generation.decode import decode, encode_prompt, ready
+from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches, on_every_rank, refusal
+from fivefold.own_loop.model import ParallelModel, check_parallel
+from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import guard, passes
 from fivefold.parallel.state import ParallelState
-from fivefold.training.batches import Batch, micro_batches
-from fivefold.training.evaluate import evaluating, mean_loss
-from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
-from fivefold.training.own_optimizer import check_optimizer
-from fivefold.training.step import StepResult, accumulate, to_device
+from fivefold.training.step import (
+    StepResult,
+    accumulate,
+    all_reduce_sum,
+    clip_,
+    evaluating,
+    mean_loss,
+    squared_norm,
+    to_device,
+)
 from fivefold.training.step import train_step as step
 
 
@@ -50,10 +60,9 @@ def train_step(
         if learning_rate is not None and not (_is_number(learning_rate) and math.isfinite(learning_rate)):
             raise UserError(f"learning_rate {learning_rate!r} is no rate", fix="a number, or None: the optimizer's own")
         if any(parameter.grad is not None for parameter in model.parameters()):
-            raise UserError(
+            raise refusal(
                 "the model has gradients from before, and a step begins with none",
                 fix="optimizer.zero_grad() first; or go on: ff.clip_grad_norm_(model, 1.0); optimizer.step()",
-                more=READ_MORE,
             )
 
     own = _some(micro_batches(model, batch, also=ready_to_step))
@@ -111,10 +120,8 @@ def logits(model: ParallelModel, batch: Batch) -> Tensor:
 
     def no_mask() -> None:
         if batch.get("attention_mask") is not None:
-            raise UserError(
-                "logits takes no attention_mask",
-                fix="leave it out: with padding at the end of a row, no token sees it",
-                more=READ_MORE,
+            raise refusal(
+                "logits takes no attention_mask", fix="leave it out: with padding at the end of a row, no token sees it"
             )
 
     own = micro_batches(model, batch, needs_labels=False, also=no_mask)
@@ -127,12 +134,46 @@ def logits(model: ParallelModel, batch: Batch) -> Tensor:
     return found[:rows, :tokens]
 
 
+def generate(
+    model: ParallelModel,
+    prompt: str | Tensor | Sequence[int],
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int = 100,
+    temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+    seed: int = SEED,
+    eos_token_ids: Sequence[int] | None = None,
+) -> str | list[int]:
+    """Continue `prompt` with a parallelized model: text with a `tokenizer` of `transformers` (or `tokenizers`), or
+    tokens, [tokens] or [1, tokens], of which come tokens. Every rank passes the same, and gets the same."""
+    check_parallel(model)
+    options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    ends = _end_tokens(model) if eos_token_ids is None else tuple(eos_token_ids)
+
+    def read() -> Tensor:
+        ids = _prompt_ids(prompt, tokenizer, ends)
+        vocabulary = model.fivefold.plan.facts.vocabulary
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise refusal(f"the prompt has tokens outside of the model's vocabulary of {vocabulary}")
+        check_options(options, more=READ_MORE)
+        return ids
+
+    ids = on_every_rank(read)
+    if differing([zlib.crc32(repr(ids.tolist()).encode())]):
+        raise refusal("ranks were given different prompts", fix="every rank passes the same one: all compute it")
+    with ready(model):
+        tokens = list(decode(model, ids, eos_token_ids=ends, **options))
+    if not isinstance(prompt, str):
+        return tokens
+    return str(tokenizer.decode([token for token in tokens if token not in ends]))
+
+
 def _check_grad_enabled() -> None:
     if not torch.is_grad_enabled():
-        raise UserError(
+        raise refusal(
             "gradients are off here: torch.no_grad()",
             fix="train outside of it; ff.evaluate(model, batches) gives a loss alone",
-            more=READ_MORE,
         )
 
 
@@ -142,10 +183,35 @@ def _is_number(value: Any) -> bool:
 
 def _some(batch: list[MicroBatch]) -> list[MicroBatch]:
     if not batch:
-        raise UserError("no rank has a micro batch", fix="pass a dict of tensors, or a list of some", more=READ_MORE)
+        raise refusal("no rank has a micro batch", fix="pass a dict of tensors, or a list of some")
     return batch
 
 
 def _has_parts(state: ParallelState) -> bool:
     """Whether gradients have parts on other ranks that their own mesh does not know of."""
     return state.plan.layout.tp > 1 or state.plan.layout.pp > 1 or state.mesh.experts is not state.mesh.fsdp
+
+
+def _prompt_ids(prompt: str | Tensor | Sequence[int], tokenizer: Any, ends: tuple[int, ...]) -> Tensor:
+    """int64 [1, T]."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UserError("a text needs a tokenizer", fix="ff.generate(model, prompt, tokenizer=tokenizer)")
+        return encode_prompt(tokenizer, prompt, ends)
+    ids: Tensor = torch.as_tensor(prompt)
+    ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
+    if ids.ndim != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point():
+        raise refusal(
+            f"the prompt is {ids.dtype} of shape {list(ids.shape)}",
+            fix="pass the tokens of one text, int64 [tokens] or [1, tokens]; several one after the other",
+        )
+    return ids.long().cpu()
+
+
+def _end_tokens(model: Any) -> tuple[int, ...]:
+    """Tokens that end a text for this model."""
+    for settings in (getattr(model, "generation_config", None), model.config):
+        found = getattr(settings, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return ()

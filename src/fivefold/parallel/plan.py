@@ -125,6 +125,11 @@ class ParallelPlan:
         return self.facts.router_buffers
 
     @property
+    def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor that a checkpoint holds, parameters and buffers of routers, in the model's order."""
+        return {name: spec.shape for name, spec in self.shards.items()} | dict(self.buffers)
+
+    @property
     def tied(self) -> str | None:
         """The parameter that is embedding and head, if there is one."""
         return self.anatomy.embedding_weight if self.anatomy.tied else None

@@ -6,12 +6,13 @@ from the numbers that each carries as JSON.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from fivefold.core.units import human
+from fivefold.report.plot import Axes, Linear, label, nice
 
 POINTS = 400  # of a curve; of more, neighbours are averaged
 DOTTED = 60  # curves of fewer points show each
@@ -48,14 +49,7 @@ class Point(NamedTuple):
 
 
 Curve = list[Point]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """What is drawn in one place: curves by name."""
-
-    title: str
-    curves: Mapping[str, Curve]
+Curves = Mapping[str, Curve]  # by name
 
 
 @dataclass(frozen=True)
@@ -67,54 +61,41 @@ class Mark:
     what: str
 
 
-class Line(NamedTuple):
-    """A curve as a path, and its points where they are few."""
-
-    path: str
-    dots: str
-
-
-class Tick(NamedTuple):
-    """Where a label stands, in pixels, and what stands across from it."""
-
-    at: float
-    label: str
-    right: str = ""
-
-
 @dataclass(frozen=True)
 class PanelDrawing:
-    """A panel in pixels. `data`: its numbers, for the script."""
+    """A panel in pixels: `ticks` as (y, label, label on the right side), `lines` as (path, its points where they are
+    few). `right`: what the labels on the right side are; `data`: its numbers, for the script."""
 
     title: str
     legend: Sequence[str]
-    right: str  # what the labels on the right side are
-    ticks: Sequence[Tick]
-    lines: Sequence[Line]
+    right: str
+    ticks: Sequence[tuple[float, str, str]]
+    lines: Sequence[tuple[str, str]]
     data: str
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """All panels, over one axis. `data`: the numbers that they share."""
+    """All panels, over one axis, whose `ticks` are (x, label). `data`: the numbers that they share."""
 
     panels: Sequence[PanelDrawing]
-    ticks: Sequence[Tick]
+    ticks: Sequence[tuple[float, str]]
     marks: Sequence[tuple[float, Mark]]
     end: float  # pixels to the right end of the axis
     averaged: bool
     data: str
 
 
-def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Of `metrics.jsonl`: what is known by name first, then everything else that was measured."""
+def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
+    """Of `metrics.jsonl`, what is drawn in one place, by its title: what is known by name first, then everything else
+    that was measured."""
     known = {name for _, names in _PANELS for name in names}
     others = dict.fromkeys(name for row in rows for name in row if name not in (*known, *_LEFT_OUT))
-    found = []
+    found: dict[str, Curves] = {}
     for title, names in (*_PANELS, *((name, (name,)) for name in others)):
         curves = {name: values for name in names if (values := _curve(rows, name))}
         if curves:
-            found.append(Panel(title, curves))
+            found[title] = curves
     return found
 
 
@@ -140,58 +121,55 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if len(known) == len(values) else None
 
 
-def draw(found: Sequence[Panel], marks: Sequence[Mark], *, averaged: bool) -> Drawing:
+def draw(found: Mapping[str, Curves], marks: Sequence[Mark], *, averaged: bool) -> Drawing:
     """The panels in pixels, over steps, with what happened on the way."""
-    points = {_grid(curve): curve for each in found for curve in each.curves.values()}
+    points = {_grid(curve): curve for curves in found.values() for curve in curves.values()}
     grids = list(points)
     first, last = min(grid[0] for grid in grids), max(grid[-1] for grid in grids)
     xs = {
-        "steps": [[_short(step) for step in grid] for grid in grids],
-        "tokens": [[_short(point.tokens) for point in points[grid]] for grid in grids],
-        "hours": [[_short(point.hours) for point in points[grid]] for grid in grids],
+        axis: [[_short(getattr(point, field)) for point in points[grid]] for grid in grids]
+        for axis, field in (("steps", "step"), ("tokens", "tokens"), ("hours", "hours"))
     }
     shown = [mark for mark in marks if first <= mark.step <= last]
+    right = RIGHT_AXIS if LOSS in found else RIGHT
     data: dict[str, Any] = {
         "box": [WIDTH, HEIGHT, LEFT, TOP, BOTTOM],
         "xs": {name: lists for name, lists in xs.items() if all(None not in each for each in lists)},
         "marks": [mark.step for mark in shown],
+        "right": right,
     }
-    right = RIGHT_AXIS if any(each.title == LOSS for each in found) else RIGHT
-    data["right"] = right
-    span = (first, last if last > first else first + 1)
+    steps = Linear(first, last if last > first else first + 1)
+    axes = Axes(LEFT, TOP, WIDTH - LEFT - right, HEIGHT - TOP - BOTTOM, steps, steps)
     return Drawing(
-        [_panel(each, grids, span, right) for each in found],
-        [Tick(_x(tick, span, right), human(tick)) for tick in nice(*span, 5, whole=True)],
-        [(_x(mark.step, span, right), mark) for mark in shown],
+        [_panel(title, curves, grids, axes) for title, curves in found.items()],
+        [(axes.x_at(tick), human(tick)) for tick in nice(steps.low, steps.high, 5, whole=True)],
+        [(axes.x_at(mark.step), mark) for mark in shown],
         WIDTH - right,
         averaged,
         _json(data),
     )
 
 
-def _panel(panel: Panel, grids: Sequence[tuple[float, ...]], span: tuple[float, float], right: float) -> PanelDrawing:
-    values = [point.value for curve in panel.curves.values() for point in curve]
+def _panel(title: str, curves: Curves, grids: Sequence[tuple[float, ...]], axes: Axes) -> PanelDrawing:
+    values = [point.value for curve in curves.values() for point in curve]
     ticks = nice(min(values), max(values), 5)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
     if high <= low:  # a constant lies in the middle
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-
-    def y(value: float) -> float:
-        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
+    axes = replace(axes, y=Linear(low, high))
     lines, data = [], []
-    for name, curve in panel.curves.items():
-        places = [f"{_x(point.step, span, right):.1f} {y(point.value):.1f}" for point in curve]
+    for name, curve in curves.items():
+        places = axes.places([point.step for point in curve], [point.value for point in curve])
         dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
-        lines.append(Line("M" + "L".join(places), dots))
+        lines.append(("M" + "L".join(places), dots))
         data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], LABELS.get(name, name)])
-    is_loss = panel.title == LOSS
+    is_loss = title == LOSS
     labels = [
-        Tick(y(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks
+        (axes.y_at(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks
     ]
-    legend = [LABELS.get(name, name) for name in panel.curves] if len(panel.curves) > 1 else []
+    legend = [LABELS.get(name, name) for name in curves] if len(curves) > 1 else []
     return PanelDrawing(
-        panel.title, legend, "perplexity" if is_loss else "", labels, lines,
+        title, legend, "perplexity" if is_loss else "", labels, lines,
         _json({"y": [low, high], "lines": data, "loss": is_loss}),
     )  # fmt: skip
 
@@ -199,30 +177,6 @@ def _panel(panel: Panel, grids: Sequence[tuple[float, ...]], span: tuple[float, 
 def _grid(curve: Curve) -> tuple[float, ...]:
     """Where a curve has points; most of a run's have the same."""
     return tuple(point.step for point in curve)
-
-
-def _x(value: float, span: tuple[float, float], right: float) -> float:
-    return LEFT + (value - span[0]) / (span[1] - span[0]) * (WIDTH - LEFT - right)
-
-
-def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """About `count` round numbers from `low` to `high`; at least one."""
-    span = (high - low) or abs(low) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / count))
-    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= count)
-    step = max(step, 1.0) if whole else step
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)] or [low]
-
-
-def label(tick: float, ticks: Iterable[float]) -> str:
-    """Short, and all of an axis alike."""
-    largest = max(abs(each) for each in ticks)
-    if largest >= 1000:
-        return human(tick) if tick else "0"
-    if 0 < largest < 0.001:
-        return f"{tick:.0e}".replace("e-0", "e-") if tick else "0"
-    return f"{tick:.6g}"
 
 
 def perplexity(loss: float) -> str:

@@ -3,8 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 # The first number in a dotted name is its layer: model.layers.3.mlp.up_proj, transformer.h.3.attn
 _LAYER = re.compile(r"^(?P<stem>(?:[^.\d][^.]*\.)+)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
@@ -14,21 +14,19 @@ _SHORTER = (
 LONGEST = 26  # characters of a short name
 
 
-@dataclass(frozen=True)
-class InLayer:
-    """`model.layers.3.mlp.up_proj`: stem `model.layers`, number 3, inner `mlp.up_proj`."""
+class Layer(NamedTuple):
+    """That of `model.layers.3.mlp.up_proj` has the stem `model.layers` and the number 3."""
 
     stem: str
     number: int
-    inner: str
 
 
-def in_layer(name: str) -> InLayer | None:
-    """Where in a layer `name` is; None for what is outside of all layers."""
+def in_layer(name: str) -> tuple[Layer | None, str]:
+    """The layer that `name` is in, None for what is outside of all layers, and its name there."""
     match = _LAYER.match(name)
     if match is None:
-        return None
-    return InLayer(match["stem"].rstrip("."), int(match["number"]), match["inner"] or "")
+        return None, name
+    return Layer(match["stem"].rstrip("."), int(match["number"])), match["inner"] or ""
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -39,12 +37,12 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _short(name: str) -> str:
-    layer = in_layer(name)
+    layer, inner = in_layer(name)
     if layer is None:
         text = name.removesuffix(".weight").partition(".")[2] or name.removesuffix(".weight")
         text = text if text != "weight" else name
     else:
-        inner = layer.inner if layer.inner == "weight" else layer.inner.removesuffix(".weight")
+        inner = inner.removesuffix(".weight")
         text = f"{layer.number} {inner}" if inner else f"layer {layer.number}"
     for long, short in _SHORTER:
         text = text.replace(long, short)
@@ -58,10 +56,9 @@ def _cut(text: str) -> str:
 
 def layers_of(names: Sequence[str]) -> dict[int, tuple[int, int]]:
     """layer -> the first and the last place of its names in a row."""
-    places = [(layer.number if (layer := in_layer(name)) else None, x) for x, name in enumerate(names)]
     found: dict[int, tuple[int, int]] = {}
-    for number, own in groupby(places, key=lambda place: place[0]):
-        xs = [x for _, x in own]
+    for number, own in groupby(enumerate(names), key=lambda each: (layer := in_layer(each[1])[0]) and layer.number):
+        xs = [x for x, _ in own]
         if number is not None:
             found.setdefault(number, (xs[0], xs[-1]))
     return found
@@ -79,3 +76,8 @@ def ranks_text(ranks: Sequence[int], world: int) -> str:
             runs.append([rank])
     texts = [f"{run[0]}–{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
     return ",".join(texts)
+
+
+def of_ranks(ranks: Sequence[int], world: int) -> str:
+    """`rank 3`, `ranks 0–3,6`."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
+from fivefold.core.units import human
+
 WIDTH, LEFT = 1056, 44  # pixels: the page's width, and what labels take of it to the left of an axis
 SERIES = 7  # colours, then they come again with other dashes
 CHARACTER, LINE = 6.4, 18.0  # pixels: of a letter, from one line of the legend to the next
@@ -82,13 +84,13 @@ class Axes:
         _, colour, dash = entry("", number)
         if line:
             self.line(xs, ys, colour, width=line, dash=dash)
-        marks = "".join(f"M{place}{_MARKERS[number % SERIES]}" for place in self._places(xs, ys) if place)
+        marks = "".join(f"M{place}{_MARKERS[number % SERIES]}" for place in self.places(xs, ys) if place)
         self.drawn.append(Markup('<path fill="{}" d="{}"/>').format(colour, marks))
 
     def line(self, xs: Sequence[float], ys: Sequence[float], colour: str, *, width: float = 1, dash: str = "") -> None:
         """From point to point."""
         path, before = "", ""
-        for place in self._places(xs, ys):
+        for place in self.places(xs, ys):
             path += f"{'L' if before else 'M'}{place}" if place else ""
             before = place
         self.drawn.append(
@@ -99,12 +101,12 @@ class Axes:
 
     def rings(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         """Around what is wrong."""
-        path = "".join(f"M{place}{_RING}" for place in self._places(xs, ys))
+        path = "".join(f"M{place}{_RING}" for place in self.places(xs, ys))
         self.drawn.append(Markup('<path fill="none" stroke="var(--wrong)" stroke-width="1.8" d="{}"/>').format(path))
 
     def band(self, first: float, last: float) -> None:
         """A tinted ground from `first` to `last`, below all that is drawn before."""
-        left, right = (self.left + self.x.part(end) * self.width for end in (first, last))
+        left, right = self.x_at(first), self.x_at(last)
         self.drawn.insert(
             0,
             Markup('<rect x="{:.1f}" y="{}" width="{:.1f}" height="{}" fill="var(--band)"/>').format(
@@ -120,7 +122,7 @@ class Axes:
         """Labels under the box, and what they are; `upright`: long ones, which read upwards."""
         base = self.top + self.height
         for x, text in ticks.items():
-            at = self.left + self.x.part(x) * self.width
+            at = self.x_at(x)
             turn = f' text-anchor="end" transform="rotate(-90 {at + 3.5:.1f} {base + 6})"'
             where = (at + 3.5, base + 6) if upright else (at, base + 15)
             self.drawn.append(text_at(*where, text, more=turn if upright else ' text-anchor="middle"'))
@@ -130,18 +132,43 @@ class Axes:
     def label_y(self, ticks: Mapping[float, str]) -> None:
         """Labels to the left, and a line across from each."""
         for y, text in ticks.items():
-            at = self._y(y)
+            at = self.y_at(y)
             self.drawn.insert(0, Markup('<path stroke="var(--grid)" stroke-width=".7" d="M{} {:.1f}h{}"/>').format(
                 self.left, at, self.width))  # fmt: skip
             self.drawn.append(text_at(self.left - 6, at + 3.5, text, more=' text-anchor="end"'))
 
-    def _places(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+    def places(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
         """`x y` of each point in pixels; "" where the axis has no place for it."""
-        pixels = [(self.left + self.x.part(x) * self.width, self._y(y)) for x, y in zip(xs, ys, strict=True)]
+        pixels = [(self.x_at(x), self.y_at(y)) for x, y in zip(xs, ys, strict=True)]
         return [f"{x:.1f} {y:.1f}" if math.isfinite(y) else "" for x, y in pixels]
 
-    def _y(self, y: float) -> float:
-        return self.top + (1 - self.y.part(y)) * self.height
+    def x_at(self, value: float) -> float:
+        """Where a value of the lower axis is, in pixels."""
+        return self.left + self.x.part(value) * self.width
+
+    def y_at(self, value: float) -> float:
+        """Where a value of the left axis is, in pixels."""
+        return self.top + (1 - self.y.part(value)) * self.height
+
+
+def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """About `count` round numbers from `low` to `high`; at least one."""
+    span = (high - low) or abs(low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= count)
+    step = max(step, 1.0) if whole else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)] or [low]
+
+
+def label(tick: float, ticks: Iterable[float]) -> str:
+    """Short, and all of an axis alike."""
+    largest = max(abs(each) for each in ticks)
+    if largest >= 1000:
+        return human(tick) if tick else "0"
+    if 0 < largest < 0.001:
+        return f"{tick:.0e}".replace("e-0", "e-") if tick else "0"
+    return f"{tick:.6g}"
 
 
 def text_at(x: float, y: float, text: str, *, more: str = "") -> Markup:

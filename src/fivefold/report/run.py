@@ -2,10 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from statistics import median
 from typing import Any
 
 import yaml
@@ -19,33 +17,15 @@ from fivefold.core.step_folders import steps
 from fivefold.core.terminal import shown
 from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
-from fivefold.report.boxes import Figure
-from fivefold.report.load import heat
-from fivefold.report.names import ranks_text
+from fivefold.report.figures import Figure, heat, timeline
+from fivefold.report.names import of_ranks
 from fivefold.report.render import render, write
-from fivefold.report.slices import places, slice_map
-from fivefold.report.timeline import timeline
+from fivefold.report.slices import slice_map
 
 SCRIPT = Path(__file__).with_name("curves.js")
 SAMPLES = 12  # the last ones are shown
 Rows = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A generated text, without its prompt."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The collectives of a step that some ranks issue alike. `rows`: axis, kind, how many, their size in words."""
-
-    ranks: str
-    rows: tuple[tuple[str, str, int, str], ...]
+Sent = tuple[tuple[str, str, int, str], ...]  # the collectives of a step: axis, kind, how many, their size in words
 
 
 def main(run: Path, out: Path | None = None) -> Path:
@@ -96,17 +76,16 @@ def _run_of(file: Path) -> str:
 def page(config: RunConfig, run: Path, rows: Rows) -> str:
     """The HTML of a run. `rows`: its metrics."""
     spread, torn = _spread(run / "spread.json")
-    slices = slice_map(spread.get("holds", {}))
+    slices = slice_map(spread.get("holds", {}), spread.get("layout", ""))
     past, samples = history.load(run), read(run / "samples.jsonl")
     newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
-    seen, marks = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows)
+    seen, marks, spans = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows), story.spans(past, rows)
     damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
     return render(
         "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
-        headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past), slices=slices,
-        places=places(spread.get("layout", ""), len(slices.shares)) if slices else [],
+        headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past, spans), slices=slices,
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
-        spans=story.spans(past, rows),
+        spans=spans,
         data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,
         timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
         changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],
@@ -122,9 +101,10 @@ def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     return (said, []) if isinstance(said, dict) else ({}, [f"{path} is not an object of JSON"])
 
 
-def _sample(row: Mapping[str, Any]) -> Sample:
+def _sample(row: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Its step, the prompt and the text without it."""
     prompt, text = shown(str(row.get("prompt", ""))), shown(str(row.get("text", "")))
-    return Sample(row["step"], prompt, text.removeprefix(prompt))
+    return row["step"], prompt, text.removeprefix(prompt)
 
 
 def _headline(config: RunConfig, rows: Rows) -> str:
@@ -135,7 +115,7 @@ def _headline(config: RunConfig, rows: Rows) -> str:
 
 
 def _facts(
-    config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any], past: history.History
+    config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any], past: history.History, spans: list[story.Span]
 ) -> dict[str, str]:
     """What a run is and came to, in words; what is not known is left out."""
     last, newest = rows[-1], past.starts[-1].about if past.starts else {}
@@ -144,7 +124,7 @@ def _facts(
     weights = f"{spread['model']}, {human(spread['parameters'])} parameters, " if spread else ""
     device = newest.get("device") or spread.get("device")
     ranks = f", {spread['world']} rank{'s' * (spread['world'] > 1)} on {device}" if spread else ""
-    layouts = list(dict.fromkeys(span.layout for span in story.spans(past, rows)))
+    layouts = list(dict.fromkeys(span.layout for span in spans))
     earlier = f" (before: {', '.join(layouts[:-1])})" if len(layouts) > 1 else ""
     versions = ", ".join(f"{name} {number}" for name, number in (newest.get("versions") or {}).items())
     machine = newest.get("machine") or {}
@@ -155,7 +135,7 @@ def _facts(
         "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
         "validation": f"loss {validation[-1][0]:.4f} at step {validation[-1][1]} (perplexity "
         f"{curves.perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
-        **_speed(rows, past),
+        **_speed(rows, spans),
         "skipped": f"{skipped} steps without a finite loss or gradient"
         if (skipped := last.get("train/skipped_steps")) else "",
         "checkpoints": f"step {saved}" if saved else "",
@@ -167,20 +147,17 @@ def _facts(
     return {name: text for name, text in facts.items() if text}
 
 
-def _speed(rows: Rows, past: history.History) -> dict[str, str]:
+def _speed(rows: Rows, spans: Sequence[story.Span]) -> dict[str, str]:
     """Of the whole run, or of its last start where there were several: layouts are not averaged."""
-    own = list(past.spans())
-    several = len(story.spans(past, rows)) > 1
-    rows = [row for row in rows if row["step"] > own[-1][1]] or rows if several else rows
-    usual = rows[1:] or rows  # the first step also sets up
-    peaks = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
-    of = "since the last start; the table of starts has them all" if several else "medians"
-    speeds = [row["perf/tokens_per_second"] for row in usual if "perf/tokens_per_second" in row]
-    seconds = [row["perf/step_seconds"] for row in usual if "perf/step_seconds" in row]
-    known = f"{median(speeds):,.0f} tokens per second, {median(seconds):.3g} s a step" if speeds and seconds else ""
+    if len(spans) > 1:
+        last, of = spans[-1], "since the last start; the table of starts has them all"
+        tokens, seconds, peak = last.tokens_per_second, last.step_seconds, last.peak_gib
+    else:
+        (tokens, seconds, peak), of = story.speeds(rows), "medians"
+    is_known = tokens is not None and seconds is not None
     return {
-        "speed": known and f"{known} ({of})",
-        "peak memory": f"{max(peaks):.2f} GiB on the fullest rank" if peaks else "",
+        "speed": f"{tokens:,.0f} tokens per second, {seconds:.3g} s a step ({of})" if is_known else "",
+        "peak memory": f"{peak:.2f} GiB on the fullest rank" if peak is not None else "",
     }
 
 
@@ -194,19 +171,18 @@ def _timelines(found: Mapping[str, Any]) -> list[Figure]:
     return drawn
 
 
-def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sent]:
+def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Sent]]:
     """Ranks that send alike together."""
-    alike: dict[tuple[tuple[str, str, int, str], ...], list[int]] = {}
+    alike: dict[Sent, list[int]] = {}
     for rank, listed in enumerate(by_rank):
         rows = tuple((each["axis"], each["kind"], each["count"], human_bytes(each["bytes"])) for each in listed)
         alike.setdefault(rows, []).append(rank)
-    return [Sent(_ranks(ranks, len(by_rank)), rows) for rows, ranks in alike.items() if rows]
-
-
-def _ranks(ranks: Sequence[int], world: int) -> str:
-    if len(ranks) == world:
-        return f"each of the {world} ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"
+    world = len(by_rank)
+    return [
+        (f"each of the {world} ranks" if len(ranks) == world else of_ranks(ranks, world), rows)
+        for rows, ranks in alike.items()
+        if rows
+    ]
 
 
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.report.boxes import Box
-from fivefold.report.names import InLayer, in_layer, ranks_text
+from fivefold.report.figures import Box
+from fivefold.report.names import Layer, in_layer, of_ranks, ranks_text
 
 LARGEST, SMALLEST, BAR = 150.0, 26.0, 20.0  # pixels of a side; of a vector's other side
 COLOURS = 8  # then they come again; the labels tell
@@ -45,10 +45,12 @@ class Part:
 
 @dataclass(frozen=True)
 class SliceMap:
-    """All of a model under one layout. `shares`: percent of all parameters that each rank holds."""
+    """All of a model under one layout. `shares`: percent of all parameters that each rank holds; `places`: where each
+    stands, as `tp 1, dp_shard 0`, nothing where that is not known."""
 
     parts: tuple[Part, ...]
     shares: tuple[float, ...]
+    places: Sequence[str] = ()
 
     @property
     def fills(self) -> set[str]:
@@ -56,23 +58,20 @@ class SliceMap:
         return {box.fill for part in self.parts for drawing in part.drawings for box in drawing.boxes}
 
 
-def slice_map(holds: Mapping[str, Mapping[str, Any]]) -> SliceMap | None:
+def slice_map(holds: Mapping[str, Mapping[str, Any]], layout: str = "") -> SliceMap | None:
     """`holds`: parameter -> `{"shape": [...], "ranks": [[region, ...] of each rank]}`. None where there is nothing.
 
     Of the layers that lie alike, the first is drawn."""
     if not holds:
         return None
     world = max(len(each["ranks"]) for each in holds.values())
-    drawn = {name: each for name, each in holds.items() if each["shape"]}
-    atlas = _Atlas(
-        world=world,
-        shapes={name: tuple(each["shape"]) for name, each in drawn.items()},
-        held={name: holders(each["ranks"]) for name, each in drawn.items()},
-    )
-    return SliceMap(tuple(atlas.parts()), _shares(holds, world))
+    parameters = [
+        _Parameter(name, tuple(each["shape"]), _holders(each["ranks"])) for name, each in holds.items() if each["shape"]
+    ]
+    return SliceMap(tuple(_parts(parameters, world)), _shares(holds, world), _places(layout, world))
 
 
-def places(text: str, world: int) -> list[str]:
+def _places(text: str, world: int) -> list[str]:
     """`tp 1, dp_shard 0` of each of the first `world` ranks; nothing where the text is no layout of so many."""
     try:
         layout = Layout.parse(text)
@@ -83,49 +82,7 @@ def places(text: str, world: int) -> list[str]:
     return [", ".join(f"{axis} {place}" for axis, place in found.items()) for found in ranks]
 
 
-@dataclass(frozen=True)
-class _Atlas:
-    """Parameters with their shapes, and who holds what of them."""
-
-    world: int
-    shapes: Mapping[str, tuple[int, ...]]
-    held: Mapping[str, Holders]
-
-    def parts(self) -> list[Part]:
-        """Every part of the model, of layers that lie alike the first."""
-        parts, layers = _parts(list(self.shapes)), [where for where, _ in _parts(list(self.shapes)) if where]
-        one_stack = len({layer.stem for layer in layers}) == 1
-        alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}  # what a layer looks like -> number and ranks of each
-        for where, names in parts:
-            if where:
-                alike.setdefault(self._looks(where, names), []).append((where.number, self._ranks(names)))
-        found, seen = [], 0
-        for where, names in parts:
-            seen += where is not None
-            if where is None:
-                title = "" if not layers else "after the layers" if seen else "before the layers"
-                found.append(Part(title, self._drawings(names)))
-            elif likes := alike.pop(self._looks(where, names), None):
-                title = f"layer {where.number}" if one_stack else f"{where.stem}.{where.number}"
-                more = [_more(len(names)), _alike(likes, self.world)]
-                found.append(Part(title, self._drawings(names)[:PER_LAYER], "; ".join(filter(None, more))))
-        return found
-
-    def _ranks(self, names: Sequence[str]) -> tuple[int, ...]:
-        """All that hold something of these."""
-        return tuple(sorted({rank for name in names for own in self.held[name].values() for rank in own}))
-
-    def _looks(self, where: InLayer, names: Sequence[str]) -> tuple[Any, ...]:
-        """Equal for layers that lie alike, though on other ranks (of another pipeline stage)."""
-        ranks = self._ranks(names)
-        return (where.stem, *((_inner(name), self.shapes[name], _among(ranks, self.held[name])) for name in names))
-
-    def _drawings(self, names: Sequence[str]) -> tuple[Drawing, ...]:
-        longest = max(1, *(size for shape in self.shapes.values() for size in shape))
-        return tuple(_draw(_inner(n), self.shapes[n], self.held[n], longest, self.world) for n in names)
-
-
-def holders(ranks: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Holders:
+def _holders(ranks: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Holders:
     """Each region that is not empty, with the ranks that hold it."""
     found: dict[Region, list[int]] = {}
     for rank, regions in enumerate(ranks):
@@ -136,28 +93,66 @@ def holders(ranks: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Holders:
     return {region: tuple(own) for region, own in found.items()}
 
 
-def _among(ranks: Sequence[int], held: Holders) -> frozenset[tuple[Region, tuple[int, ...]]]:
-    """`held`, with the places of its ranks among `ranks`."""
-    return frozenset((region, tuple(ranks.index(rank) for rank in own)) for region, own in held.items())
+def _shares(holds: Mapping[str, Mapping[str, Any]], world: int) -> tuple[float, ...]:
+    whole = sum(math.prod(each["shape"]) for each in holds.values())
+    own = [0] * world
+    for each in holds.values():
+        for rank, regions in enumerate(each["ranks"]):
+            own[rank] += sum(math.prod(max(stop - start, 0) for start, stop in region) for region in regions)
+    return tuple(100 * size / max(whole, 1) for size in own)
 
 
-def _parts(names: Sequence[str]) -> list[tuple[InLayer | None, list[str]]]:
-    """Names that follow each other, by their layer."""
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter, and who holds what of it."""
 
-    def key(name: str) -> tuple[str, int] | None:
-        layer = in_layer(name)
-        return (layer.stem, layer.number) if layer else None
+    name: str
+    shape: tuple[int, ...]
+    held: Holders
 
-    return [(in_layer((own := list(run))[0]), own) for _, run in groupby(names, key)]
+    @property
+    def inner(self) -> str:
+        """Its name in its layer, or the whole where it is in none."""
+        return (in_layer(self.name)[1] or self.name).removesuffix(".weight")
+
+    def looks(self, ranks: Sequence[int]) -> tuple[Any, ...]:
+        """Equal for parameters that lie alike: `held` by places among `ranks`, which differ in another stage."""
+        places = frozenset((region, tuple(map(ranks.index, own))) for region, own in self.held.items())
+        return self.inner, self.shape, places
 
 
-def _inner(name: str) -> str:
-    layer = in_layer(name)
-    return ((layer.inner if layer else "") or name).removesuffix(".weight")
+def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
+    """Every part of the model, of layers that lie alike the first."""
+    runs = [(layer, list(run)) for layer, run in groupby(parameters, lambda each: in_layer(each.name)[0])]
+    stems = {layer.stem for layer, _ in runs if layer}
+    alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}  # what a layer looks like -> number and ranks of each
+    for layer, own in runs:
+        if layer:
+            alike.setdefault(_looks(layer, own), []).append((layer.number, _ranks(own)))
+    longest = max([1, *(size for each in parameters for size in each.shape)])
+    found, seen = [], 0
+    for layer, own in runs:
+        seen += layer is not None
+        if layer is None:
+            title = "" if not stems else "after the layers" if seen else "before the layers"
+            found.append(Part(title, tuple(_draw(each, longest, world) for each in own)))
+        elif likes := alike.pop(_looks(layer, own), None):
+            title = f"layer {layer.number}" if len(stems) == 1 else f"{layer.stem}.{layer.number}"
+            more = f"{len(own) - PER_LAYER} more parameters are not drawn" if len(own) > PER_LAYER else ""
+            said = "; ".join(filter(None, (more, _alike(likes, world))))
+            found.append(Part(title, tuple(_draw(each, longest, world) for each in own[:PER_LAYER]), said))
+    return found
 
 
-def _more(drawings: int) -> str:
-    return f"{drawings - PER_LAYER} more parameters are not drawn" if drawings > PER_LAYER else ""
+def _ranks(parameters: Sequence[_Parameter]) -> tuple[int, ...]:
+    """All that hold something of these."""
+    return tuple(sorted({rank for each in parameters for own in each.held.values() for rank in own}))
+
+
+def _looks(layer: Layer, parameters: Sequence[_Parameter]) -> tuple[Any, ...]:
+    """Equal for layers that lie alike, though on other ranks (of another pipeline stage)."""
+    ranks = _ranks(parameters)
+    return (layer.stem, *(each.looks(ranks) for each in parameters))
 
 
 def _alike(layers: Sequence[tuple[int, tuple[int, ...]]], world: int) -> str:
@@ -166,28 +161,13 @@ def _alike(layers: Sequence[tuple[int, tuple[int, ...]]], world: int) -> str:
     texts = []
     for ranks, run in groupby(others, key=lambda layer: layer[1]):
         numbers = [number for number, _ in run]
-        place = "" if ranks == first else f", on rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"
+        place = "" if ranks == first else f", on {of_ranks(ranks, world)}"
         texts.append(f"layer{'s' * (len(numbers) > 1)} {ranks_text(numbers, 0)} alike{place}")
     return "; ".join(texts)
 
 
-def _shares(holds: Mapping[str, Mapping[str, Any]], world: int) -> tuple[float, ...]:
-    whole, own = 0, [0] * world
-    for each in holds.values():
-        whole += _size([(0, size) for size in each["shape"]])
-        for rank, regions in enumerate(each["ranks"]):
-            own[rank] += sum(_size(region) for region in regions)
-    return tuple(100 * size / max(whole, 1) for size in own)
-
-
-def _size(region: Sequence[Sequence[int]]) -> int:
-    size = 1
-    for start, stop in region:
-        size *= max(stop - start, 0)
-    return size
-
-
-def _draw(name: str, shape: tuple[int, ...], held: Holders, longest: int, world: int) -> Drawing:
+def _draw(parameter: _Parameter, longest: int, world: int) -> Drawing:
+    shape, held = parameter.shape, parameter.held
     rows, columns = _drawn_dims(shape, held)
     height = BAR if rows is None else _side(shape[rows], longest)
     width = _side(shape[columns], longest)
@@ -196,8 +176,9 @@ def _draw(name: str, shape: tuple[int, ...], held: Holders, longest: int, world:
         top, bottom = (0.0, 1.0) if rows is None else (end / shape[rows] for end in region[rows])
         left, right = (end / shape[columns] for end in region[columns])
         x, y, w, h = left * width, top * height, (right - left) * width, (bottom - top) * height
-        boxes.append(Box(x, y, w, h, _fill(ranks), _title(ranks, region, world), ranks_text(ranks, world)))
-    return Drawing(name, " × ".join(map(str, shape)), width, height, tuple(boxes))
+        title = f"{of_ranks(ranks, world)}: [{', '.join(f'{start}:{stop}' for start, stop in region)}]"
+        boxes.append(Box(x, y, w, h, _fill(ranks), title, ranks_text(ranks, world)))
+    return Drawing(parameter.inner, " × ".join(map(str, shape)), width, height, tuple(boxes))
 
 
 def _drawn_dims(shape: tuple[int, ...], held: Holders) -> tuple[int | None, int]:
@@ -220,8 +201,3 @@ def _fill(ranks: tuple[int, ...]) -> str:
     if len(ranks) == 1:
         return f"rank-{colours[0]}"
     return f"ranks-{'-'.join(map(str, colours))}" if len(ranks) <= STRIPES else "ranks-many"
-
-
-def _title(ranks: tuple[int, ...], region: Region, world: int) -> str:
-    own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(ranks, world)}"
-    return f"{own}: [{', '.join(f'{start}:{stop}' for start, stop in region)}]"

@@ -33,18 +33,6 @@ class Span:
     ended: str
 
 
-@dataclass(frozen=True)
-class Source:
-    """Of several sources one, in words."""
-
-    path: str
-    documents: str
-    tokens: str
-    weight: str
-    share: str
-    epochs: str
-
-
 # ---- starts and events ---------------------------------------------------------------------------------------------
 
 
@@ -59,22 +47,29 @@ def spans(history: History, rows: Rows) -> list[Span]:
 
 
 def _span(start: Start, rows: Rows) -> Span:
-    usual = rows[1:] or rows
     about = start.about
-    peaks = [row["memory/peak_gib"] for row in rows if row.get("memory/peak_gib") is not None]
+    tokens_per_second, step_seconds, peak_gib = speeds(rows)
     ranks = f"{about.get('world')} rank{'s' * (about.get('world') != 1)}"
     return Span(
         began=moment(start.time), took=duration(start.seconds), layout=str(about.get("layout", "")),
         place=f"{ranks} on {about.get('device')}, {(about.get('machine') or {}).get('host', '')}".rstrip(", "),
         steps=f"{rows[0]['step']}–{rows[-1]['step']}",
-        tokens_per_second=_median(usual, "perf/tokens_per_second"), step_seconds=_median(usual, "perf/step_seconds"),
-        peak_gib=max(peaks, default=None), ended=start.how or "not recorded: killed, or still running",
+        tokens_per_second=tokens_per_second, step_seconds=step_seconds, peak_gib=peak_gib,
+        ended=start.how or "not recorded: killed, or still running",
     )  # fmt: skip
 
 
-def _median(rows: Rows, name: str) -> float | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return median(values) if values else None
+def speeds(rows: Rows) -> tuple[float | None, float | None, float | None]:
+    """Tokens per second and seconds of a step, medians without the first row, which also sets up; the highest peak of
+    memory, GiB. None: not measured."""
+
+    def known(name: str, some: Rows) -> list[float]:
+        return [row[name] for row in some if row.get(name) is not None]
+
+    usual = rows[1:] or rows
+    tokens, seconds = known("perf/tokens_per_second", usual), known("perf/step_seconds", usual)
+    peaks = known("memory/peak_gib", rows)
+    return median(tokens) if tokens else None, median(seconds) if seconds else None, max(peaks, default=None)
 
 
 def marks(history: History, rows: Rows) -> list[Mark]:
@@ -149,13 +144,13 @@ def data_facts(config: RunConfig, about: Mapping[str, Any], tokens_seen: int) ->
     return {name: text for name, text in facts.items() if text}
 
 
-def sources(about: Mapping[str, Any], tokens_seen: int) -> list[Source]:
-    """Where there are several sources, each: what is in it, and how often it was read."""
+def sources(about: Mapping[str, Any], tokens_seen: int) -> list[tuple[str, ...]]:
+    """Where there are several sources, of each: path, documents, tokens, weight, % of what is read, epochs."""
     listed = (about.get("data") or {}).get("sources") or []
     if len(listed) < 2:
         return []
     return [
-        Source(
+        (
             each["path"], f"{each['documents']:,}", f"{each['tokens']:,}", f"{each['weight']:g}",
             f"{100 * each['share']:.1f}", f"{tokens_seen * each['share'] / max(1, each['tokens']):.2f}",
         )

@@ -5,7 +5,7 @@ A `Report` is typed by its rows, frozen dataclasses whose field names are the co
 
 import json as json_format
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -23,12 +23,14 @@ COLOURS = {"ok": "green", "help": "yellow", "missing": "red", "failed": "red"}
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Generic[Row]):
-    """`title`, the rows in order, whether the thing asked about is fine, and a closing sentence for people."""
+    """`title`, the rows in order, whether the thing asked about is fine, a closing sentence for people, and `details`
+    that JSON has beside the rows."""
 
     title: str
     rows: tuple[Row, ...]
     ok: bool
     closing: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -36,9 +38,10 @@ class Report(Generic[Row]):
         return tuple(each.name for each in fields(self.rows[0])) if self.rows else ()  # type: ignore[arg-type]
 
     def to_json(self) -> str:
-        """One JSON object: title, ok, and the rows as objects."""
+        """One JSON object: title, ok, the rows as objects, and the details."""
         rows = [asdict(row) for row in self.rows]  # type: ignore[call-overload]
-        return json_format.dumps({"title": self.title, "ok": self.ok, "rows": rows}, indent=2, ensure_ascii=False)
+        values = {"title": self.title, "ok": self.ok, "rows": rows, **self.details}
+        return json_format.dumps(values, indent=2, ensure_ascii=False)
 
     def show(self, console: "Console") -> None:
         """A table for people."""

@@ -13,6 +13,7 @@ from fivefold import checkpoint
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
+from fivefold.training.run_log import RunLog
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,30 @@ class Resumed:
 
 
 class CheckpointManager:
-    """Goes on from the checkpoints of a run and writes new ones. Every rank has one and calls the same methods."""
+    """Goes on from the checkpoints of a run, writes new ones, and tells how that went. Every rank has one and calls the
+    same methods. `failed`: why a save failed that the run is to stop for."""
 
-    def __init__(self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData) -> None:
-        self._config, self._model, self._optimizer, self._data = config, model, optimizer, data
-        self.directory = config.run_dir / "checkpoints"
-        options = config.checkpoint
+    def __init__(
+        self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData, log: RunLog
+    ) -> None:
+        self._model, self._optimizer, self._data, self._log = model, optimizer, data, log
+        self._directory, options = config.run_dir / "checkpoints", config.checkpoint
         self._remote = checkpoint.Remote(f"{options.remote.rstrip('/')}/{config.run.name}") if options.remote else None
         self._saver = checkpoint.Saver(
-            self.directory, keep=options.keep, asynchronous=options.asynchronous, remote=self._remote
+            self._directory, keep=options.keep, asynchronous=options.asynchronous, remote=self._remote
         )
+        self._stops_on_failure = options.on_failure == "stop"
+        self._under_way: Path | None = None
+        self.failed: UserError | None = None
 
-    def resume(self) -> Resumed:
+    def resume(self, config: RunConfig) -> Resumed:
         """Load the newest valid checkpoint that agrees with this run. Raises `UserError`."""
         passed: dict[str, str] = {}
         while True:
             # One rank looks: folders can differ between machines. It may fetch, which takes long.
-            where, folder, passed = checkpoint.on_first_rank(partial(self._where_to_go_on, passed), self._saver.group)
+            where, folder, passed = checkpoint.on_first_rank(
+                partial(self._where_to_go_on, config, passed), self._saver.group
+            )
             if folder is None:
                 return Resumed()
             opened = checkpoint.Checkpoint.open(Path(folder))
@@ -59,49 +67,58 @@ class CheckpointManager:
             warmup_steps = opened.agreement.get(checkpoint.WARMUP)
             return Resumed(opened.step, opened.state, where, tuple(passed.values()), warmup_steps)
 
-    def settle(self, config: RunConfig) -> None:
-        """Save this config from now on: what was left open in it has been settled."""
-        self._config = config
-
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to save, or save, after `step` steps; an earlier save has ended and its failure was told."""
+    def save(self, config: RunConfig, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to save, or save, after `step` steps; an earlier save is waited for."""
+        self.report(step, wait=True)
+        self._log.folder.look(self._log.display.note)
         about = checkpoint.Metadata(
-            step=step, state=state, agreement=self._agreement(), config=self._config,
-            tokenizer_dir=self._data.tokenizer_dir,
+            step=step, state=state, agreement=self._agreement(config), config=config,
+            tokenizer_dir=self._data.tokenizer.folder,
         )  # fmt: skip
         self._saver.save(self._model, self._optimizer, about)
+        self._under_way = self._directory / checkpoint.step_folder(step)
 
-    def failure(self, *, wait: bool = False) -> UserError | None:
-        """Why the last save failed in the background, once; see `Saver.failure`."""
-        return self._saver.failure(wait=wait)
+    def report(self, step: int, *, wait: bool = False) -> None:
+        """After `step` steps, tell of a checkpoint that is published since, or that the save under way has failed
+        (`wait`: when it has ended): the older one stands, and the run goes on or stops, as asked."""
+        failure = self._saver.failure(wait=wait)
+        if failure is None:
+            self._tell_published()
+            return
+        self._under_way = None
+        if self._stops_on_failure:
+            self.failed = failure
+        self._log.display.note(f"step {step}: {failure.what}; training {'stops' if self.failed else 'goes on'}")
+        self._log.happened("save failed", step, failure.what)
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way, or has failed and nobody asked."""
-        return self._saver.is_pending
-
-    def wait(self) -> None:
-        """Wait for the last save. Raises on every rank if it failed."""
+    def finish(self) -> None:
+        """Wait for the last save, and tell of it. Raises on every rank if it failed."""
         self._saver.wait()
+        self._tell_published()
 
     def close(self) -> None:
         """Let the save under way end."""
         self._saver.close()
 
-    def _where_to_go_on(self, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
+    def _tell_published(self) -> None:
+        if self._under_way and not self._saver.is_pending:
+            self._log.events.tell("save", self._under_way)
+            self._under_way = None
+
+    def _where_to_go_on(self, config: RunConfig, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
         """The newest checkpoint but those `passed` over, after it has been compared with this run; None: step 0."""
-        there = checkpoint.candidates(self.directory, self._remote)
-        for each in there if self._config.checkpoint.resume == "auto" else ():
+        there = checkpoint.candidates(self._directory, self._remote)
+        for each in there if config.checkpoint.resume == "auto" else ():
             if each.where in passed:
                 continue
             try:
-                checkpoint.check_agreement(each.manifest().agreement, self._agreement(), where=each.where)
+                checkpoint.check_agreement(each.manifest().agreement, self._agreement(config), where=each.where)
                 return each.where, str(each.folder()), passed
             except checkpoint.CorruptCheckpoint as damage:
                 passed[each.where] = damage.what
         if passed:
             raise checkpoint.CorruptCheckpoint(
-                f"none of the checkpoints in {self.directory} is what was saved: {next(iter(passed.values()))}",
+                f"none of the checkpoints in {self._directory} is what was saved: {next(iter(passed.values()))}",
                 fix="put back a copy of one, or take another run.name to start at step 0",
             )
         if there:
@@ -112,7 +129,7 @@ class CheckpointManager:
             )
         return "", None, passed
 
-    def _agreement(self) -> dict[str, Any]:
+    def _agreement(self, config: RunConfig) -> dict[str, Any]:
         model_config = json.loads(self._model.config.to_json_string())
-        bos = bool(self._data.bos_token_ids)
-        return checkpoint.agreement(self._config, self._data.fingerprint, model_config, bos=bos)
+        bos = bool(self._data.tokenizer.bos_token_ids)
+        return checkpoint.agreement(config, self._data.fingerprint, model_config, bos=bos)

@@ -1,8 +1,9 @@
 """What a person sees while a run trains: a live panel on a terminal, plain lines anywhere else.
 
-Both take the rows of `metrics.jsonl` as they are written. Only rank 0 opens one.
+Both take the rows of `metrics.jsonl` as they are written. Rank 0 opens one; nobody sees those of the others.
 """
 
+import io
 import sys
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -33,9 +34,13 @@ Line = tuple[str, str]  # (label, text); an empty label goes on with the line ab
 def open_display(*, total_steps: int, start: int = 0, console: Console | None = None) -> "PlainDisplay":
     """A live panel when standard output is a terminal, plain lines otherwise. `start` steps are done already."""
     console = console or Console(file=sys.stdout, highlight=False)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(console, total_steps=total_steps, start=start)
-    return PlainDisplay(console, total_steps=total_steps, start=start)
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    return (LiveDisplay if is_live else PlainDisplay)(console, total_steps=total_steps, start=start)
+
+
+def unseen() -> "PlainDisplay":
+    """For ranks that do not speak."""
+    return PlainDisplay(Console(file=io.StringIO(), quiet=True), total_steps=sys.maxsize)
 
 
 class Pace:
@@ -95,8 +100,8 @@ class PlainDisplay:
         self._say(f"step {step}/{self._total}  validation loss {loss:.4f}")
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Show how the model continues `prompt`; `text` is what it wrote, with or without the prompt before it."""
-        self._say(f"sample @{step}  {(prompt + continuation(prompt, text))!r}")
+        """Show how the model continues `prompt`: by `text`."""
+        self._say(f"sample @{step}  {prompt + text!r}")
 
     def note(self, text: str) -> None:
         """Say something that needs attention, such as a skipped step."""
@@ -115,10 +120,8 @@ class PlainDisplay:
 class LiveDisplay(PlainDisplay):
     """A panel that stays at the bottom of the terminal; evaluations, samples and notes scroll above it."""
 
-    def __init__(
-        self, console: Console, *, total_steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(console, total_steps=total_steps, start=start, clock=clock)
+    def __init__(self, console: Console, **options: Any) -> None:
+        super().__init__(console, **options)
         self._row: Row = {}
         self._losses: list[float] = []
         self._validation: tuple[int, float] | None = None
@@ -146,7 +149,7 @@ class LiveDisplay(PlainDisplay):
         )
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        first, *rest = continuation(prompt, text).rstrip().split("\n")
+        first, *rest = text.rstrip().split("\n")
         lines = [first, *(line for line in rest if line.strip())]
         text = shown("\n".join(lines[:SAMPLE_LINES])) + (" ..." if len(lines) > SAMPLE_LINES else "")
         body = Text.assemble((shown(prompt), "dim"), (text, "green"))
@@ -164,36 +167,32 @@ class LiveDisplay(PlainDisplay):
     def panel(self) -> RenderableType:
         """The panel as it stands now."""
         done = self._row.get("step", self._start)
-        bar = Table.grid(expand=True, padding=(0, 2))
-        bar.add_column(ratio=1)
-        bar.add_column(justify="right")
         left = clock_time(self._pace.remaining())
         waiting = "the first step takes longest" if not self._row else f"{left} left"
-        bar.add_row(ProgressBar(total=max(1, self._total), completed=done), Text(waiting))
-        body: list[RenderableType] = [bar]
+        body = [_line(ProgressBar(total=max(1, self._total), completed=done), Text(waiting), wide=0)]
         if self._row:
-            body += [
-                self._loss_line(),
-                Text("   ".join(details(self._row)), style="dim", overflow="ellipsis", no_wrap=True),
-            ]
+            health = Text("   ".join(details(self._row)), style="dim", overflow="ellipsis", no_wrap=True)
+            body += [self._loss_line(), health]
         return Panel(
             Group(*body), title=f"step {done}/{self._total}", title_align="left", border_style="cyan", padding=(0, 1)
         )
 
     def _loss_line(self) -> RenderableType:
-        line = Table.grid(expand=True, padding=(0, 2))
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1, no_wrap=True)
-        line.add_column(justify="right", no_wrap=True)
         validation = f"val {self._validation[1]:.3f} @{self._validation[0]}" if self._validation else ""
         room = max(8, self._console.width - 24 - len(validation))
         loss = number(self._row.get("train/loss"), ".3f")
-        line.add_row(
-            Text.assemble("loss ", (loss, "bold green")),
-            Text(sparkline(self._losses, room), style="green"),
-            Text(validation),
-        )
-        return line
+        losses = Text(sparkline(self._losses, room), style="green")
+        return _line(Text.assemble("loss ", (loss, "bold green")), losses, Text(validation), wide=1)
+
+
+def _line(*cells: RenderableType, wide: int) -> RenderableType:
+    """Side by side over the whole width, the last one at the right; cell number `wide` takes what the others leave."""
+    line = Table.grid(expand=True, padding=(0, 2))
+    for at in range(len(cells)):
+        justify: JustifyMethod = "right" if at == len(cells) - 1 else "left"
+        line.add_column(ratio=1 if at == wide else None, justify=justify, no_wrap=True)
+    line.add_row(*cells)
+    return line
 
 
 def _labelled(lines: Sequence[Line]) -> RenderableType:
@@ -241,8 +240,3 @@ def clock_time(seconds: float | None) -> str:
 def number(value: float | None, form: str) -> str:
     """A number that may be missing: a loss that was not finite is null in the row."""
     return "not finite" if value is None else format(value, form)
-
-
-def continuation(prompt: str, text: str) -> str:
-    """What the model wrote after the prompt."""
-    return text.removeprefix(prompt)

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
-from fivefold.core.units import human
+from fivefold.core.units import human, many
 from fivefold.launch.world import multiplies_bf16
 from fivefold.parallel.state import state_of
-from fivefold.training import length
-from fivefold.training.schedule import learning_rate
+from fivefold.training import schedule
 
 if TYPE_CHECKING:
-    from fivefold.config import RunConfig
     from fivefold.training.checkpoints import Resumed
     from fivefold.training.run import Trainer
 
@@ -28,6 +26,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
     device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
+    scheduler, warmup = config.scheduler, many(int(config.scheduler.warmup_steps), "step")
     name = state_of(job.model).plan.anatomy.model_class
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
@@ -35,7 +34,10 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
-        ("length", f"{length.epochs_text(config, job.data, job.total_steps)}   {_warmup(config)}"),
+        (
+            "length",
+            f"{schedule.epochs_text(config, job.data, job.total_steps)}   warm-up {warmup}, then {scheduler.name}",
+        ),
         (
             "compute",
             f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}",
@@ -45,17 +47,12 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
     alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
-    too_long = length.warning(config, job.total_steps)
+    too_long = schedule.warning(config, job.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long) if line]
     rows += [("DAMAGED", damage) for damage in resumed.damages]
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
-
-
-def _warmup(config: RunConfig) -> str:
-    steps = int(config.scheduler.warmup_steps)
-    return f"warm-up {steps:,} step{'s' * (steps != 1)}, then {config.scheduler.name}"
 
 
 def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:
@@ -65,7 +62,7 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
     was = before.starts[-1].about
     found = changes(was, about)
     try:
-        old, new = learning_rate(step, **was["schedule"]), learning_rate(step, **about["schedule"])
+        old, new = schedule.learning_rate(step, **was["schedule"]), schedule.learning_rate(step, **about["schedule"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the record of an earlier version
         old = new = 0.0
     if abs(new - old) > 0.01 * max(old, new):
@@ -92,13 +89,13 @@ def closing_lines(job: "Trainer", why: str | None) -> list[tuple[str, str]]:
     commands = next_commands(job.config, step=job.step, total_steps=job.total_steps)
     return [
         ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
-        ("read", length.epochs_text(job.config, job.data, job.step)),
+        ("read", schedule.epochs_text(job.config, job.data, job.step)),
         ("files", f"{run}/  {'  '.join(there)}"),
         *(("" if number else "next", line) for number, line in enumerate(commands)),
     ]
 
 
-def next_commands(config: "RunConfig", *, step: int, total_steps: int) -> list[str]:
+def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str]:
     """What to type after a run, or after it was stopped: each line can be pasted into a shell."""
     run = quote(str(config.run_dir))
     prompt = next((each for each in config.sample.prompts if each.isprintable()), "The")

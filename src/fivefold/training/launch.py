@@ -4,6 +4,7 @@ The data is prepared here, before any process group exists, so that nobody waits
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from fivefold.launch.report_once import one_voice, said_once
 from fivefold.launch.restart import with_restarts
 from fivefold.launch.worker import execute
 from fivefold.launch.workers import gpus, start_workers, worker_count
-from fivefold.launch.world import World, device_kind, find_world, join
+from fivefold.launch.world import device_kind, find_world, join
 
 BODY = "fivefold.training.run:on_worker"
 Prove = Callable[[RunConfig, Layout], object]  # raises where a layout is not proved
@@ -39,23 +40,39 @@ def run(
     with one_voice(world):
         config = load_config(path, overrides)
         check_supported(config)
-        is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
+        workers = _workers(config, nproc) if world is None else world.size
+        if nproc not in (None, workers):
+            raise UserError(f"--nproc is {nproc}, but {workers} workers started", fix="leave --nproc out")
+        layout = config.layout.resolve(workers)
+        check_model(config, layout=layout)
+        if prove and world is None:
+            prove(config, layout)
+        _prepare(config, show=world is None or world.is_first)
+    is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
     if world is None:
-        return _run_here(config, is_fresh=is_fresh, nproc=nproc, prove=prove, listener=listener)
-    return _run_inside(config, world, is_fresh=is_fresh, nproc=nproc, prove=prove, listener=listener)
+        return _start(claim_fresh(config) if is_fresh else config, workers, listener)
+    from fivefold import checkpoint  # imports torch
+
+    here = find_world(config.train.device) or world
+    with join(here), said_once(here):
+        if is_fresh:
+            config = named(config, checkpoint.on_first_rank(lambda: claim_fresh(config).run.name))
+        checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
+        if prove:
+            prove(config, layout)
+        execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
+    return config.run_dir
 
 
-def _run_here(
-    config: RunConfig, *, is_fresh: bool, nproc: int | None, prove: Prove | None, listener: Listener | None
-) -> Path:
+def _workers(config: RunConfig, nproc: int | None) -> int:
+    """How many to start."""
     kind = device_kind(config.train.device)
-    workers = worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
-    layout = config.layout.resolve(workers)
-    check_model(config, layout=layout)
-    if prove:
-        prove(config, layout)
-    _prepare(config, show=True)
-    config = claim_fresh(config) if is_fresh else config
+    return worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
+
+
+def _start(config: RunConfig, workers: int, listener: Listener | None) -> Path:
+    """Start workers on this machine, and again as long as that helps."""
+    kind = device_kind(config.train.device)
     print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
     logs, patience = open_folder(config), config.train.collective_timeout
     with following(listener, logs) as told:
@@ -72,52 +89,13 @@ def _run_here(
 def _tell_restart(config: RunConfig, text: str) -> None:
     """On the screen, and in the run's history."""
     say(text)
-    with history.opened(config.run_dir, say) as log:
+    with closing(history.Log(config.run_dir, say)) as log:
         log.write("died", last_logged_step(config), what=text)
-
-
-def _run_inside(
-    config: RunConfig,
-    world: World,
-    *,
-    is_fresh: bool,
-    nproc: int | None,
-    prove: Prove | None,
-    listener: Listener | None,
-) -> Path:
-    """This process is one of the workers already."""
-    with one_voice(world):
-        if nproc is not None and nproc != world.size:
-            raise UserError(f"--nproc is {nproc}, but {world.size} workers started", fix="leave --nproc out")
-        layout = config.layout.resolve(world.size)
-        check_model(config, layout=layout)
-        _prepare(config, show=world.is_first)
-    from fivefold import checkpoint  # imports torch
-
-    here = find_world(config.train.device) or world
-    with join(here):
-        config = _agreed_name(config, here) if is_fresh else config
-        with said_once(here):
-            checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
-            if prove:
-                prove(config, layout)
-            execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
-    return config.run_dir
-
-
-def _agreed_name(config: RunConfig, world: World) -> RunConfig:
-    """Rank 0 claims a fresh run folder and tells the others its name."""
-    from fivefold.parallel import plain
-
-    return named(config, plain.of_first(claim_fresh(config).run.name if world.is_first else ""))
 
 
 def _prepare(config: RunConfig, *, show: bool) -> None:
     from fivefold.data import prepare
     from fivefold.launch.preparing import Preparing
 
-    if not show:
-        prepare(config)
-        return
-    with Preparing() as progress:
+    with Preparing() if show else nullcontext() as progress:
         prepare(config, progress=progress)

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,30 +21,25 @@ from tokenizers import Tokenizer
 from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported, parse_config
 from fivefold.core import history, legality
-from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed
+from fivefold.core.interrupts import Stopped, StopRequest
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
-from fivefold.generation.text import encode_prompt, pieces
+from fivefold.data.rows import PackedRows
+from fivefold.generation.decode import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.models.discover import facts_of
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.state import state_of
-from fivefold.training import checks, flops, header, length, record, room
+from fivefold.training import checks, flops, header, metrics, preflight, record, schedule
 from fivefold.training.checkpoints import CheckpointManager, Resumed
-from fivefold.training.evaluate import evaluate
-from fivefold.training.held_folder import HeldFolder
-from fivefold.training.memory import PeakMemory
+from fivefold.training.metrics import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
-from fivefold.training.needs import check_memory
-from fivefold.training.optimizer import build_optimizer
-from fivefold.training.optimizers import rule_of
+from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.run_log import RunLog
-from fivefold.training.same_everywhere import check_ranks_agree
-from fivefold.training.schedule import learning_rate
-from fivefold.training.step import StepResult, train_step
-from fivefold.training.stop import Stopped, StopRequest
+from fivefold.training.step import StepResult, mean_loss, train_step
 from fivefold.training.watchdog import watching
 
 SAMPLE_TOKENS = 48  # length of a sample
@@ -68,8 +62,8 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
-        job = Trainer.build(config, world, prepare(config), stack)  # prepared before the group existed: a cache hit
-        job.log.events = events
+        log = RunLog(config.run_dir, events)
+        job = Trainer.build(config, world, prepare(config), log, stack)  # prepared before the group: a cache hit
         with job.stop.listening():
             job.run()
 
@@ -95,8 +89,6 @@ class Trainer:
     in_a_row: int = 0
     last_eval: float | None = None
     checked: int | None = None  # the last step of this start whose standing checks passed
-    failed_save: UserError | None = None  # that the run is to stop for
-    saving: Path | None = None  # the checkpoint under way
     began: float = field(default_factory=time.monotonic)  # this start
     stop: StopRequest = field(default_factory=StopRequest)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -104,18 +96,18 @@ class Trainer:
     # ---- before the first step --------------------------------------------------------------------------------------
 
     @classmethod
-    def build(cls, config: RunConfig, world: World, data: PreparedData, stack: ExitStack) -> "Trainer":
+    def build(cls, config: RunConfig, world: World, data: PreparedData, log: RunLog, stack: ExitStack) -> "Trainer":
         """Everything that is there before the first step; `stack` closes it."""
-        check_ranks_agree(config, data)
+        preflight.check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
         legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
         costs = flops.Costs.of(facts_of(model))
-        total_steps = length.total_steps(config, data)
+        total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
-        scarce = check_memory(model, config, layout, world)
+        scarce = preflight.check_memory(model, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
@@ -125,19 +117,19 @@ class Trainer:
         )  # fmt: skip
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
         optimizer = build_optimizer(model, config.optimizer)
-        folder = HeldFolder(config.run_dir)
-        stack.callback(folder.release)
-        checkpoint.on_first_rank(folder.take)
-        keeper = CheckpointManager(config, model, optimizer, data)
-        job = cls(config, world, data, model, optimizer, keeper, RunLog(folder), memory, costs, total_steps)
+        stack.callback(log.folder.release)
+        checkpoint.on_first_rank(log.folder.take)
+        keeper = CheckpointManager(config, model, optimizer, data, log)
+        job = cls(config, world, data, model, optimizer, keeper, log, memory, costs, total_steps)
         stack.callback(keeper.close)
-        resumed = keeper.resume()
+        resumed = keeper.resume(config)
         job.step = job.start = resumed.step
-        job.config = config = length.settled(config, total_steps, before=resumed.warmup_steps)
-        keeper.settle(config)
+        job.config = config = schedule.settled(config, total_steps, before=resumed.warmup_steps)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
-        tight = checkpoint.on_first_rank(lambda: room.check(model, config, step=job.step, total_steps=total_steps))
+        tight = checkpoint.on_first_rank(
+            lambda: preflight.check_disk(model, config, step=job.step, total_steps=total_steps)
+        )
         record.write(model, config, device=world.device, parameters=costs.parameters)
         checkpoint.on_first_rank(lambda: job._open_log(stack, compiled=compiled, resumed=resumed, tight=tight))
         stack.push(lambda _, error, __: job.log.close(job.step, error))
@@ -163,7 +155,7 @@ class Trainer:
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,
-            "data": asdict(self.data.counts) | {"vocabulary": self.data.vocab_size},
+            "data": asdict(self.data.counts) | {"vocabulary": self.data.tokenizer.vocab_size},
         }
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -190,46 +182,38 @@ class Trainer:
             self.tokens_seen += result.tokens
             self._count_skipped(result)
             self._report_uncompiled()
-            self._report_save()
-            row = self._row(result, rate, seconds, waited)
+            self.keeper.report(self.step)
+            row = metrics.row(self, result, rate, seconds=seconds, waited=waited)
             if self._due(self.config.eval.every) and self.data.validation:
-                self.last_eval = evaluate(self.model, self.data.validation, self.config)
-                row["eval/loss"] = _finite(self.last_eval)
-                self.log.evaluated(self.step, self.last_eval)
+                self.last_eval = self._evaluate(self.data.validation)
+                row["eval/loss"] = metrics.finite(self.last_eval)
+                self.log.display.evaluated(self.step, self.last_eval)
             self._write(row)
-            self.log.tell("step", row)
+            self.log.events.tell("step", row)
             if "eval/loss" in row:
-                self.log.tell("eval", {"step": self.step, "eval/loss": row["eval/loss"]})
+                self.log.events.tell("eval", {"step": self.step, "eval/loss": row["eval/loss"]})
             self._stop_if_diverged()
             if update:
                 self._check(update, batch, result)
             if self._due(self.config.sample.every):
                 self._sample()
             if self._due(self.config.checkpoint.every) or self.step == self.total_steps or result.stop:
-                self._save()
+                self.keeper.save(self.config, self.step, {name: getattr(self, name) for name in COUNTED})
             if result.stop and self.step < self.total_steps:
                 self._stop_early()
-        self.keeper.wait()
-        self._tell_saved()
+        self.keeper.finish()
         self._close()
 
     @property
     def _is_to_stop(self) -> bool:
         """Whether this rank asks all to stop after the step."""
-        return self.stop.by is not None or self.failed_save is not None or self.log.stop_asked
-
-    def _tell_saved(self) -> None:
-        """Tell of a checkpoint once it is published."""
-        if self.saving and not self.keeper.is_saving:
-            self.log.tell("save", self.saving)
-            self.saving = None
+        return self.stop.by is not None or self.keeper.failed is not None or self.log.events.stop_asked
 
     def _stop_early(self) -> None:
         """Raise `Stopped` on every rank, or why a save failed, when this step is saved."""
-        self.keeper.wait()
-        self._tell_saved()
-        if self.failed_save:
-            raise self.failed_save
+        self.keeper.finish()
+        if self.keeper.failed:
+            raise self.keeper.failed
         by = self.stop.by or signal.SIGTERM  # another rank's
         self._tell(f"stopped by {by.name} after step {self.step} of {self.total_steps}, which is saved")
         dist.barrier()  # a rank that ends earlier would have the others ended
@@ -247,23 +231,29 @@ class Trainer:
             yield batch, waited
 
     def _read(self, step: int) -> list[MicroBatch]:
-        state = state_of(self.model)
-        layout = state.plan.layout
-        return self.data.train.batch(
-            step,
-            global_batch_size=self.config.train.global_batch_size,
-            data_rank=state.plan.data_rank,
-            data_ranks=layout.data_ranks,
-            micro_batch_size=layout.micro_batch_size,
-            row_multiple=layout.row_multiple,
-        )
+        return self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
+
+    @property
+    def _share(self) -> dict[str, int]:
+        """Which of the rows are this rank's, as `PackedRows` is asked for them."""
+        plan = state_of(self.model).plan
+        return {
+            "data_rank": plan.data_rank,
+            "data_ranks": plan.layout.data_ranks,
+            "micro_batch_size": plan.layout.micro_batch_size,
+            "row_multiple": plan.layout.row_multiple,
+        }
+
+    def _evaluate(self, rows: PackedRows) -> float:
+        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`; equal on all ranks."""
+        return mean_loss(self.model, rows.sequential(max_tokens=self.config.eval.max_tokens, **self._share))
 
     def _learning_rate(self, step: int) -> float:
-        return learning_rate(step, **self.schedule)
+        return schedule.learning_rate(step, **self.schedule)
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """The options of `learning_rate`."""
+        """The options of `schedule.learning_rate`."""
         scheduler = self.config.scheduler
         return {
             "name": scheduler.name,
@@ -284,14 +274,14 @@ class Trainer:
             return
         self.skipped += 1
         what = "loss" if not math.isfinite(result.loss) else "gradient"
-        self.log.note(f"step {self.step}: the {what} is not finite; the update was skipped")
+        self.log.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
         self.log.happened("skipped", self.step, f"the {what} was not finite; the update was skipped")
 
     def _report_uncompiled(self) -> None:
         """Say it, once, when Dynamo has given up a block of this rank."""
         compiled = state_of(self.model).compiled
         for line in compiled.news() if compiled else ():
-            self.log.note(f"step {self.step}: {line}")
+            self.log.display.note(f"step {self.step}: {line}")
 
     def _stop_if_diverged(self) -> None:
         """Raise `RunFailed` when as many steps as that were skipped in a row."""
@@ -325,28 +315,6 @@ class Trainer:
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
-    def _row(self, result: StepResult, rate: float, seconds: float, waited: float) -> dict[str, Any]:
-        tokens_per_second = result.tokens / seconds
-        flops_done = self.costs.per_token * result.tokens + self.costs.per_squared_length * result.squared_lengths
-        tflops = flops_done / seconds / self.world.size / 1e12
-        peak = self.peak_tflops
-        return {
-            "step": self.step,
-            "train/loss": _finite(result.loss),
-            "train/grad_norm": _finite(result.grad_norm),
-            "train/learning_rate": rate,
-            "train/tokens_seen": self.tokens_seen,
-            "train/skipped_steps": self.skipped,
-            "perf/tokens_per_second": tokens_per_second,
-            "perf/tokens_per_second_per_device": tokens_per_second / self.world.size,
-            "perf/tflops_per_device": tflops,
-            "perf/mfu_pct": 100 * tflops / peak if peak else None,
-            "perf/step_seconds": seconds,
-            "perf/data_wait_pct": 100 * waited / seconds,
-            "perf/elapsed_seconds": self.log.seconds_before + time.monotonic() - self.began,
-            **({} if result.balance is None else result.balance.metrics()),
-        }
-
     @cached_property
     def peak_tflops(self) -> float | None:
         return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
@@ -354,52 +322,20 @@ class Trainer:
     def _write(self, row: dict[str, Any]) -> None:
         if not self._due(self.config.log.every) and "eval/loss" not in row:
             return
-        row |= self._peak_memory()
+        row |= self.memory.over_ranks()
         self.log.row(row)
-
-    def _peak_memory(self) -> dict[str, float | None]:
-        """The largest peaks over ranks, GiB."""
-        mine = {"memory/peak_gib": self.memory.gib}
-        if self.memory.reserved_gib is not None:
-            mine["memory/peak_reserved_gib"] = self.memory.reserved_gib
-        peaks = torch.tensor([-1.0 if each is None else each for each in mine.values()], device=self.world.device)
-        dist.all_reduce(peaks, dist.ReduceOp.MAX)
-        return {name: None if peak < 0 else peak for name, peak in zip(mine, peaks.tolist(), strict=True)}
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
-            ends = (self.data.eos_token_id,)
-            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.bos_token_ids)
+            ends = (self.data.tokenizer.eos_token_id,)
+            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.tokenizer.bos_token_ids)
             options = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
             text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
             self.log.sampled(self.step, prompt, text)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_file(str(self.data.tokenizer_dir / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-
-    def _save(self) -> None:
-        """Begin to save what `COUNTED` names, with the model; the last save of a run is waited for."""
-        self._report_save(wait=True)
-        self.log.look_at_folder()
-        self.keeper.save(self.step, {name: getattr(self, name) for name in COUNTED})
-        self.saving = self.keeper.directory / checkpoint.step_folder(self.step)
-
-    def _report_save(self, *, wait: bool = False) -> None:
-        """Say it when the last save has failed; the older checkpoint stands, and the run goes on or stops, as asked."""
-        failure = self.keeper.failure(wait=wait)
-        if failure is None:
-            self._tell_saved()
-            return
-        self.saving = None
-        if self.config.checkpoint.on_failure == "stop":
-            self.failed_save = failure
-        goes_on = "stops" if self.failed_save else "goes on"
-        self.log.note(f"step {self.step}: {failure.what}; training {goes_on}")
-        self.log.happened("save failed", self.step, failure.what)
+        return self.data.tokenizer.load()
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
@@ -409,9 +345,5 @@ class Trainer:
 
     def _tell(self, why: str | None) -> None:
         """Where everything is, and what to type next."""
-        self.log.closing(header.closing_lines(self, why))
-
-
-def _finite(number: float) -> float | None:
-    """JSON has no infinities: they become null."""
-    return number if math.isfinite(number) else None
+        if self.world.is_first:  # which looks for files
+            self.log.display.closing(header.closing_lines(self, why))

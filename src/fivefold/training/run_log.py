@@ -1,39 +1,43 @@
 """What a run tells of itself: the screen, the places of `log.to`, samples, its history, and Python callbacks.
 
-The first rank tells. On every other rank a `RunLog` is never opened, and its methods do nothing.
+The first rank tells. On every other rank a `RunLog` is never opened: nobody sees its display, and nothing is written.
 """
 
+import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.files import replace
-from fivefold.core.json_lines import JsonLines
-from fivefold.launch.events import Events
+from fivefold.core.interrupts import Stopped
+from fivefold.core.json_lines import JsonLines, Row
+from fivefold.launch.events import Events, Listener
+from fivefold.launch.folder import LOCK, FolderLock
 from fivefold.training import record
-from fivefold.training.display import Line, PlainDisplay, open_display
-from fivefold.training.held_folder import HeldFolder
-from fivefold.training.metrics import Row, Sink, open_sinks
-from fivefold.training.stop import Stopped
+from fivefold.training.display import Line, open_display, unseen
+from fivefold.training.trackers import TRACKERS, TrackerSink
 
 
 class RunLog:
-    """`events`: where Python callbacks are told, if anybody listens. `seconds_before`: what earlier starts of this run
-    took, up to the step that this one goes on from."""
+    """`display`: the screen. `events`: where Python callbacks are told. `folder`: where all is written.
 
-    def __init__(self, folder: HeldFolder) -> None:
-        self.events: Events | None = None
+    `seconds_before`: what earlier starts of this run took, up to the step that this one goes on from.
+    """
+
+    def __init__(self, run_dir: Path, events: Events | None = None) -> None:
+        self.events: Events = events or Listener()  # to which nobody listens
+        self.folder = HeldFolder(run_dir)
         self.seconds_before = 0.0
-        self._folder, self._run_dir = folder, folder.run_dir
-        self._display: PlainDisplay | None = None
-        self._sinks: list[Sink] = []
-        self._history: history.Log | None = None
+        self.display = unseen()
+        self._sinks: list[JsonLines | TrackerSink] = []
         self._samples: JsonLines | None = None
+        self._history: history.Log | None = None
 
     def open(
         self, stack: ExitStack, config: RunConfig, lines: list[Line], about: Mapping[str, Any], *,
@@ -41,19 +45,23 @@ class RunLog:
     ) -> None:  # fmt: skip
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: what the history
         keeps of this start."""
-        replace(self._run_dir / "run.yaml", config.to_yaml().encode())
-        self._display = stack.enter_context(open_display(total_steps=total_steps, start=step))
-        self._display.header(lines)
-        self._sinks = open_sinks(config, last_step=step, say=self._display.note)
-        for sink in self._sinks:
+        replace(config.run_dir / "run.yaml", config.to_yaml().encode())
+        self.display = stack.enter_context(open_display(total_steps=total_steps, start=step))
+        self.display.header(lines)
+        say = self.display.note
+        # Before rows are written or cut away: one may not start, and all look for the last row of an earlier attempt.
+        trackers = [TrackerSink(name, config, last_step=step, say=say) for name in TRACKERS if name in config.log.to]
+        rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say)
+        self.seconds_before = rows.last.get("perf/elapsed_seconds", 0.0)
+        self._sinks = [rows, *trackers]
+        if config.sample.every and config.sample.prompts:
+            self._samples = JsonLines(config.run_dir / "samples.jsonl", last_step=step, say=say)
+        for sink in (*self._sinks, self._samples):
             stack.push(partial(_close_sink, sink))
-            if isinstance(sink, JsonLines):
-                self.seconds_before = sink.last.get("perf/elapsed_seconds", 0.0)
-        stack.callback(self._close_samples)
         if step < total_steps:
-            self._history = history.Log(self._run_dir, self._display.note)
+            self._history = history.Log(config.run_dir, say)
             self._history.write("start", step, **about, header=lines)
-        self._folder.remember("run.yaml", record.NAME)
+        self.folder.remember("run.yaml", record.NAME)
 
     def close(self, step: int, error: BaseException | None) -> None:
         """Note in the history how this start ends after `step` steps, in whatever way a process can tell of."""
@@ -61,66 +69,29 @@ class RunLog:
             self._history.write("end", step, what="finished" if error is None else _how(error))
             self._history.close()
 
-    def _close_samples(self) -> None:
-        if self._samples:
-            self._samples.close()
-
-    def note(self, text: str) -> None:
-        """Say something that needs attention."""
-        if self._display:
-            self._display.note(text)
-
     def happened(self, event: str, step: int, what: str) -> None:
         """Keep an event of this step in the history."""
         if self._history:
             self._history.write(event, step, what=what)
 
-    def tell(self, kind: str, value: Any) -> None:
-        """Tell the callbacks, if there are any."""
-        if self.events:
-            self.events.tell(kind, value)
-
-    @property
-    def stop_asked(self) -> bool:
-        """Whether a callback asks to stop."""
-        return self.events is not None and self.events.stop_asked
-
     def row(self, row: Row) -> None:
         """Write and show a row of metrics."""
-        self.look_at_folder()
+        self.folder.look(self.display.note)
         for sink in self._sinks:
             sink.write(row)
-        if self._display:
-            self._display.step(row)
-
-    def evaluated(self, step: int, loss: float) -> None:
-        """Show a validation loss."""
-        if self._display:
-            self._display.evaluated(step, loss)
+        self.display.step(row)
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Write and show a sample. `samples.jsonl` is first cut back to the steps before this one."""
-        if self._display:
-            if self._samples is None:
-                path = self._run_dir / "samples.jsonl"
-                self._samples = JsonLines(path, last_step=step - 1, say=self.note)
+        """Write and show a sample."""
+        if self._samples:
             self._samples.write({"step": step, "prompt": prompt, "text": text})
-            self._display.sampled(step, prompt, text)
-
-    def look_at_folder(self) -> None:
-        """Make the run folder again where someone removed it."""
-        if self._display:
-            self._folder.look(self.note)
-
-    def closing(self, lines: list[Line]) -> None:
-        """Say where everything is, and what to type next."""
-        if self._display:
-            self._display.closing(lines)
+        self.display.sampled(step, prompt, text)
 
 
-def _close_sink(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
+def _close_sink(sink: JsonLines | TrackerSink | None, kind: type[BaseException] | None, *_: object) -> None:
     """As the run ends. One that was asked to stop has not failed."""
-    sink.close(failed=kind is not None and not issubclass(kind, Stopped))
+    if sink:
+        sink.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
 def _how(error: BaseException) -> str:
@@ -130,3 +101,56 @@ def _how(error: BaseException) -> str:
     if isinstance(error, UserError):
         return error.what
     return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+class HeldFolder:
+    """Rank 0's hold on its run folder; on other ranks nothing is taken, and nothing done. A folder that someone
+    removes is made again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self._lock = run_dir, None
+        self._files: dict[str, bytes] = {}
+        self._is_lost = False
+
+    _lock: FolderLock | None
+
+    def take(self) -> None:
+        """Keep other runs from writing to it. Raises `UserError` when one does already."""
+        self._lock = FolderLock(self.run_dir)
+
+    def release(self) -> None:
+        """Let others write."""
+        if self._lock:
+            self._lock.release()
+        self._lock = None
+
+    def remember(self, *names: str) -> None:
+        """Keep the contents of these small files, to write them again if the folder is removed."""
+        self._files |= {name: (self.run_dir / name).read_bytes() for name in names}
+
+    def look(self, say: Callable[[str], None]) -> None:
+        """See whether the folder is there; one that was removed is made again, with the files that were remembered.
+
+        Raises `UserError` when another run has taken its place. What cannot be written is said, once.
+        """
+        if self._lock is None or self._lock.is_at(self.run_dir / LOCK):
+            return
+        gone = {name: content for name, content in self._files.items() if not (self.run_dir / name).exists()}
+        try:
+            (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+            lock, self._lock = self._lock, FolderLock(self.run_dir)
+            lock.release()
+            for name, content in gone.items():
+                replace(self.run_dir / name, content)
+        except OSError as error:
+            if not self._is_lost:
+                say(f"WARNING: {self.run_dir} was removed, and cannot be made again: {error.strerror or error}")
+            self._is_lost = True
+            return
+        self._is_lost = False
+        if not gone:  # the lock alone
+            return
+        there = "its checkpoints are gone, and the next one is saved on time"
+        if any(os.scandir(self.run_dir / "checkpoints") if (self.run_dir / "checkpoints").is_dir() else ()):
+            there = "its checkpoints are there"
+        say(f"WARNING: {self.run_dir} was removed while this run writes to it; it is made again: {there}")

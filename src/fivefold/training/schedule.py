@@ -1,8 +1,14 @@
-"""The learning rate as a pure function of the optimizer step: nothing to save, nothing to tick twice."""
+"""How long a run is, its warm-up, and the learning rate as a pure function of the optimizer step: nothing to save,
+nothing to tick twice."""
 
-from math import cos, pi
+from fractions import Fraction
+from math import ceil, cos, pi
+
+from fivefold.config import RunConfig
+from fivefold.data.prepare import PreparedData
 
 WSD_DECAY = 0.1  # the last tenth of the run decays (MiniCPM, arXiv:2404.06395)
+_WARMUP_STEPS, _WARMUP_PART = 100, Fraction(1, 20)  # what `auto` is: the smaller of the two
 
 
 def learning_rate(
@@ -25,3 +31,50 @@ def learning_rate(
     if name == "cosine":
         return low + (peak - low) * (1 + cos(pi * done)) / 2
     return peak + (low - peak) * done
+
+
+def total_steps(config: RunConfig, data: PreparedData) -> int:
+    """Optimizer steps of the run, at least 1, whichever way the run file says them."""
+    train = config.train
+    if train.max_steps:
+        return train.max_steps
+    if train.max_epochs:
+        rows = Fraction(str(train.max_epochs)) * data.train.epoch_rows  # str: 0.1 is a tenth
+        return max(1, ceil(rows / train.global_batch_size))
+    tokens_per_step = data.train.tokens_per_row * train.global_batch_size
+    return max(1, ceil((train.max_tokens or 0) / tokens_per_step))
+
+
+def settled(config: RunConfig, total: int, *, before: int | None) -> RunConfig:
+    """The config with a number for `scheduler.warmup_steps`.
+
+    `before`: that of the checkpoint which the run goes on from. Where the run file leaves the number open, a run that
+    is made longer keeps it: the rates of the steps that are done would have been others.
+    """
+    asked = config.scheduler.warmup_steps
+    if isinstance(asked, int):
+        return config
+    part = _WARMUP_PART if isinstance(asked, str) else Fraction(str(asked))
+    steps = ceil(part * total) if before is None else before
+    if asked == "auto" and before is None:
+        steps = min(_WARMUP_STEPS, steps)
+    return config.model_copy(update={"scheduler": config.scheduler.model_copy(update={"warmup_steps": steps})})
+
+
+def warning(config: RunConfig, total: int) -> str | None:
+    """What to say of a warm-up that is longer than the run, which then never comes to its learning rate."""
+    warmup, peak = int(config.scheduler.warmup_steps), config.optimizer.learning_rate
+    if warmup <= total:
+        return None
+    return (
+        f"scheduler.warmup_steps {warmup:,} is longer than the run of {total:,} steps: the learning rate reaches "
+        f"{peak * total / warmup:.3g}, not the {peak:.3g} of optimizer.learning_rate; scheduler.warmup_steps=auto fits"
+    )
+
+
+def epochs_text(config: RunConfig, data: PreparedData, steps: int) -> str:
+    """`178 rows; 20 steps read them 1.8 times`."""
+    times = data.train.epochs(steps * config.train.global_batch_size)
+    often = f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
+    per_epoch = "" if len(data.train.pools) == 1 else f", {float(data.train.epoch_rows):,.0f} an epoch by their weights"
+    return f"{len(data.train):,} rows{per_epoch}; {steps:,} steps read them {often} times"

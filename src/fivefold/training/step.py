@@ -1,21 +1,26 @@
-"""One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update."""
+"""One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update. The loss
+of batches alone, by the same passes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
+from math import isfinite, nan, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes
 from fivefold.parallel.balance import BalanceOptions, BalanceResult, dropped
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
+from fivefold.parallel.data import reshard
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.state import ParallelState, state_of
+from fivefold.torch_internals import norms, scale_
 from fivefold.training.flops import squared_lengths
-from fivefold.training.optimizer import all_reduce_sum, clip_, squared_norm
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,74 @@ def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.devi
 
 def _rows(batch: MicroBatch) -> int:
     return len(batch.input_ids) if batch.row_tokens is None else int((batch.row_tokens > 0).sum())
+
+
+def local_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, this rank's part of the gradient) of every parameter that has one."""
+    return [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+
+
+def squared_norm(model: nn.Module) -> Tensor:
+    """This rank's share of the squared gradient norm, fp64 scalar: each element of the model counted on one rank only.
+
+    The sum over the world is the squared norm of the whole gradient, replicated parameters counted once
+    (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
+    """
+    state = state_of(model)
+    owned = [gradient for name, gradient in local_gradients(model) if state.plan.is_owner(name) and gradient.numel()]
+    if not owned:
+        return torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    return torch.stack(norms(owned)).double().square().sum()
+
+
+def clip_(model: nn.Module, norm: float, max_norm: float) -> None:
+    """Scale the gradients so that their global norm is at most `max_norm` (0: no clipping), by torch's own rule."""
+    factor = max_norm / (norm + 1e-6)
+    gradients = [gradient for _, gradient in local_gradients(model)]
+    if max_norm > 0 and factor < 1.0 and gradients:
+        scale_(gradients, factor)
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum over the world, in place."""
+    dist.all_reduce(tensor)
+    return tensor
+
+
+# ---- the loss alone --------------------------------------------------------------------------------------------------
+
+
+def mean_loss(model: Any, batches: Iterable[MicroBatch]) -> float:
+    """Mean cross entropy of this rank's micro batches and those of the others, as many on each; NaN without targets."""
+    state = state_of(model)
+    device = next(model.parameters()).device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    with evaluating(model):
+        for batch in batches:
+            totals[0] += passes.loss(model, to_device(batch, device))
+            totals[1] += batch.targets
+    if not state.plan.owns_loss:
+        totals[0] = 0
+    if not state.plan.is_first_of_row:
+        totals[1] = 0
+    loss, targets = all_reduce_sum(totals).tolist()
+    return float(loss / targets) if targets else nan
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """No gradients, eval mode; afterwards the gathered parameters are dropped, for the next step changes them."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        reshard(model)
+
+
+# ---- what a step sends -----------------------------------------------------------------------------------------------
 
 
 def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chunks: int | None = None) -> StepShape:

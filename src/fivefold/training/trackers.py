@@ -11,11 +11,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import replace
+from fivefold.launch.folder import last_logged_step
 
 PROJECT = "fivefold"
 IDS = "trackers.json"
@@ -23,107 +24,77 @@ _LONGEST_PARAM = 6000  # characters that MLflow keeps of a parameter's value
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a tracker is told of a run. `id`: of its run there that goes on; None: a new one. `last_step`: where it goes
-    on, 0 for a new one."""
-
-    name: str
-    folder: Path
-    config: Mapping[str, Any]
-    id: str | None
-    last_step: int
-
-
-class Tracker(Protocol):
-    """Made of a `Card`, it has begun or gone on with a run of its own, `id`; "" for one that keeps none."""
+class Tracker:
+    """What has begun or gone on with a run of its own, `id` ("": it keeps none). `log` takes values and their step,
+    `finish` whether the run failed."""
 
     id: str
+    log: Callable[[dict[str, float], int], object]
+    finish: Callable[[bool], object]
 
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-    def finish(self, *, failed: bool) -> None: ...
 
-
-class WandB:
+def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """Weights & Biases; its files lie in the run folder. Steps that its run has already are dropped by W&B itself."""
+    import wandb
 
-    def __init__(self, card: Card) -> None:
-        import wandb
-
-        ours = {"project": PROJECT, "name": card.name, "dir": str(card.folder)}
-        self.id = card.id or secrets.token_hex(4)
-        self._run = wandb.init(
-            **{key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ},
-            id=self.id,
-            resume="allow",
-            config=dict(card.config),
-            allow_val_change=True,  # a run may go on under another layout
-            settings=wandb.Settings(console="off"),  # the live panel repaints itself
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, *, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    ours = {"project": PROJECT, "name": config.run.name, "dir": str(config.run_dir)}
+    name = known or secrets.token_hex(4)
+    run = wandb.init(
+        **{key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ},
+        id=name,
+        resume="allow",
+        config=_plain(config),
+        allow_val_change=True,  # a run may go on under another layout
+        settings=wandb.Settings(console="off"),  # the live panel repaints itself
+    )
+    return Tracker(
+        name,
+        lambda values, step: run.log(values, step=step),
+        lambda failed: run.finish(exit_code=int(failed)),
+    )
 
 
-class MLflow:
+def to_mlflow(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """MLflow; the config as parameters, which never change there, so that a run that goes on keeps its first ones."""
+    import mlflow
 
-    def __init__(self, card: Card) -> None:
-        import mlflow
-
-        self._mlflow = mlflow
-        if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
-            mlflow.set_experiment(PROJECT)
-        run = mlflow.start_run(run_id=card.id) if card.id else mlflow.start_run(run_name=card.name)
-        self.id = str(run.info.run_id)
-        if not card.id:
-            mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in flat(card.config).items()})
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def finish(self, *, failed: bool) -> None:
-        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+    if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
+        mlflow.set_experiment(PROJECT)
+    run = mlflow.start_run(run_id=known) if known else mlflow.start_run(run_name=config.run.name)
+    if not known:
+        mlflow.log_params({key: str(value)[:_LONGEST_PARAM] for key, value in flat(_plain(config)).items()})
+    return Tracker(
+        str(run.info.run_id),
+        lambda values, step: mlflow.log_metrics(values, step=step),
+        lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"),
+    )
 
 
-class Trackio:
+def to_trackio(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """Trackio, whose runs go by their names."""
+    import trackio
 
-    def __init__(self, card: Card) -> None:
-        import trackio
-
-        self._trackio, self.id = trackio, card.id or card.name
-        trackio.init(PROJECT, name=self.id, config=flat(card.config), resume="allow" if card.id else "never")
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(values), step=step)
-
-    def finish(self, *, failed: bool) -> None:
-        self._trackio.finish()
+    name = known or config.run.name
+    trackio.init(PROJECT, name=name, config=flat(_plain(config)), resume="allow" if known else "never")
+    return Tracker(name, lambda values, step: trackio.log(values, step=step), lambda _: trackio.finish())
 
 
-class TensorBoard:
+def to_tensorboard(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """TensorBoard event files (extra `tensorboard`). Rows of an earlier attempt after `last_step` are purged."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    id = ""
+    writer: Any = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=last_step + 1)
 
-    def __init__(self, card: Card) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(card.folder / "tensorboard"), purge_step=card.last_step + 1)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def finish(self, *, failed: bool) -> None:
-        self._writer.close()
+    return Tracker("", log, lambda _: writer.close())
 
 
-TRACKERS: dict[str, Callable[[Card], Tracker]] = {
-    "wandb": WandB, "mlflow": MLflow, "trackio": Trackio, "tensorboard": TensorBoard
+# Each begins a run there, or goes on with the one whose id is `known`. `last_step`: where our run goes on, else 0.
+TRACKERS: dict[str, Callable[[RunConfig, str | None, int], Tracker]] = {
+    "wandb": to_wandb, "mlflow": to_mlflow, "trackio": to_trackio, "tensorboard": to_tensorboard
 }  # fmt: skip
 _ADVICE = {
     "wandb": "log in with `wandb login`, or set WANDB_MODE=offline",
@@ -136,21 +107,18 @@ _ADVICE = {
 class TrackerSink:
     """A tracker that cannot stop a run: it fails before the first step, with an error, or is said once and let go."""
 
-    def __init__(
-        self, name: str, config: RunConfig, *, last_step: int, logged: int, say: Callable[[str], None]
-    ) -> None:
-        """`last_step`: where the run goes on, 0 for a new one; `logged`: the last row of an earlier attempt.
+    def __init__(self, name: str, config: RunConfig, *, last_step: int, say: Callable[[str], None]) -> None:
+        """`last_step`: where the run goes on, 0 for a new one. `metrics.jsonl` is as an earlier attempt left it.
 
         Raises `UserError` when the tracker of a new run cannot be started.
         """
         self._name, self._say = name, say
-        ids = _Ids(config.run_dir / IDS)
-        known = ids.read().get(name) if last_step else None
-        self._sent = logged if known else 0
+        ids = config.run_dir / IDS
+        known = _read(ids).get(name) if last_step else None
+        self._sent = last_logged_step(config) if known else 0
         self._tracker: Tracker | None = None
-        card = Card(config.run.name, config.run_dir, config.model_dump(mode="json", by_alias=True), known, last_step)
         try:
-            self._tracker = TRACKERS[name](card)
+            self._tracker = TRACKERS[name](config, known, last_step)
         except Exception as error:
             if not last_step:
                 what = f"log.to names {name}, which does not start: {first_line(error)}"
@@ -159,43 +127,37 @@ class TrackerSink:
             return
         try:
             if self._tracker.id:
-                ids.keep(name, self._tracker.id)
+                replace(ids, json.dumps({**_read(ids), name: self._tracker.id}).encode() + b"\n")
         except OSError as error:
-            say(f"{ids.path} cannot be written: {error.strerror or error}; a resume begins a new {name} run")
+            say(f"{ids} cannot be written: {error.strerror or error}; a resume begins a new {name} run")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        if self._tracker is None or row["step"] <= self._sent:
-            return
         values = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
-        try:
-            self._tracker.log(values, row["step"])
-        except Exception as error:
-            self._let_go(error)
+        if row["step"] > self._sent:
+            self._tell(lambda tracker: tracker.log(values, row["step"]))
 
     def close(self, *, failed: bool = False) -> None:
-        if self._tracker is None:
-            return
-        try:
-            self._tracker.finish(failed=failed)
-        except Exception as error:
-            self._let_go(error)
+        self._tell(lambda tracker: tracker.finish(failed))
+
+    def _tell(self, tell: Callable[[Tracker], object]) -> None:
+        if self._tracker:
+            try:
+                tell(self._tracker)
+            except Exception as error:
+                self._let_go(error)
 
     def _let_go(self, error: Exception) -> None:
         self._tracker = None
         self._say(f"{self._name} failed: {first_line(error)}; the run goes on without it")
 
 
-@dataclass(frozen=True)
-class _Ids:
-    """The file that keeps the id that each tracker gave to the run."""
+def _read(ids: Path) -> dict[str, str]:
+    """The id that each tracker gave to the run."""
+    return json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
 
-    path: Path
 
-    def read(self) -> dict[str, str]:
-        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-
-    def keep(self, name: str, value: str) -> None:
-        replace(self.path, json.dumps({**self.read(), name: value}).encode() + b"\n")
+def _plain(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

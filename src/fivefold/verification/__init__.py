@@ -5,18 +5,48 @@ No torch until a proof begins. In order: `reduced_model`, `proof_case` (document
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.config import RunConfig
-from fivefold.core.errors import RunFailed
-from fivefold.core.layout import Layout
+from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.layout import COMPUTE, Layout
+from fivefold.launch.model import check_model
+from fivefold.launch.report_once import one_voice
+from fivefold.launch.world import find_world
 
 if TYPE_CHECKING:
     from fivefold.verification.report import VerifyReport
 
 QUICK_STEPS, STEPS = 5, 20
+MORE = "docs/verify.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """What to prove, and how. `layouts`: the text of each by the name that it is called by; `thin`: on a narrow model;
+    `seq_length` None: short rows; `scratch`: an empty folder that all ranks see. Plain data: workers read it as JSON.
+    """
+
+    config: str  # a run file
+    layouts: dict[str, str]
+    thin: bool = False
+    steps: int = STEPS
+    seq_length: int | None = None
+    seed: int = 1234
+    quiet: bool = False
+    scratch: str = ""
+
+    @property
+    def parsed(self) -> dict[str, Layout]:
+        """The layouts by name."""
+        return {name: Layout.parse(text) for name, text in self.layouts.items()}
+
+    @property
+    def folder(self) -> Path:
+        """`scratch` as a path."""
+        return Path(self.scratch)
 
 
 def main(
@@ -40,39 +70,58 @@ def main(
     layouts of its size run, and the others are listed as not run. `publish` is given the report, on the first rank
     only, before any rank goes on. Raises `UserError` for a request that cannot be met.
     """
-    from fivefold.config import load_config
-    from fivefold.launch.report_once import one_voice
-    from fivefold.launch.world import find_world
-    from fivefold.verification.request import Options, resolve
-
     with one_voice(find_world("cpu")):
         config = load_config(path, overrides)
-        asked = resolve(path, overrides, layouts, precision)
-    options = Options(
-        thin=thin or quick, steps=steps or (QUICK_STEPS if quick else STEPS), seq_length=seq_length, seed=seed,
-        quiet=quiet,
+        found = resolve(path, overrides, layouts, precision)
+    request = VerifyRequest(
+        config=config.to_yaml(), layouts={name: str(layout) for name, layout in found.items()}, thin=thin or quick,
+        steps=steps or (QUICK_STEPS if quick else STEPS), seq_length=seq_length, seed=seed, quiet=quiet,
     )  # fmt: skip
     from fivefold.verification.launch import start
 
-    return start(config, asked, options, publish or (lambda report: None))
+    return start(config, request, publish or (lambda report: None))
 
 
 def before_training(config: RunConfig, layout: Layout) -> None:
     """Prove the layout of a run on a thin model, in fp64, and say so. Raises `RunFailed` where it is not proved."""
     from fivefold.verification.launch import start
-    from fivefold.verification.report import first_sentence
-    from fivefold.verification.request import Options
 
     def say(report: "VerifyReport") -> None:
         if report.ok:
             print(f"{text} is proved on thin weights: {len(report.rows)} comparisons with one process", flush=True)
 
     text = str(layout)
-    options = Options(thin=True, steps=QUICK_STEPS, quiet=True)
-    report = start(config, {text: replace(layout, precision="fp64")}, options, say)
+    layouts = {text: str(replace(layout, precision="fp64"))}
+    request = VerifyRequest(config=config.to_yaml(), layouts=layouts, thin=True, steps=QUICK_STEPS, quiet=True)
+    report = start(config, request, say)
     if not report.ok:
         raise RunFailed(
-            f"{text} does not compute what one process computes: {first_sentence(report.found[0])}",
+            f"{text} does not compute what one process computes: {report.found[0].why}",
             fix=f"fivefold verify with --quick --layouts {text} --html verify.html shows everything",
-            more="docs/verify.md",
+            more=MORE,
         )
+
+
+def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], precision: str) -> dict[str, Layout]:
+    """The layouts to prove: each as a run with `layout: TEXT` has it, in `precision` where the text states none.
+
+    Raises `UserError` for a text that is not a layout, a layout named twice, or one that this model cannot have.
+    """
+    if not texts:
+        raise UserError("no layouts to prove", fix="name some: --layouts tp2,shard2.tp2", more=MORE)
+    if precision not in (*COMPUTE, "run"):
+        raise UserError(f"precision {precision!r} is not known", fix=f"one of {', '.join(COMPUTE)}, run", more=MORE)
+    found: dict[str, Layout] = {}
+    for text in texts:
+        config = load_config(path, [*overrides, f"layout={text}"])
+        check_supported(config)
+        check_model(config, weights=False)
+        layout = config.layout
+        if precision != "run" and Layout.parse(text).precision == Layout().precision:
+            layout = replace(layout, precision=precision)
+        if layout.dp_shard == -1:
+            raise UserError(f"layout {text}: how many ranks is shard-1?", fix="write a number: shard2", more=MORE)
+        if layout in found.values():
+            raise UserError(f"layout {text} is named twice", fix="name each layout once", more=MORE)
+        found[text] = layout
+    return found

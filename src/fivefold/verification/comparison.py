@@ -61,20 +61,15 @@ class Comparison:
             key = f"{kind}/{name}"
             per_rank = [each.get(key) for each in everyone]
             if any(each is not None for each in per_rank):
-                rows.append(judge(key, per_rank, norms[name], floor, self._tolerances.of(key), self._state.plan.layout))
+                rows.append(judge(key, per_rank, norms[name], floor, self.allowed(key), self._state.plan.layout))
         return rows
 
     def numbers(self, mine: Mapping[str, float]) -> None:
-        """A row for each number: the largest of all ranks."""
+        """A row for each number, a key: the largest of all ranks. What is not a number is larger than all."""
         everyone = everywhere(dict(mine))
         for what in mine:
-            self.number(what, max(each[what] for each in everyone), None)
-
-    def number(self, what: str, error: float, tolerance: float | None, where: str = "") -> None:
-        """A row for a number: the largest of all ranks. `tolerance` None: that of the key `what`."""
-        error = max(everywhere(error), key=lambda each: math.inf if math.isnan(each) else each)
-        allowed = self._tolerances.of(what) if tolerance is None else tolerance
-        self.found.add(Row(what, error, allowed, error <= allowed, where))
+            error = max((each[what] for each in everyone), key=lambda each: math.inf if math.isnan(each) else each)
+            self.found.add(Row(what, error, self.allowed(what), error <= self.allowed(what)))
 
     def count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
         """A row that counts what is wrong on any rank (`say`: also when nothing is)."""

@@ -6,7 +6,8 @@ the reference, so that no rank holds more than its own.
 Legend: B rows of a micro batch, T tokens of a row, F features (trailing dimensions flattened).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,31 @@ from fivefold.verification.reference_tensors import Distance, ReferenceTensors
 Distances = dict[str, Distance]
 
 
-def first_tensor(values: Any) -> Tensor | None:
-    """A module's output, or the first tensor of a tuple of them."""
-    if isinstance(values, tuple | list):
-        values = values[0] if values else None
-    return values if isinstance(values, Tensor) else None
+def watch(
+    model: nn.Module, outputs: Collection[str], inputs: Collection[str], note: Callable[[str, Tensor], None]
+) -> list[Any]:
+    """Call `note(name, values)` with what each module of `outputs` computes, and with what each of `inputs` is given,
+    as `NAME input`; of a tuple with its first tensor. The handles that end it."""
+
+    def hook(name: str, at: int) -> Callable[..., None]:
+        def noted(*call: Any) -> None:  # module, arguments, output
+            values = call[at]
+            values = values[0] if isinstance(values, tuple | list) and values else values
+            if isinstance(values, Tensor):
+                note(name, values)
+
+        return noted
+
+    modules = dict(model.named_modules())
+    before = [modules[name].register_forward_pre_hook(hook(f"{name} input", 1)) for name in modules if name in inputs]
+    return before + [modules[name].register_forward_hook(hook(name, 2)) for name in modules if name in outputs]
+
+
+def by_row(values: Tensor, token_dim: int, rows: int) -> Tensor:
+    """What a module computed of `rows` rows, as [B, T, F]. `token_dim` 0: rows and tokens are one dimension."""
+    if token_dim == 0:
+        return values.reshape(rows, values.shape[0] // rows, -1)
+    return values.movedim(token_dim, 1).flatten(2) if values.ndim > 2 else values.unsqueeze(-1)
 
 
 def _accumulation(parameter: Tensor) -> Any:
@@ -40,20 +61,17 @@ def _accumulation(parameter: Tensor) -> Any:
 
 class Observer:
     """Inside (`with`), every forward and backward pass of `model` is compared with `reference`, micro batch by micro
-    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type, and
-    `unseen` those whose output could not be placed."""
+    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type."""
 
     def __init__(self, model: Any, reference: ReferenceTensors, documents: Documents) -> None:
         self._model, self._reference, self._documents = model, reference, documents
         self._state = state_of(model)
         layout = self._state.plan.layout
         self._rows = row_numbers(layout, len(documents), self._state.plan.data_rank)
-        self._tp_rank = self._state.plan.coords.tp
         self._token_dims: Mapping[str, int] = reference.about["token_dims"]
         self._handles: list[Any] = []
         self._micro_batch, self._passes, self._inside = -1, 0, False
         self._seen: set[str] = set()
-        self._splits: dict[tuple[str, int, int], ShardSpec] = {}
         self._hidden_size = model.config.get_text_config().hidden_size
         self._early = _before_layers(model, self._state.plan.anatomy.layers[0])
         self._is_later_stage = False  # of a pipeline, in the pass under way
@@ -62,23 +80,21 @@ class Observer:
         self._nodes: list[Any] = []  # of the graph; alive, or their hooks would go with them
         self.distances: Distances = {}
         self.types: dict[str, str] = {}
-        self.unseen: set[str] = set()
 
     def __enter__(self) -> "Observer":
         anatomy = self._state.plan.anatomy
         base = self._model.get_submodule(anatomy.base)
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
-        for name, module in self._model.named_modules():
-            if isinstance(module, StageStub):
-                continue  # another stage's module is compared where it is
+        # Another stage's module is compared where it is.
+        here = {name: each for name, each in self._model.named_modules() if not isinstance(each, StageStub)}
+        for module in here.values():
             own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
             if own:
-                self._handles.append(module.register_forward_pre_hook(self._parameters(own)))
-            if name in self._token_dims and name != anatomy.head:
-                self._handles.append(module.register_forward_hook(self._after(name)))
-            if f"{name} input" in self._token_dims:
-                self._handles.append(module.register_forward_pre_hook(self._given(name)))
+                self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, own)))
+        outputs = [name for name in here if name in self._token_dims and name != anatomy.head]
+        inputs = [name for name in here if f"{name} input" in self._token_dims]
+        self._handles += watch(self._model, outputs, inputs, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,37 +145,24 @@ class Observer:
     def _end(self, *_: Any) -> None:
         self._inside = False
 
-    def _parameters(self, own: Sequence[tuple[str, str]]) -> Callable[..., None]:
+    def _watch_parameters(self, own: Sequence[tuple[str, str]], module: nn.Module, _: Any) -> None:
         """Watch the gradients of a module's parameters as they are when it runs: gathered."""
+        for leaf, name in own:
+            parameter = module._parameters[leaf]
+            if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                self._nodes.append(_accumulation(parameter))
+                self._handles.append(self._nodes[-1].register_prehook(partial(self._accumulate, name)))
 
-        def hook(module: nn.Module, _: Any) -> None:
-            for leaf, name in own:
-                parameter = module._parameters[leaf]
-                if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
-                    self._hooked.add(id(parameter))
-                    self._nodes.append(_accumulation(parameter))
-                    self._handles.append(self._nodes[-1].register_prehook(self._accumulate(name)))
+    def _accumulate(self, name: str, gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is None:  # a pipeline puts it off
+            return
+        gradient = local(gradients[0]).detach().double()
+        self._raw[name] = self._raw[name] + gradient if name in self._raw else gradient.clone()
 
-        return hook
-
-    def _accumulate(self, name: str) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def hook(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is None:  # a pipeline puts it off
-                return
-            gradient = local(gradients[0]).detach().double()
-            self._raw[name] = self._raw[name] + gradient if name in self._raw else gradient.clone()
-
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
-        return lambda _module, _args, out: self._note(name, first_tensor(out))
-
-    def _given(self, name: str) -> Callable[..., None]:
-        return lambda _module, args: self._note(f"{name} input", first_tensor(args))
-
-    def _note(self, name: str, values: Tensor | None) -> None:
+    def _note(self, name: str, values: Tensor) -> None:
         """Compare an output, and its gradient when that comes. What recompute computes again is not looked at."""
-        if values is None or not self._inside or name in self._seen:
+        if not self._inside or name in self._seen:
             return
         self._seen.add(name)
         if name in self._early and self._is_later_stage and values.shape[-1] == self._hidden_size:
@@ -168,16 +171,13 @@ class Observer:
         expected_type = self._reference.about["dtypes"].get(name)
         if expected_type and str(values.dtype) != expected_type:
             self.types[name] = f"{values.dtype} instead of {expected_type}"
-        if not self._compare(f"output/{name}", values, micro_batch):
-            self.unseen.add(name)
-        elif values.requires_grad and f"backward/{name}" in self._reference and not self._is_shared(name):
-            values.register_hook(self._on_gradient(f"backward/{name}", micro_batch))  # type: ignore[no-untyped-call]
+        is_placed = self._compare(f"output/{name}", values, micro_batch)
+        has_gradient = values.requires_grad and f"backward/{name}" in self._reference
+        if is_placed and has_gradient and not self._is_shared(name):
+            values.register_hook(partial(self._compare_gradient, name, micro_batch))  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self, key: str, micro_batch: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self._compare(key, gradient, micro_batch)
-
-        return hook
+    def _compare_gradient(self, name: str, micro_batch: int, gradient: Tensor) -> None:
+        self._compare(f"backward/{name}", gradient, micro_batch)
 
     # ---- where a rank's values belong ------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Observer:
         """Count how far `values` are from the reference's; False where it is not known what they are a part of."""
         name = key.partition("/")[2]
         rows = self._rows[micro_batch]
-        values_BTF = self._by_row(values.detach(), self._token_dims[name], len(rows))
+        values_BTF = by_row(values.detach(), self._token_dims[name], len(rows))
         features = self._reference.about["features"][key]
         blocks = self._blocks(name, features, values_BTF.shape[-1])
         if blocks is None or values_BTF.shape[0] not in (1, len(rows)):
@@ -200,15 +200,10 @@ class Observer:
                 stop = min(end, tokens_of(self._documents[row]))
                 if start < stop:
                     found = values_BTF[b if values_BTF.shape[0] > 1 else 0, at : at + stop - start]
-                    expected = self._reference.read(key, (slice(row, row + 1), slice(start, stop))).flatten(2)[0]
+                    expected = self._reference.read(key, (slice(row, row + 1), slice(start, stop)))[0]
                     distance.add(found, torch.cat([expected[:, slice(*block)] for block in blocks], dim=-1))
                 at += end - start
         return True
-
-    def _by_row(self, values: Tensor, token_dim: int, rows: int) -> Tensor:
-        if token_dim == 0:
-            return values.reshape(rows, values.shape[0] // rows, -1)
-        return values.movedim(token_dim, 1).flatten(2) if values.ndim > 2 else values.unsqueeze(-1)
 
     def _tokens(self, length: int) -> Sequence[Block] | None:
         """Which tokens of a row this rank has: its part over cp, and of that all, or its part under sequence
@@ -228,7 +223,7 @@ class Observer:
         if width == features:
             return [(0, features)]
         spec = self._split_of(name, features)
-        return None if spec is None else spec.splits[0].blocks[self._tp_rank]
+        return None if spec is None else spec.splits[0].blocks[self._state.plan.coords.tp]
 
     def _is_shared(self, name: str) -> bool:
         """Several ranks compute it (key/value heads fewer than tp, latents): each has a part of its gradient."""

@@ -6,12 +6,11 @@ highest.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress
 
-from fivefold.report.curves import label, nice
 from fivefold.report.names import layers_of, short_names
-from fivefold.report.plot import CHARACTER, LEFT, WIDTH, Axes, Linear, LogScale, entry, svg
+from fivefold.report.plot import CHARACTER, LEFT, WIDTH, Axes, Linear, LogScale, entry, label, nice, svg
+from fivefold.verification.results import Row
 
 TICKS = 60  # names under an axis; of more, only the layers are named
 GAP = 40.0  # pixels between two plots side by side
@@ -19,16 +18,7 @@ DASHES = "6 3"
 LEGEND = (("allowed", "var(--ink)", DASHES), ("more than is allowed", "var(--wrong)", ""))
 
 
-@dataclass(frozen=True)
-class Point:
-    """An error, and what is allowed."""
-
-    error: float
-    allowed: float
-    ok: bool = True
-
-
-Points = Mapping[str, Point]  # by name, in order
+Points = Mapping[str, Row]  # by name, in order
 
 
 def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, float]]) -> str:
@@ -52,7 +42,7 @@ def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, fl
         _errors(left, [ks.index(k) for k in points], list(points.values()), number)
         percents = matches.get(name, {})
         right.curve([tokens.index(k) for k in percents], list(percents.values()), number)
-    for limits in _merged([{ks.index(k): p.allowed for k, p in each.items()} for each in errors.values()]):
+    for limits in _merged([{ks.index(k): p.tolerance for k, p in each.items()} for each in errors.values()]):
         _allowed(left, limits)
     return svg((left, right), 285, _legend(errors, every))
 
@@ -76,7 +66,7 @@ def by_name(panels: Mapping[str, Mapping[str, Points]]) -> str:
         for name, points in panel.items():
             beside = (series.index(name) - (len(series) - 1) / 2) * 0.24
             _errors(axes, [place[each] + beside for each in points], list(points.values()), series.index(name), line=0)
-        for limits in _merged([{place[name]: p.allowed for name, p in points.items()} for points in panel.values()]):
+        for limits in _merged([{place[name]: p.tolerance for name, p in points.items()} for points in panel.values()]):
             _allowed(axes, limits)
         drawn.append(axes)
         top += 130
@@ -120,8 +110,8 @@ def losses(curves: Mapping[str, Sequence[float]], references: Mapping[str, Seque
 # ---- how -------------------------------------------------------------------------------------------------------------
 
 
-def _scale(points: Iterable[Point]) -> LogScale:
-    return LogScale(value for point in points for value in (point.error, point.allowed))
+def _scale(points: Iterable[Row]) -> LogScale:
+    return LogScale(value for point in points for value in (point.error, point.tolerance))
 
 
 def _places(names: Sequence[str]) -> Linear:
@@ -137,13 +127,13 @@ def _steps(values: Sequence[float]) -> range:
     return range(1, len(values) + 1)
 
 
-def _legend(names: Iterable[str], points: Iterable[Point]) -> list[tuple[str, str, str]]:
+def _legend(names: Iterable[str], points: Iterable[Row]) -> list[tuple[str, str, str]]:
     """An entry for each series, then what is allowed and what is wrong, where there is any."""
     oks = {point.ok for point in points}
     return [*(entry(name, number) for number, name in enumerate(names)), *LEGEND[: len(oks) and 1 + (False in oks)]]
 
 
-def _errors(axes: Axes, xs: Sequence[float], points: Sequence[Point], number: int, *, line: float = 1.4) -> None:
+def _errors(axes: Axes, xs: Sequence[float], points: Sequence[Row], number: int, *, line: float = 1.4) -> None:
     """A series, and a ring around what is more than is allowed."""
     axes.curve(xs, [point.error for point in points], number, line=line)
     wrong = [not point.ok for point in points]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint import Checkpoint, restore, save
+from fivefold.checkpoint import Checkpoint, Metadata, restore, save
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
@@ -30,13 +30,14 @@ from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import step as training
-from fivefold.training.optimizer import build_optimizer, local_gradients
+from fivefold.training.optimizers import build_optimizer
+from fivefold.training.step import local_gradients
 from fivefold.verification.comparison import Comparison, relative_number
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
-from fivefold.verification.proof_case import ProofCase, micro_batches, row_numbers, tokens_of
+from fivefold.verification.proof_case import LEARNING_RATE, ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
-from fivefold.verification.results import LayoutResult, Row
+from fivefold.verification.results import CONTROL, LayoutResult, Row
 
 PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
 
@@ -100,10 +101,12 @@ class Proof:
         """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
         with Observer(self.model, self.reference, self.case.documents(0)) as observer:
             loss = self._gradients()
-        self._passes(*observer.micro_batches)
+        seen, there = observer.micro_batches
+        wrong = f"{seen} of {there} on rank {dist.get_rank()}"
+        self.compare.count("micro batches", {} if seen == there else {wrong: wrong})
         self.compare.in_order("output", observer.distances)
         self.compare.count("types", observer.types)
-        self._losses(loss)
+        self.compare.numbers({"loss": relative_number(float(loss), float(self.reference.whole("losses")[0]))})
         self.compare.in_order("backward", observer.distances)
         observer.raw_gradients()
         self.compare.in_order("raw", observer.distances, names=self._backwards())
@@ -159,9 +162,8 @@ class Proof:
             result = self._step(0)
         handle.remove()
         self._counts(result)
-        self.compare.number(
-            "gradient norm", relative_number(result.grad_norm, float(self.reference.whole("norms")[0])), None
-        )
+        expected = float(self.reference.whole("norms")[0])
+        self.compare.numbers({"gradient norm": relative_number(result.grad_norm, expected)})
         self.compare.pieces("clipped", clipped, self._backwards())
         updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
         self.compare.pieces("update", updates)
@@ -184,13 +186,10 @@ class Proof:
             norms.append(result.grad_norm)
         for what, found in (("losses", self.found.losses), ("norms", norms)):
             expected = self.reference.whole(what).tolist()
-            rows = [
-                Row(f"{what} of {len(found)} steps", error, tolerance, error <= tolerance, f"step {step + 1}")
-                for step, (error, tolerance) in enumerate(
-                    (relative_number(a, b), self.compare.allowed(f"{what}/{step}"))
-                    for step, (a, b) in enumerate(zip(found, expected, strict=True))
-                )
-            ]
+            rows = []
+            for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+                error, allowed = relative_number(a, b), self.compare.allowed(f"{what}/{step}")
+                rows.append(Row(f"{what} of {len(found)} steps", error, allowed, error <= allowed, f"step {step + 1}"))
             self.found.add(next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error)))
         self.compare.pieces("last", dict(self.model.named_parameters()))
 
@@ -217,26 +216,25 @@ class Proof:
         self._drop_gradients()
         first = next((row for row in self.compare.judged("output", observer.distances) if not row.ok), None)
         if first is None:
-            row = Row("control: a planted fault", 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
+            row = Row(CONTROL, 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
         else:
-            found = first.where.partition(" (")[0].partition(":")[0]
-            where = module if found == module else f"planted in {module}, found in {found}"
-            row = Row("control: a planted fault", first.error, first.tolerance, found == module, where)
+            is_there = first.name == module
+            where = module if is_there else f"planted in {module}, found in {first.name}"
+            row = Row(CONTROL, first.error, first.tolerance, is_there, where)
         self.found.add(row)
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint into `folder`, and beside it what every tensor of it is."""
         state = self._state()
-        scalars: dict[str, Tensor] = {}
-        keys = dict.fromkeys(key for rank in everywhere(list(state)) for key in rank)
+        told = everywhere({key: value.tolist() for key, value in state.items() if value.ndim == 0})
+        numbers = {key: torch.tensor(value) for rank in told for key, value in rank.items()}
+        keys = dict.fromkeys(key for rank in everywhere([*state]) for key in rank if key not in numbers)
         whole = {key: self._gathered(key.partition("/")[2], state.get(key)) for key in keys}
-        for each in everywhere({key: value.tolist() for key, value in self._scalars().items()}):
-            scalars |= {key: torch.tensor(value) for key, value in each.items()}
-        save(self.model, self.optimizer, folder, step=1, state={}, keep=1)
+        save(self.model, self.optimizer, folder / "step-000001", Metadata(step=1, state={}))
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
 
-            save_file(whole | scalars, folder / "expected.safetensors")
+            save_file(whole | numbers, folder / "expected.safetensors")
             (folder / "done").touch()
 
     def reload(self, folders: Mapping[str, Path]) -> None:
@@ -250,19 +248,19 @@ class Proof:
                 wrong += [f"{key} saved under {layout}" for key in self._differing(expected)]
         wrong = sorted({each for rank in everywhere(wrong) for each in rank})
         what = f"saved under {len(folders)} layout{'s' * (len(folders) > 1)}, loaded"
-        self.compare.number(what, float(len(wrong)), 0.0, wrong[0] if wrong else "")
+        self.compare.count(what, {each: each for each in wrong})
 
     def _differing(self, expected: Any) -> list[str]:
         """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
-        state, scalars = self._state(), self._scalars()
-        saved: set[str] = set(expected.keys())
-        there = {key for key in saved if self.state.plan.holds(key.partition("/")[2])}
-        wrong = there ^ (state.keys() | scalars.keys())
-        for key, tensor in state.items():
-            for region, place in self.state.plan.regions(key.partition("/")[2]) if key not in wrong else ():
-                if not torch.equal(local(tensor)[place].cpu(), expected.get_slice(key)[region]):
+        state = self._state()
+        there = {key for key in expected.keys() if self.state.plan.holds(key.partition("/")[2])}  # noqa: SIM118
+        wrong: set[str] = there ^ state.keys()
+        for key in state.keys() - wrong:
+            tensor = state[key]
+            for region, place in self.state.plan.regions(key.partition("/")[2]) if tensor.ndim else [((), ())]:
+                kept = expected.get_slice(key)[region] if region else expected.get_tensor(key)
+                if not torch.equal(local(tensor)[place].cpu(), kept):
                     wrong.add(key)
-        wrong |= {key for key in scalars.keys() - wrong if not torch.equal(scalars[key], expected.get_tensor(key))}
         return sorted(wrong)
 
     # ---- how ---------------------------------------------------------------------------------------------------------
@@ -287,7 +285,7 @@ class Proof:
         batch = self._batch(step)
         with exactly(self.layout.precision):
             return training.train_step(
-                self.model, self.optimizer, batch, learning_rate=self.case.learning_rate,
+                self.model, self.optimizer, batch, learning_rate=LEARNING_RATE,
                 max_grad_norm=self.reference.about["clip"],
             )  # fmt: skip
 
@@ -296,21 +294,12 @@ class Proof:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _passes(self, seen: int, there: int) -> None:
-        """Every micro batch of the batch went through the model."""
-        wrong = f"{seen} of {there} on rank {dist.get_rank()}"
-        self.compare.count("micro batches", {} if seen == there else {wrong: wrong})
-
     def _counts(self, result: training.StepResult) -> None:
         """What a step divides its loss by is what its documents have."""
         tokens = sum(map(tokens_of, self.case.documents(0)))
         counts = {"targets": (result.targets, self.case.targets(0)), "tokens": (result.tokens, tokens)}
         wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
         self.compare.count("counts of a step", wrong)
-
-    def _losses(self, loss: Tensor) -> None:
-        expected = float(self.reference.whole("losses")[0])
-        self.compare.number("loss", relative_number(float(loss), expected), None)
 
     def _collectives(self, ran: Any) -> None:
         """The collectives of a step are those that the layout declares."""
@@ -326,23 +315,13 @@ class Proof:
         self.compare.count("collectives", {kind + axis: f"{kind} over {axis}" for axis, kind in wrong})
 
     def _state(self) -> dict[str, Tensor]:
-        """Every parameter and moment, as this rank holds it."""
-        found = {}
+        """Every parameter and moment, as this rank holds it; and the numbers that the optimizer keeps per parameter:
+        how many steps it took."""
+        found: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            found[f"weight/{name}"] = parameter.detach()
-            for kind in OPTIMIZERS[self.case.optimizer.name].state:
-                if kind in self.optimizer.state.get(parameter, {}):
-                    found[f"{kind}/{name}"] = self.optimizer.state[parameter][kind]
+            state = {"weight": parameter.detach(), **self.optimizer.state.get(parameter, {})}
+            found |= {f"{kind}/{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
         return found
-
-    def _scalars(self) -> dict[str, Tensor]:
-        """What the optimizer keeps once per parameter: how many steps it took."""
-        return {
-            f"{kind}/{name}": value.detach().cpu().reshape(1)
-            for name, parameter in self.model.named_parameters()
-            for kind, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and value.ndim == 0
-        }
 
     def _gathered(self, name: str, tensor: Tensor | None) -> Tensor:
         """All of a tensor that lies as parameter `name`, on rank 0. None: this rank has none of it."""

@@ -6,13 +6,13 @@ weights decay. Zero biases, uniform lengths, power-of-two sizes or a clip
 that never bites would each hide a whole class of bugs.
 """
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from fivefold.config import OptimizerSection
 from fivefold.core.layout import Layout
@@ -20,7 +20,7 @@ from fivefold.core.legality import micro_batches_for
 from fivefold.data.batch import MicroBatch, Piece, assemble
 
 ROW = 61  # tokens of a row, unless asked otherwise
-LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1  # the rate is large enough for every weight to move by many ulps
 # Documents of each row, as parts of the row's length; 0 is a document of 2 tokens, -1 of 1. A whole row's goes on.
 _ROWS: tuple[tuple[float, ...], ...] = (
     (1.0,), (0.55, 0.3, 0.1), (0.48, 0.48), (0.22, 0.7), (0.1, -1, 0.85), (0,), (0.31, 0.6), (0.97,),
@@ -52,11 +52,6 @@ class ProofCase:
     new_tokens: int = 8
     capacity_factor: float | None = None  # of experts, as the run file has it
     max_grad_norm: float | None = None  # 0: no clipping; None: half of the first step's norm, so that clipping bites
-
-    @property
-    def learning_rate(self) -> float:
-        """Large enough for every weight to move by many ulps."""
-        return LEARNING_RATE
 
     def describe(self) -> str:
         """One line for people."""
@@ -91,21 +86,12 @@ class ProofCase:
 
     def save(self, path: Path) -> None:
         """Write it for the other ranks."""
-        values = asdict(self) | {"folder": str(self.folder), "optimizer": self.optimizer.model_dump()}
-        path.write_text(json.dumps(values))
+        path.write_bytes(TypeAdapter(ProofCase).dump_json(self))
 
     @staticmethod
     def load(path: Path) -> "ProofCase":
         """What `save` wrote."""
-        values = json.loads(path.read_text())
-        return ProofCase(
-            **values
-            | {
-                "folder": Path(values["folder"]),
-                "optimizer": OptimizerSection(**values["optimizer"]),
-                "cuts": tuple(values["cuts"]),
-            }
-        )
+        return TypeAdapter(ProofCase).validate_json(path.read_bytes())
 
 
 def lengths(parts: Sequence[float], row: int) -> list[int]:

@@ -5,7 +5,6 @@ drawn so that nothing is zero: biases, and norm weights around one.
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
+from fivefold.launch.memory import GIB
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.experts import router_buffers
@@ -60,19 +60,17 @@ def make_folder(
 
 def _chosen(config: Any, *, thin: bool, memory: int, vocabulary: int, layers: int) -> tuple[Any, tuple[str, ...]]:
     """The config to prove and what it lacks of `config`: nothing, layers, or (`thin`) widths too."""
-    if thin:
-        small = narrow(fewer_layers(config, layers), vocabulary)
-        if small is not None:
-            return small, _differences(config, small)
-        config = fewer_layers(config, layers)
-    if _bytes(config) <= memory:
-        return config, ("layers",) if thin else ()
-    small = fewer_layers(config, layers)
-    if _bytes(small) <= memory:
+    if not thin and _bytes(config) <= memory:
+        return config, ()
+    fewer = fewer_layers(config, layers)
+    small = narrow(fewer, vocabulary) if thin else None
+    if small is None and _bytes(fewer) <= memory:
+        small = fewer
+    if small is not None:
         return small, _differences(config, small)
     raise UserError(
-        f"one layer of each kind of this model needs {_bytes(small) / 2**30:.1f} GiB to be proved, and "
-        f"{memory / 2**30:.1f} GiB are free",
+        f"one layer of each kind of this model needs {_bytes(fewer) / GIB:.1f} GiB to be proved, and "
+        f"{memory / GIB:.1f} GiB are free",
         fix="cut its widths as well: --thin",
         more="docs/verify.md",
     )
@@ -170,15 +168,11 @@ def fill(model: Any, seed: int) -> None:
     """Draw every parameter; none is zero, and none is as an initialiser would leave it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in _parameters(model):
+        for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if _is_norm(name, parameter) else 0.08 * noise)
         for name in router_buffers(model):
             model.get_buffer(name).copy_(0.08 * torch.randn(model.get_buffer(name).shape, generator=generator))
-
-
-def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from sorted(model.named_parameters())
 
 
 def _is_norm(name: str, parameter: torch.Tensor) -> bool:

@@ -7,13 +7,13 @@ each document's gradient is added in fp32, which is what mixed precision means e
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,10 +22,9 @@ from fivefold.config import OptimizerSection
 from fivefold.models import hf_internals
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
-from fivefold.verification.drops import Drops, routers
 from fivefold.verification.exact import exactly
-from fivefold.verification.observer import first_tensor
-from fivefold.verification.proof_case import Documents, ProofCase, tokens_of
+from fivefold.verification.observer import by_row, watch
+from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 
 _IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
 CLIP = 0.5  # of the first step's gradient norm: clipping bites
@@ -57,8 +56,6 @@ class Reference:
         self.dtypes: dict[str, str] = {}
         self.token_dims: dict[str, int] = {}
         self.clip = 0.0
-        self.losses: list[float] = []
-        self.norms: list[float] = []
 
     def _load(self, model: torch.nn.Module | None, dtype: torch.dtype) -> Any:
         if model is None:
@@ -68,7 +65,8 @@ class Reference:
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", dict(self.master.named_parameters()))
-        optimizers = torch_optimizers(self.master, self.case.optimizer, self.case.learning_rate)
+        optimizers = torch_optimizers(self.master, self.case.optimizer, LEARNING_RATE)
+        losses, norms = [], []
         for step in range(self.case.steps):
             with exactly(self.precision):
                 loss = self._gradients(step, inputs if step == 0 else None)
@@ -77,24 +75,21 @@ class Reference:
                 most = self.case.max_grad_norm
                 self.clip = CLIP * float(norm) if most is None else most or math.inf
             self._update(optimizers, norm, is_first=step == 0)
-            self.losses.append(loss)
-            self.norms.append(float(norm))
+            losses.append(loss)
+            norms.append(float(norm))
         self._keep("last", dict(self.master.named_parameters()))
-        self.tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        self.tensors["norms"] = torch.tensor(self.norms, dtype=torch.float64)
+        self.tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+        self.tensors["norms"] = torch.tensor(norms, dtype=torch.float64)
         return self
 
     def before(self) -> "Reference":
         """What is computed with the first weights only: the continuations of the prompts."""
         self._sync()
         with exactly(self.precision), torch.no_grad():
-            each = [self._continue(prompt) for prompt in self._prompts()]
+            each = [self._continue(torch.from_numpy(ids).to(self.device)) for ids in self.case.prompt_tokens()]
         for key, values in zip(("greedy", "margins"), zip(*each, strict=True), strict=True):
             self.tensors[key] = torch.stack(values)
         return self
-
-    def _prompts(self) -> list[Tensor]:
-        return [torch.from_numpy(tokens).to(self.device) for tokens in self.case.prompt_tokens()]
 
     def _continue(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens, and by how much each was likelier than the next best (its logit)."""
@@ -122,46 +117,42 @@ class Reference:
         """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
         self._sync()
         count, summed = self.case.targets(step), 0.0
-        watch = None if inputs is None else Watch(self, inputs)
+        seen = None if inputs is None else Watch(self, inputs)
         batch = self.case.documents(step)
-        for row, documents in enumerate(batch):
-            start = 0
-            if self.drops:
-                self.drops.row(tokens_of(documents))
-            for document in documents:
-                ids, targets = (self._tensor(each) for each in (document.tokens, document.targets))
-                with watch.document(row, start, len(ids)) if watch else _nothing():
-                    logits = self.model(input_ids=ids[None]).logits[0]
-                if watch:
-                    watch.put("logits", row, start, logits)
-                start += len(ids)
-                if len(targets):
-                    rows = logits[: len(targets)].to(master_dtype(self.precision))
-                    loss = F.cross_entropy(rows, targets, reduction="sum")
-                    (loss / count).backward()  # type: ignore[no-untyped-call]
-                    summed += loss.item()
-                    self._collect()
+        for row, start, ids, targets in self._sequences(batch):
+            if self.drops and start == 0:
+                self.drops.row(tokens_of(batch[row]))
+            if seen:
+                seen.begin(row, start, len(ids))
+            logits = self.model(input_ids=ids[None]).logits[0]
+            if seen:
+                seen.put("logits", row, start, logits)
+            if len(targets):
+                rows = logits[: len(targets)].to(master_dtype(self.precision))
+                loss = F.cross_entropy(rows, targets, reduction="sum")
+                (loss / count).backward()  # type: ignore[no-untyped-call]
+                summed += loss.item()
+                self._collect()
         if self.drops:
             self.drops.row(None)
-        if watch:
-            watch.finish()
-            if self.drops:
-                self._evaluate(batch)
-            self.token_dims = watch.token_dims
+        if seen:
+            seen.finish()
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
+        if seen and self.drops:  # evaluation drops nothing
+            with torch.no_grad():
+                for row, start, ids, _ in self._sequences(batch):
+                    logits = self.model(input_ids=ids[None]).logits[0]
+                    self.tensors["logits"][row, start : start + len(ids)] = logits.cpu()
         return summed / count
 
-    @torch.no_grad()
-    def _evaluate(self, batch: Documents) -> None:
-        """Logits as evaluation has them, which drops nothing."""
+    def _sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Of each document its row, where it starts there, its tokens and its targets."""
         for row, documents in enumerate(batch):
             start = 0
-            for ids in (self._tensor(document.tokens) for document in documents):
-                self.tensors["logits"][row, start : start + len(ids)] = self.model(input_ids=ids[None]).logits[0].cpu()
+            for document in documents:
+                ids, targets = (torch.from_numpy(each.astype("int64")) for each in (document.tokens, document.targets))
+                yield row, start, ids.to(self.device), targets.to(self.device)
                 start += len(ids)
-
-    def _tensor(self, ids: np.ndarray) -> Tensor:
-        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
 
     def _collect(self) -> None:
         """Add the gradients of a bf16 model to those of its fp32 weights."""
@@ -181,7 +172,7 @@ class Reference:
             self._keep("clipped", {name: p.grad for name, p in parameters.items()})
         # torch's Muon iterates in bf16; ours in the type that the model computes in
         keep_type = patch.object(Tensor, "bfloat16", Tensor.clone)
-        with keep_type if self.precision != "bf16" else _nothing():
+        with keep_type if self.precision != "bf16" else nullcontext():
             for optimizer in optimizers:
                 optimizer.step()
         if is_first:
@@ -212,79 +203,107 @@ class Watch:
     """Puts what modules compute, document by document, where the packed rows have it."""
 
     def __init__(self, reference: Reference, inputs: list[str]) -> None:
-        self._reference, self._handles = reference, []
+        self._reference = reference
         self._grids: dict[str, Tensor] = {}
         self._token_dims: dict[str, set[int]] = {}
-        self._place = (0, 0, 0)  # row, start, length of the document under way
+        self._row = self._start = self._length = 0  # of the document under way
         self._seen: set[str] = set()
         self._repeated: set[str] = set()  # run more than once in a pass (Gemma 3's rotary tables: in any order)
-        for name, module in reference.model.named_modules():
-            if name:
-                self._handles.append(module.register_forward_hook(self._after(name)))
-            if name in inputs:
-                self._handles.append(module.register_forward_pre_hook(self._given(name)))
+        names = [name for name, _ in reference.model.named_modules() if name]
+        self._handles = watch(reference.model, names, inputs, self._note)
 
-    @contextmanager
-    def document(self, row: int, start: int, length: int) -> Iterator[None]:
-        """The forward pass of a document runs inside."""
-        self._place, self._seen = (row, start, length), set()
-        yield
+    def begin(self, row: int, start: int, length: int) -> None:
+        """The forward pass of the document there comes next."""
+        self._row, self._start, self._length, self._seen = row, start, length, set()
 
     def finish(self) -> None:
         """Leave the model as it was, and what was seen with the reference: of modules that run once, on tokens."""
         for handle in self._handles:
             handle.remove()
-        found = self._reference.tensors
-        for key, grid in self._grids.items():
-            if key == "logits" or key.partition("/")[2] in self.token_dims:
-                found[key] = grid
+        dims = {name: dims for name, dims in self._token_dims.items() if dims and name not in self._repeated}
+        self._reference.token_dims = {name: _token_dim(each) for name, each in dims.items()}
+        self._reference.tensors |= {
+            key: grid for key, grid in self._grids.items() if key == "logits" or key.partition("/")[2] in dims
+        }
 
     def put(self, key: str, row: int, start: int, values: Tensor) -> None:
-        """`values` [n, ...] of a document."""
-        case = self._reference.case
+        """`values` [n, F] of a document. Nothing is put where documents have other features than the first."""
+        case, (length, features) = self._reference.case, values.shape
         if key not in self._grids:
-            shape = (case.rows, case.row_length, *values.shape[1:])
-            self._grids[key] = torch.zeros(shape, dtype=values.dtype)
-        grid = self._grids[key]
-        if grid.shape[2:] == values.shape[1:]:
-            grid[row, start : start + len(values)] = values.detach().cpu()
+            self._grids[key] = torch.zeros(case.rows, case.row_length, features, dtype=values.dtype)
+        if self._grids[key].shape[2] == features:
+            self._grids[key][row, start : start + length] = values.detach().cpu()
 
-    def _after(self, name: str) -> Callable[..., None]:
-        return lambda _module, _args, out: self._note(name, first_tensor(out))
-
-    def _given(self, name: str) -> Callable[..., None]:
-        return lambda _module, args: self._note(f"{name} input", first_tensor(args))
-
-    def _note(self, name: str, values: Tensor | None) -> None:
+    def _note(self, name: str, values: Tensor) -> None:
         if name in self._seen:
             self._repeated.add(name)
-        if values is None or not values.is_floating_point() or name in self._seen:
+        if not values.is_floating_point() or name in self._seen:
             return
         self._seen.add(name)
-        row, start, length = self._place
+        length = self._length
         dims = {dim for dim in (1, 2) if values.ndim > dim and values.shape[0] == 1 and values.shape[dim] == length}
-        if values.ndim and values.shape[0] == length and values.ndim > 1:
+        if values.ndim > 1 and values.shape[0] == length:
             dims.add(0)
         self._token_dims[name] = self._token_dims.get(name, {0, 1, 2}) & dims
         self._reference.dtypes[name] = str(values.dtype)
-        dim = min(self._token_dims[name] - {0}, default=0 if 0 in self._token_dims[name] else None)
-        if dim is None:
+        if not self._token_dims[name]:
             return
-        self.put(f"output/{name}", row, start, _by_token(values, dim))
+        dim, put = _token_dim(self._token_dims[name]), partial(self.put, row=self._row, start=self._start)
+        put(f"output/{name}", values=by_row(values, dim, 1)[0])
         if values.requires_grad:
-            put = partial(self.put, f"backward/{name}", row, start)
-            values.register_hook(lambda grad: put(_by_token(grad, dim)))  # type: ignore[no-untyped-call]
-
-    @property
-    def token_dims(self) -> dict[str, int]:
-        """Which dimension of a module's output counts tokens (0: rows and tokens in one)."""
-        dims = {name: dims for name, dims in self._token_dims.items() if dims and name not in self._repeated}
-        return {name: min(each - {0}, default=0) for name, each in dims.items()}
+            values.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: put(f"backward/{name}", values=by_row(gradient, dim, 1)[0])
+            )
 
 
-def _by_token(values: Tensor, dim: int) -> Tensor:
-    """[1, n, ...], [1, H, n, ...] or [n, ...] as [n, ...]."""
-    return values if dim == 0 else values.movedim(dim, 1)[0]
+def _token_dim(dims: set[int]) -> int:
+    """Which of the dimensions that may count tokens does; 0, rows and tokens in one, only where no other may."""
+    return min(dims - {0}, default=0)
+
+
+def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
+    """What stands beside a module of experts and has a row of weights for each of them; and how many there are."""
+    found = []
+    for name, module in model.named_modules():
+        if hf_internals.is_experts(module):
+            experts = len(next(module.parameters()))
+            beside = [each for each in model.get_submodule(name.rpartition(".")[0]).children() if each is not module]
+            found += [(each, experts) for each in beside if _has_row_for_each(each, experts)]
+    return found
+
+
+def _has_row_for_each(module: torch.nn.Module, experts: int) -> bool:
+    return any(weight.ndim == 2 and len(weight) == experts for weight in module.parameters())
+
+
+class Drops:
+    """A capacity, one row, one token, one pick at a time, in the order of the text: while a row is on, the routers of
+    `model` give no weight to a pick whose expert has taken `factor` times its even share of the row already."""
+
+    def __init__(self, model: torch.nn.Module, factor: float) -> None:
+        self._factor = Fraction(str(factor))
+        self._tokens: int | None = None
+        self._taken: dict[int, list[int]] = {}
+        for number, (router, experts) in enumerate(routers(model)):
+            router.register_forward_hook(partial(self._after, number, experts))
+
+    def row(self, tokens: int | None) -> None:
+        """A row of so many tokens begins; None: from now on nothing is dropped."""
+        self._tokens, self._taken = tokens, {}
+
+    def _after(self, number: int, experts: int, _module: Any, _args: Any, out: Any) -> Any:
+        if self._tokens is None or not isinstance(out, tuple):
+            return None
+        logits, weights, index = out
+        most = math.ceil(self._factor * index.shape[-1] * self._tokens / experts)
+        taken = self._taken.setdefault(number, [0] * experts)
+        kept = torch.zeros_like(weights)
+        for token, picks in enumerate(index.tolist()):
+            for pick, expert in enumerate(picks):
+                if taken[expert] < most:
+                    taken[expert] += 1
+                    kept[token, pick] = 1
+        return logits, weights * kept, index
 
 
 def routers_in_fp32(model: torch.nn.Module) -> None:
@@ -314,8 +333,3 @@ def reassociated() -> Iterator[None]:
 
     with patch.object(F, "linear", linear):
         yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -4,18 +4,18 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fivefold.core.terminal import shown
 from fivefold.report.table import Report
-from fivefold.verification.results import LayoutResult, Row, worst
+from fivefold.verification.results import CONTROL, LayoutResult, Row, number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
 _TOP = re.compile(r" top (\d+|all)$")
-HUGE = 1e308  # an infinite error, in JSON
+_COLOURS = {"PROVED": "bold green", "WRONG": "bold red", "NOT RUN": "bold red"}
+HUGE = 1e308  # an infinite error: JSON has no infinities
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VerifyReport(Report[LayoutRow]):
                 "not_run": each.refused or None,
                 "not_told": each.not_told,
                 "seconds": round(each.seconds, 3),
-                "rows": [_plain(asdict(row)) for row in each.rows],
+                "rows": [asdict(row) | {"error": min(row.error, HUGE)} for row in each.rows],
             }
             for each in self.found
         ]
@@ -61,21 +61,18 @@ class VerifyReport(Report[LayoutRow]):
 def report_of(found: Sequence[LayoutResult], subject: str, losses: Mapping[str, list[float]]) -> VerifyReport:
     """The report of what was found."""
     rows = tuple(LayoutRow(**asdict(row), layout=each.layout) for each in found for row in each.rows)
-    ok = bool(found) and all(each.ok for each in found)
+    names = ", ".join(each.layout for each in found)
+    wrong = [f"\n{each.layout}: {each.why}" for each in found if not each.ok]
     return VerifyReport(
-        title="fivefold verify",
-        rows=rows,
-        ok=ok,
-        closing=_closing(found),
-        found=tuple(found),
-        subject=subject,
-        losses=losses,
-    )
+        title="fivefold verify", rows=rows, ok=bool(found) and not wrong,
+        closing="".join(wrong) or f"\n{names}: each computes what one process computes", found=tuple(found),
+        subject=subject, losses=losses,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one kind together: how many, and the one that matters most."""
+    """The rows of one kind together: how many, how many of them are wrong, and the one that matters most."""
 
     what: str
     count: int
@@ -88,25 +85,23 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(_TOP.sub(" top k", row.what), []).append(row)
-    return [Group(what, len(own), sum(not row.ok for row in own), worst(own)) for what, own in by_kind.items()]
+    return [Group(what, len(own), sum(not row.ok for row in own), _worst(own)) for what, own in by_kind.items()]
 
 
-def first_wrong(found: LayoutResult) -> Row | None:
-    """The first comparison that fails, in the order in which a step computes."""
-    return next((row for row in found.rows if not row.ok), None)
+def _worst(rows: Sequence[Row]) -> Row:
+    """The first row that is not ok; else that which comes nearest to its tolerance."""
+    return next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error / (row.tolerance or 1.0)))
 
 
 def _show(found: LayoutResult, console: "Console") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    if found.refused:
-        why = f"  {shown(found.refused)}"
-        console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", ("NOT RUN", "bold red"), why))
+    says = shown(found.refused) or f"{len(found.rows):,} comparisons  {found.seconds:.1f} s"
+    verdict = (found.verdict, _COLOURS[found.verdict])
+    console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", verdict, f"  {says}"))
+    if found.verdict == "NOT RUN":
         return
-    verdict = ("PROVED", "bold green") if found.ok else ("WRONG", "bold red")
-    counted = f"  {len(found.rows):,} comparisons  {found.seconds:.1f} s"
-    console.print(Text.assemble((shown(f"\n{found.layout}"), "bold"), "  ", verdict, counted))
     table = Table(box=None, header_style="dim", pad_edge=False)
     for column, side in (("what", "left"), ("compared", "right"), ("error", "right"), ("allowed", "right")):
         table.add_column(column, justify=side, no_wrap=True)  # type: ignore[arg-type]
@@ -115,7 +110,7 @@ def _show(found: LayoutResult, console: "Console") -> None:
         row = group.row
         style = "" if row.ok else "bold red"
         others = f"  (and {group.wrong - 1} more)" if group.wrong > 1 else ""
-        place = row.where if not row.ok or row.what.startswith("control") else ""
+        place = row.where if not row.ok or row.what == CONTROL else ""
         table.add_row(
             Text(f"  {group.what}", style), str(group.count), Text(number(row.error), style), number(row.tolerance),
             Text(shown(f"{place}{others}"), style),
@@ -123,38 +118,3 @@ def _show(found: LayoutResult, console: "Console") -> None:
     console.print(table)
     if found.not_told:
         console.print(Text(f"  too coarse to tell: {', '.join(found.not_told)}", style="dim"))
-
-
-def _closing(found: Sequence[LayoutResult]) -> str:
-    wrong = [each for each in found if not each.ok]
-    if not wrong:
-        names = ", ".join(each.layout for each in found)
-        return f"\n{names}: each computes what one process computes"
-    lines = []
-    for each in wrong:
-        lines.append(f"\n{each.layout}: {first_sentence(each)}")
-    return "".join(lines)
-
-
-def first_sentence(found: LayoutResult) -> str:
-    """Why a layout is not proved, for people."""
-    row = first_wrong(found)
-    if row is None or found.refused:
-        return f"not run: {found.refused or 'it left no result'}"
-    return sentence(row)
-
-
-def sentence(row: Row) -> str:
-    """A comparison that fails, for people."""
-    where = f" of {row.where}" if row.where else ""
-    return f"first differs at {row.what}{where}: {number(row.error)} off, {number(row.tolerance)} allowed"
-
-
-def number(value: float) -> str:
-    """An error or a tolerance, short."""
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities."""
-    return row | {"error": min(row["error"], HUGE)}

@@ -1,6 +1,6 @@
 """The rows of a proof: what was compared, how far it is off, how far it may be, and where the worst of it is."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ WORDS = {
 }  # fmt: skip
 # Kinds without an allowance.
 BITWISE = ("weight",)
+CONTROL = "control: a planted fault"  # its error is meant
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,22 @@ class Row:
     tolerance: float
     ok: bool
     where: str = ""
+
+    @property
+    def name(self) -> str:
+        """The module or parameter of `where`: `a.b` of `a.b: 0.5 times the reference's (tp rank 1)`."""
+        return self.where.partition(" (")[0].partition(": ")[0]
+
+    @property
+    def difference(self) -> str:
+        """A comparison that fails, for people."""
+        where = f" of {self.where}" if self.where else ""
+        return f"first differs at {self.what}{where}: {number(self.error)} off, {number(self.tolerance)} allowed"
+
+
+def number(value: float) -> str:
+    """An error or a tolerance, short."""
+    return "0" if value == 0 else f"{value:.1e}"
 
 
 @dataclass
@@ -60,15 +77,33 @@ class LayoutResult:
         """All rows are within their tolerance."""
         return not self.refused and bool(self.rows) and all(row.ok for row in self.rows)
 
+    @property
+    def verdict(self) -> str:
+        """PROVED, WRONG or NOT RUN."""
+        if self.refused or not self.rows:
+            return "NOT RUN"
+        return "PROVED" if self.ok else "WRONG"
+
+    @property
+    def first_wrong(self) -> Row | None:
+        """The first comparison that fails, in the order in which a step computes."""
+        return next((row for row in self.rows if not row.ok), None)
+
+    @property
+    def why(self) -> str:
+        """Why the layout is not proved, for people."""
+        if self.first_wrong is None or self.refused:
+            return f"not run: {self.refused or 'it left no result'}"
+        return self.first_wrong.difference
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self) | {"ok": self.ok}
+        return asdict(self)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "LayoutResult":
         """What `to_json` gave."""
-        kept = {key: value for key, value in values.items() if key != "ok"}
-        return LayoutResult(**kept | {"rows": [Row(**row) for row in values["rows"]]})
+        return LayoutResult(**{**values, "rows": [Row(**row) for row in values["rows"]]})
 
 
 class Tolerances:
@@ -137,9 +172,3 @@ def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
         if set(bad) == {rank for rank in seen if places[rank][axis] in values}:
             return f" ({axis} rank{'s' * (len(values) > 1)} {', '.join(map(str, sorted(values)))})"
     return f" (rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})"
-
-
-def worst(rows: Iterable[Row]) -> Row:
-    """The first row that is not ok; else that which comes nearest to its tolerance."""
-    listed = list(rows)
-    return next((row for row in listed if not row.ok), max(listed, key=lambda row: row.error / (row.tolerance or 1.0)))

@@ -290,7 +290,7 @@ def copies_of_key_value_heads_not_summed() -> Any:
 
 
 @fault(
-    "parts of a rectangle's backward weighed by its own log-sum-exp, not by the merged one",
+    "parts of an off-diagonal block's backward weighed by its own log-sum-exp, not by the merged one",
     known="diffusers #14265: a ring's backward reads what one of its steps saved",
     layout="cp2+ring",
     expects=[("gradient of output", r"self_attn")],

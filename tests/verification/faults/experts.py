@@ -16,7 +16,6 @@ from fivefold.parallel import capacity, expert, expert_features, ops, plan, shar
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
-from fivefold.training import optimizer
 from fivefold.training import step as training
 from tests.verification.faults.fault import Model, fault
 
@@ -184,7 +183,7 @@ def capacity_of_padding() -> Any:
 )
 def experts_left_out_of_the_norm() -> Any:
     def squared_norm(model: Any) -> Tensor:
-        gradients = optimizer.local_gradients(model)
+        gradients = training.local_gradients(model)
         owned = [g for name, g in gradients if "experts" not in name and state_of(model).plan.is_owner(name)]
         return torch.stack([each.double().square().sum() for each in owned]).sum()
 

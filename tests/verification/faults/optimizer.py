@@ -20,7 +20,7 @@ ANY_UPDATE = [("update", r"")]
 
 def _adamw(change: Callable[[nn.Module, OptimizerSection], torch.optim.Optimizer]) -> Any:
     """The optimizer is what `change(model, options)` gives."""
-    return patch.object(adamw, "adamw", lambda model, options, but=(): change(model, options))
+    return patch.object(adamw.RULE, "build", lambda model, options, but=(): change(model, options))
 
 
 def _after_step(change: Callable[[torch.optim.Optimizer], None]) -> Any:
@@ -86,7 +86,7 @@ def _adamw_with_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> An
     expects=[("update", r"layers\.1\.mlp\.down_proj\.weight")],
 )
 def parameter_missing_from_the_optimizer() -> Any:
-    plain = adamw.adamw
+    plain = adamw.RULE.build
     return _adamw(lambda model, options: plain(model, options, but=["model.layers.1.mlp.down_proj.weight"]))
 
 
@@ -97,7 +97,7 @@ def parameter_missing_from_the_optimizer() -> Any:
     expects=[("update", r"model\.norm\.weight")],
 )
 def norm_missing_from_the_optimizer() -> Any:
-    plain = adamw.adamw
+    plain = adamw.RULE.build
     return _adamw(lambda model, options: plain(model, options, but=["model.norm.weight"]))
 
 
@@ -108,7 +108,7 @@ def norm_missing_from_the_optimizer() -> Any:
     expects=[("update", r"tp rank 1")],
 )
 def updated_on_one_tensor_rank() -> Any:
-    plain = adamw.adamw
+    plain = adamw.RULE.build
 
     def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
         made = plain(model, options)

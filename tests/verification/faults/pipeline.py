@@ -15,7 +15,7 @@ from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stages import StageModules
 from fivefold.training import step
-from fivefold.training.optimizer import squared_norm
+from fivefold.training.step import squared_norm
 from tests.verification.faults.fault import Model, fault
 
 TIED, FOUR = Model(tied=True), Model(changes=(("num_hidden_layers", 4),))

@@ -13,7 +13,7 @@ from fivefold.data.batch import MicroBatch
 from fivefold.parallel import data, forward
 from fivefold.parallel.state import ParallelState
 from fivefold.training import step
-from fivefold.training.optimizer import local_gradients, squared_norm
+from fivefold.training.step import local_gradients, squared_norm
 from tests.verification.faults.fault import fault
 
 # 8 rows of which every data rank of two has four micro batches.

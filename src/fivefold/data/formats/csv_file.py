@@ -1,7 +1,7 @@
 """CSV and TSV: the first row names the columns, every other is a document, its text in the column `text_key`."""
 
 import csv
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,8 @@ from pathlib import Path
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.compression import MOST_BYTES, ending, lines_of, opened
-from fivefold.data.records import no_text, text_of
-from fivefold.data.source import Records, Source, no_documents, not_utf8
+from fivefold.data.records import Records, no_text
+from fivefold.data.source import Source, no_documents, not_utf8
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Csv(Records):
     """As Excel and pandas write it: fields in double quotes may hold line ends, a quote is doubled. UTF-8. Read row by
     row: memory holds one. Every row has the fields of the first one."""
 
-    def documents(self, path: Path, source: Source) -> Iterator[str]:
-        where, documents = f"{source.label}: {path}", 0
+    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        where, is_empty = source.at(path), True
         with closing(_rows(path, where)) as rows:
             header = _header(path, next(rows, (1, []))[1], source)
             for line, row in rows:
@@ -28,19 +28,15 @@ class Csv(Records):
                         f"{where}:{line}: {many(len(row), 'field')}, and the first row has {len(header)}",
                         fix='put a field that holds the separator or a line end in quotes: "..."',
                     )
-                documents += 1
-                yield text_of(dict(zip(header, row, strict=True)), source, f"{where}:{line}", noun="column")
-        if not documents:
+                is_empty = False
+                yield f"{where}:{line}", dict(zip(header, row, strict=True))
+        if is_empty:
             raise no_documents(where, "no row below the names of the columns")
-
-    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        with closing(_rows(path, f"{source.label}: {path}")) as rows:
-            return tuple(next(rows, (1, []))[1])
 
 
 def _header(path: Path, names: list[str], source: Source) -> list[str]:
     """The names of the columns, in which the text's is once."""
-    where = f"{source.label}: {path}:1"
+    where = f"{source.at(path)}:1"
     if not names:
         raise no_documents(where)
     if source.text_key not in names:
@@ -93,4 +89,4 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-FORMAT = Csv(name="csv", suffixes=(".csv", ".tsv"))
+FORMAT = Csv(name="csv", suffixes=(".csv", ".tsv"), noun="column")

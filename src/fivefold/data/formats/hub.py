@@ -7,7 +7,7 @@ pickles.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from urllib.parse import quote, unquote
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.data.cache import entry, key_of, write_atomically
-from fivefold.data.records import text_of
-from fivefold.data.source import HUB, Records, Source
+from fivefold.data.records import Records
+from fivefold.data.source import HUB, Source
 
 _MORE = "docs/data.md; the form is hub:org/name?config=C&split=S&revision=R, what follows the name being optional"
 _OFFLINE = "the network may be down: try again; what was tokenised once needs none"
@@ -74,7 +74,7 @@ class Hub(Records):
     def size(self, path: Path) -> int:
         return _SIZE
 
-    def documents(self, path: Path, source: Source) -> Iterator[str]:
+    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         address, row = Address.parse(str(path), source.label), 0
         where = f"{source.label}: {HUB}{address.name}"
         with _readable(where):
@@ -82,7 +82,7 @@ class Hub(Records):
             if source.text_key in (rows.column_names or ()):
                 rows = rows.select_columns([source.text_key])
             for row, record in enumerate(rows, start=1):
-                yield text_of(record, source, f"{where}:{row}", noun="column")
+                yield f"{where}:{row}", record
         if not row:
             raise UserError(
                 f"{where}: the split {address.split!r} is empty", fix="name another: ?split=...", more=_MORE
@@ -108,12 +108,13 @@ def _commit(address: Address, source: Source, root: Path) -> str:
     """The commit of the address: as it is named, as it is remembered, or as the hub says."""
     if re.fullmatch(r"[0-9a-f]{40}", address.revision):
         return address.revision
-    note = entry(
+    return entry(
         root / "hub" / key_of(address.name, address.revision),
-        is_valid=lambda folder: (folder / "commit").is_file(),
-        build=lambda folder: write_atomically(folder / "commit", _ask(address, f"{source.label}: {HUB}{address.name}")),
+        read=lambda folder: (folder / "commit").read_text(),
+        build=lambda folder, _: write_atomically(
+            folder / "commit", _ask(address, f"{source.label}: {HUB}{address.name}")
+        ),
     )
-    return (note / "commit").read_text()
 
 
 def _ask(address: Address, where: str) -> str:
@@ -179,4 +180,4 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).splitlines()[:2]) or type(error).__name__
 
 
-FORMAT = Hub(name="hub")
+FORMAT = Hub(name="hub", noun="column")

@@ -1,14 +1,14 @@
 """Parquet: a row is a document, its text in the column `text_key`. Read with pyarrow, which is an extra."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.data.records import no_string, no_text, text_of
-from fivefold.data.source import Records, Source, no_documents, not_utf8
+from fivefold.data.records import Records, no_text
+from fivefold.data.source import Source, no_documents, not_utf8
 
 _ROWS = 64  # decoded together
 _BUFFER = 2**20  # bytes read at once of a column
@@ -18,19 +18,19 @@ _BUFFER = 2**20  # bytes read at once of a column
 class Parquet(Records):
     """Read row group by row group, of the one column: memory holds a page or two and `_ROWS` texts."""
 
-    def documents(self, path: Path, source: Source) -> Iterator[str]:
-        where, row = f"{source.label}: {path}", 0
+    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        where, row = source.at(path), 0
         with _readable(where), _open(path, where) as file:
             _check_column(file, source, where)
             for batch in file.iter_batches(_ROWS, columns=[source.text_key], use_threads=False):
                 for value in batch.column(0):
                     row += 1
-                    yield _text(value, source, f"{where}:{row}")
+                    yield f"{where}:{row}", {source.text_key: _text(value, f"{where}:{row}")}
         if not row:
             raise no_documents(where, "the file has no rows")
 
     def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        where = f"{source.label}: {path}"
+        where = source.at(path)
         with _readable(where), _open(path, where) as file:
             return tuple(file.schema_arrow.names)
 
@@ -62,11 +62,9 @@ def _readable(where: str) -> Iterator[None]:
 
 def _check_column(file: Any, source: Source, where: str) -> None:
     types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-    if source.text_key not in types:
-        raise no_text(types, source, where, likely=_largest(file, types), noun="column")
-    if not _holds_strings(types[source.text_key]):
-        kind = str(types[source.text_key])
-        raise no_string(kind, source, where, names=types, likely=_largest(file, types), noun="column")
+    if source.text_key not in types or not _holds_strings(types[source.text_key]):
+        kind = str(types[source.text_key]) if source.text_key in types else None
+        raise no_text(types, source, where, kind=kind, likely=_largest(file, types), noun="column")
 
 
 def _holds_strings(kind: Any) -> bool:
@@ -90,11 +88,11 @@ def _largest(file: Any, types: dict[str, Any]) -> str | None:
     return max(strings, key=lambda name: sizes[name], default=None)
 
 
-def _text(value: Any, source: Source, where: str) -> str:
+def _text(value: Any, where: str) -> object:
     try:
-        return text_of({source.text_key: value.as_py()}, source, where, noun="column")
+        return value.as_py()
     except UnicodeDecodeError as error:
         raise not_utf8(where, error, f"offset {error.start} of the text") from error
 
 
-FORMAT = Parquet(name="parquet", suffixes=(".parquet",))
+FORMAT = Parquet(name="parquet", suffixes=(".parquet",), noun="column")

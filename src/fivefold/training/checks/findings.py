@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.core import text
 from fivefold.core.errors import RunFailed
 from fivefold.parallel import plain
-from fivefold.training.optimizer import all_reduce_sum
+from fivefold.training.step import all_reduce_sum
 
 SHOWN = 3  # findings in an error, after the first
 
@@ -48,14 +49,11 @@ def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, 
     """What any rank saw, told to every rank: key -> rank -> value, sorted by key. One sum when nobody saw anything."""
     if not all_reduce_sum(torch.tensor(len(mine), device=device)):
         return {}
-    found = [dict(map(_pair, each)) for each in plain.everywhere(list(mine.items()))]
+    found: list[dict[Any, Any]] = [  # of which JSON has made lists
+        {tuple(key): value for key, value in each} for each in plain.everywhere(list(mine.items()))
+    ]
     keys = sorted({key for each in found for key in each})
     return {key: {rank: each[key] for rank, each in enumerate(found) if key in each} for key in keys}
-
-
-def _pair(told: Any) -> Any:
-    """(key, value) of what JSON made lists of."""
-    return tuple(told[0]), told[1]
 
 
 def gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -68,8 +66,7 @@ def gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 def listed(what: str, numbers: Iterable[int]) -> str:
     """As "rank 0" or "ranks 0, 2", at most eight; nothing for none."""
     given = list(numbers)
-    more = f" and {len(given) - 8} more" if len(given) > 8 else ""
-    return f"{what}{'s' if len(given) > 1 else ''} {', '.join(map(str, given[:8]))}{more}" if given else ""
+    return f"{what}{'s' if len(given) > 1 else ''} {text.listed(given, 8)}" if given else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

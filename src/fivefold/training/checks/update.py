@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import ParallelState, state_of
-from fivefold.training.checks.bits import hashes
 from fivefold.training.checks.findings import Finding, ranks_text, seen_anywhere
-from fivefold.training.checks.state import device_of, largest
+from fivefold.training.checks.state import device_of, hashes, largest
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule
 
 

@@ -86,3 +86,8 @@ def register(rule: UpdateRule) -> None:
     """Make a rule known under its name, in the run file too."""
     OPTIMIZERS[rule.facts.name] = rule.facts
     _RULES[rule.facts.name] = rule
+
+
+def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+    """The optimizer that `options` name, over every parameter of a parallelized `model`."""
+    return rule_of(options.name).build(model, options)

@@ -1,6 +1,7 @@
 """AdamW, torch's own and fused: it updates each element by its own gradient, and so parts as it would the whole."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,17 @@ from fivefold.training.optimizers import Unmoved, UpdateRule, Weights
 class _AdamW(UpdateRule):
     facts = OPTIMIZERS["adamw"]
 
-    def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
-        return adamw(model, options)
+    def build(self, model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
+        """Over every parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert) do not
+        decay."""
+        shards = state_of(model).plan.shards
+        parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
+        decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
+        others = [p for name, p in parameters.items() if shards[name].dims <= 1]
+        return _over(decayed, others, options, options.learning_rate, fused=True)
 
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
-        return [reference([*weights.blocks, *weights.matrices], weights.vectors, options, rate)]
+        return [_over([*weights.blocks, *weights.matrices], weights.vectors, options, rate)]
 
     def overdue(self, part: Unmoved) -> str | None:
         if "exp_avg" not in part.state:
@@ -30,31 +37,12 @@ class _AdamW(UpdateRule):
 RULE = _AdamW()
 
 
-def adamw(model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
-    """Over every parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert) do not
-    decay."""
-    shards = state_of(model).plan.shards
-    parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
-    decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
-    others = [p for name, p in parameters.items() if shards[name].dims <= 1]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=options.learning_rate,
-        betas=options.betas,
-        eps=options.eps,
-        fused=True,
-    )
-
-
-def reference(
-    decayed: Sequence[Tensor], others: Sequence[Tensor], options: OptimizerSection, rate: float
+def _over(
+    decayed: Sequence[Tensor], others: Sequence[Tensor], options: OptimizerSection, rate: float, **more: Any
 ) -> torch.optim.AdamW:
-    """torch's, over whole tensors."""
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=rate, betas=options.betas, eps=options.eps,
-    )  # fmt: skip
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=rate, betas=options.betas, eps=options.eps, **more)
 
 
 def _shows(part: Unmoved) -> bool:

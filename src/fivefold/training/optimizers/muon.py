@@ -9,6 +9,7 @@ which the tests compare with; its iteration is always in bf16, this one in the t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
 from typing import Any
@@ -36,7 +37,7 @@ class _MuonRule(UpdateRule):
         assert options.momentum is not None and options.ns_steps is not None, "the run file sets them"
         names = state_of(model).plan.block_matrices
         return Muon(
-            model, names, adamw.adamw(model, options, but=names), learning_rate=options.learning_rate,
+            model, names, adamw.RULE.build(model, options, but=names), learning_rate=options.learning_rate,
             weight_decay=options.weight_decay, momentum=options.momentum, ns_steps=options.ns_steps,
         )  # fmt: skip
 
@@ -45,7 +46,7 @@ class _MuonRule(UpdateRule):
             weights.blocks, lr=rate, weight_decay=options.weight_decay, momentum=options.momentum or 0.95,
             nesterov=True, ns_steps=options.ns_steps or 5, adjust_lr_fn="match_rms_adamw",
         )  # fmt: skip
-        return [muon, adamw.reference(weights.matrices, weights.vectors, options, rate)]
+        return [muon, *adamw.RULE.reference(replace(weights, blocks=()), options, rate)]
 
     def overdue(self, part: Unmoved) -> str | None:
         if "ns_steps" not in part.group:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.layout import Layout
+from fivefold.own_loop.batches import refusal
 from fivefold.parallel.dtensor import local
 
-READ_MORE = "docs/python.md"
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
 _CLOSE = 1e-9  # of fp64: what kernels for other lengths may differ by
 
@@ -46,10 +46,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise `UserError` unless `optimizer` is one of torch's kind, over parameters of `model`, that may update them."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         hint = "no GradScaler is needed: " if isinstance(optimizer, torch.amp.GradScaler) else ""
-        raise UserError(
+        raise refusal(
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             fix=f"{hint}pass the optimizer itself: torch.optim.AdamW(model.parameters(), lr=1e-4)",
-            more=READ_MORE,
         )
     check_parameters(optimizer)
     own = set(map(id, model.parameters()))
@@ -71,11 +70,10 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
         return
     reason = None if getattr(optimizer, "is_elementwise", False) else why_not_elementwise(optimizer)
     if reason and not _holds_whole_tensors(layout):
-        raise UserError(
+        raise refusal(
             f"{type(optimizer).__name__} under {layout}: {reason}, and a rank holds parts of tensors",
             fix="use an optimizer that updates each element by its own gradient (torch.optim.AdamW), or a layout of "
             "whole tensors (dp); where you know that it does: optimizer.is_elementwise = True",
-            more=READ_MORE,
         )
     _check_runs(optimizer, parameters)
     setattr(optimizer, _CHECKED, checked)
@@ -99,21 +97,19 @@ def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> 
         for group in optimizer.param_groups:
             _steps(optimizer, _options(group), _WHOLE, lambda x: (x,), as_its_own)
     except Exception as error:
-        raise UserError(
+        raise refusal(
             f"{type(optimizer).__name__} cannot update parameters that are DTensors, as those of a parallelized model "
-            f"are: {str(error).splitlines()[0][:120]}",
+            f"are: {first_line(error)[:120]}",
             fix="use another optimizer: torch.optim.AdamW(model.parameters(), lr=1e-4)",
-            more=READ_MORE,
         ) from error
 
 
 def _not_the_models(optimizer: torch.optim.Optimizer) -> UserError:
-    return UserError(
+    return refusal(
         f"the {type(optimizer).__name__} holds parameters that are not those of the parallelized model: its updates "
         "would be lost",
         fix="build it after the model: model = ff.parallelize(model, layout); "
         f"optimizer = torch.optim.{type(optimizer).__name__}(model.parameters(), ...)",
-        more=READ_MORE,
     )
 
 
@@ -135,7 +131,7 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
         try:
             found = [_steps(optimizer, _options(group), _WHOLE, cut) for cut in cuts]
         except Exception as error:  # whatever a class of someone else's does
-            return f"it cannot be tried on a small tensor ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
+            return f"it cannot be tried on a small tensor ({type(error).__name__}: {first_line(error)[:80]})"
         if torch.equal(found[0], _WHOLE):
             return "its steps change nothing in a small tensor"
         if any(float((each - found[0]).abs().max()) > _CLOSE for each in found[1:]):

@@ -10,11 +10,12 @@ import pytest
 
 from fivefold.core import history
 from fivefold.core.history import NAME, load
-from fivefold.report.curves import draw, nice, panels
+from fivefold.report.curves import draw, panels
+from fivefold.report.plot import nice
 from fivefold.report.run import main
 from fivefold.report.story import duration, marks, moment, spans
-from tests.pages.html import Reader, asks_for_nothing
-from tests.pages.test_run import make_run, row
+from tests.report.html import Reader, asks_for_nothing
+from tests.report.test_run import make_run, row
 
 DATA = {
     "files": 2, "files_left_out": 1, "documents": 30, "tokens": 40_000, "seq_length": 256, "vocabulary": 2048,

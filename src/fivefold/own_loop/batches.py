@@ -9,7 +9,8 @@ Legend: B rows, T positions of a row as given, L positions as computed.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,11 @@ KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 READ_MORE = "docs/python.md"
 
 
+def refusal(what: str, fix: str | None = None) -> UserError:
+    """An error that names the page of one's own loop."""
+    return UserError(what, fix=fix, more=READ_MORE)
+
+
 def micro_batches(
     model: Any, batch: Batch | Sequence[Batch], *, needs_labels: bool = True, also: Callable[[], object] = lambda: None
 ) -> list[MicroBatch]:
@@ -41,24 +47,21 @@ def micro_batches(
     """
     state = state_of(model)
     plan = state.plan
+    take = partial(
+        micro_batch, row_multiple=plan.layout.row_multiple, vocabulary=plan.facts.vocabulary,
+        logits=plan.shards[plan.head_weight].shape[0], needs_labels=needs_labels, reads_mask=_reads_mask(model),
+    )  # fmt: skip
 
     def read() -> list[MicroBatch]:
         each = [batch] if isinstance(batch, Mapping) else batch
         if isinstance(each, str | Tensor) or not isinstance(each, Sequence):
-            raise _refusal(f"the batch is a {type(batch).__name__}", "pass a dict of tensors, or a list of such dicts")
+            raise refusal(f"the batch is a {type(batch).__name__}", "pass a dict of tensors, or a list of such dicts")
         also()
-        options: Any = {
-            "row_multiple": plan.layout.row_multiple,
-            "vocabulary": plan.facts.vocabulary,
-            "logits": plan.shards[plan.head_weight].shape[0],
-            "needs_labels": needs_labels,
-            "reads_mask": _reads_mask(model),
-        }
-        return [micro_batch(one, **options) for one in each]
+        return [take(one) for one in each]
 
-    own, error = _tried(read)
-    most = _agree(state, own or [], error)
-    return (own or []) + [_nothing(plan.layout.row_multiple)] * (most - len(own or []))
+    found, error = _tried(read)
+    own = found or []
+    return own + [_nothing(plan.layout.row_multiple)] * (_agree(state, own, error) - len(own))
 
 
 def micro_batch(
@@ -82,12 +85,12 @@ def micro_batch(
     if positions_BT is None:
         positions_BT = np.broadcast_to(np.arange(length), (rows, length))
     elif positions_BT.min(initial=0) < 0:
-        raise _refusal("position_ids are negative", "count them from 0")
+        raise refusal("position_ids are negative", "count them from 0")
     real_B = np.full(rows, length)
     if mask_BT is not None:
         real_B, first_B = _padding(mask_BT, targets_BT)
         if reads_mask and first_B.any() and batch.get("position_ids") is None:
-            raise _refusal(
+            raise refusal(
                 "rows are padded on the left, and this model counts positions by the attention_mask",
                 "pass position_ids, as attention_mask.cumsum(1).sub(1).clamp(min=0), or pad on the right",
             )
@@ -102,7 +105,7 @@ def micro_batch(
     starts_BL = np.ones((rows, wide), bool)
     starts_BL[:, 1:] = np.diff(positions_BL, axis=1) != 1
     if mask_BT is not None and bool((starts_BL & is_real_BL)[:, 1:].any()):
-        raise _refusal(
+        raise refusal(
             "the batch has an attention_mask and position_ids that restart, and with a mask transformers does not look "
             "at positions: documents of a row would see each other",
             "leave attention_mask out of packed rows; labels of -100 keep padding out of the loss",
@@ -125,10 +128,7 @@ def on_every_rank(read: Callable[[], Checked]) -> Checked:
     Otherwise a rank with a wrong batch would leave the others waiting for it.
     """
     found, error = _tried(read)
-    failed = torch.tensor(int(error is not None), device=_device())
-    dist.all_reduce(failed)
-    if int(failed):
-        _raise_everywhere(error)
+    _raise_any(error)
     return found  # type: ignore[return-value]
 
 
@@ -140,13 +140,15 @@ def _tried(read: Callable[[], Checked]) -> tuple[Checked | None, UserError | Non
         return None, error
 
 
-def _raise_everywhere(error: UserError | None) -> NoReturn:
+def _raise_any(error: UserError | None) -> None:
     """Raise the error of this rank, else the first of another's."""
     errors = plain.everywhere(error and error.to_json())
     if error is not None:
         raise error
-    rank, first = next((rank, UserError.from_json(told)) for rank, told in enumerate(errors) if told)
-    raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
+    for rank, told in enumerate(errors):
+        if told:
+            first = UserError.from_json(told)
+            raise type(first)(f"rank {rank}: {first.what}", fix=first.fix, more=first.more)
 
 
 def differing(values: Sequence[int]) -> list[int]:
@@ -173,11 +175,11 @@ def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError |
     table = table.to(_device())
     dist.all_reduce(table, dist.ReduceOp.MAX)
     if int(table[:, 3].max()):
-        _raise_everywhere(error)
+        _raise_any(error)
     for data_rank, (_, largest, smallest, _) in enumerate(table.tolist()):
         if largest != -smallest:
             shared = [axis for axis in ("tp", "cp", "pp") if getattr(state.plan.layout, axis) > 1]
-            raise _refusal(
+            raise refusal(
                 f"the {' and '.join(shared)} ranks of data rank {data_rank} were given different batches, and they "
                 "compute parts of the same rows",
                 "give all of them the same rows: read with num_replicas=model.data_ranks, rank=model.data_rank",
@@ -206,15 +208,15 @@ def _nothing(length: int) -> MicroBatch:
 
 def _input_ids(batch: Batch, vocabulary: int) -> Integers:
     if not isinstance(batch, Mapping):
-        raise _refusal(f"a micro batch is a {type(batch).__name__}", "pass a dict of tensors: input_ids, labels")
+        raise refusal(f"a micro batch is a {type(batch).__name__}", "pass a dict of tensors: input_ids, labels")
     if unknown := [key for key in batch if key not in KEYS]:
-        raise _refusal(f"the batch has {unknown[0]!r}", f"it may have {', '.join(KEYS)}; leave the rest out")
+        raise refusal(f"the batch has {unknown[0]!r}", f"it may have {', '.join(KEYS)}; leave the rest out")
     if "input_ids" not in batch:
-        raise _refusal("the batch has no input_ids", "pass the tokens of this data rank: int64 [rows, tokens]")
+        raise refusal("the batch has no input_ids", "pass the tokens of this data rank: int64 [rows, tokens]")
     ids = _integers(batch["input_ids"], "input_ids")
     if ids.ndim != 2:
         hint = "add a dimension: input_ids.unsqueeze(0)" if ids.ndim == 1 else "pass int64 [rows, tokens]"
-        raise _refusal(f"input_ids has shape {list(ids.shape)}, not [rows, tokens]", hint)
+        raise refusal(f"input_ids has shape {list(ids.shape)}, not [rows, tokens]", hint)
     _check_range(ids, "input_ids", vocabulary)
     return ids
 
@@ -225,7 +227,7 @@ def _targets(batch: Batch, ids_BT: Integers, vocabulary: int, needs_labels: bool
     labels_BT = _given(batch, "labels", ids_BT.shape) if needs_labels or batch.get("labels") is not None else None
     if labels_BT is None:
         if needs_labels:
-            raise _refusal(
+            raise refusal(
                 "the batch has no labels",
                 "labels=input_ids.clone(), with -100 for no target (padding, prompts); they are shifted here",
             )
@@ -238,7 +240,7 @@ def _targets(batch: Batch, ids_BT: Integers, vocabulary: int, needs_labels: bool
 def _padding(mask_BT: Integers, targets_BT: Integers) -> tuple[Integers, Integers]:
     """Of a mask: how many real tokens each row has, and where they begin."""
     if bool(((mask_BT != 0) & (mask_BT != 1)).any()):
-        raise _refusal(
+        raise refusal(
             "attention_mask has other values than 0 and 1", "mark packed documents by position_ids that restart"
         )
     real_B, first_B = mask_BT.sum(1), mask_BT.argmax(1)
@@ -246,13 +248,13 @@ def _padding(mask_BT: Integers, targets_BT: Integers) -> tuple[Integers, Integer
     is_one_run = mask_BT == ((columns >= first_B[:, None]) & (columns < (first_B + real_B)[:, None]))
     if not bool(is_one_run.all()):
         row = int(np.flatnonzero(~is_one_run.all(1))[0])
-        raise _refusal(
+        raise refusal(
             f"attention_mask hides tokens in the middle of row {row}", "padding stands at the beginning or end of a row"
         )
     wrong = np.argwhere((mask_BT == 0) & (targets_BT != IGNORE))
     if len(wrong):
         row, at = wrong[0].tolist()
-        raise _refusal(
+        raise refusal(
             f"the label of row {row} at position {at + 1} would be predicted from padding",
             "set labels to -100 on padding, and on the first token after it where rows are padded on the left",
         )
@@ -267,19 +269,19 @@ def _given(batch: Batch, key: str, shape: tuple[int, ...]) -> Integers | None:
     if key == "position_ids" and values.ndim <= 2 and values.shape[-1:] == shape[1:] and values.size == shape[1]:
         return np.broadcast_to(values.reshape(1, -1), shape)
     if values.shape != shape:
-        raise _refusal(f"{key} has shape {list(values.shape)}, input_ids {list(shape)}", f"pass {key} in that shape")
+        raise refusal(f"{key} has shape {list(values.shape)}, input_ids {list(shape)}", f"pass {key} in that shape")
     return values
 
 
 def _integers(tensor: Any, key: str, *, any_type: bool = False) -> Integers:
     if not isinstance(tensor, Tensor):
-        raise _refusal(f"{key} is a {type(tensor).__name__}", f"pass a tensor: torch.tensor({key})")
+        raise refusal(f"{key} is a {type(tensor).__name__}", f"pass a tensor: torch.tensor({key})")
     if not any_type and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
-        raise _refusal(f"{key} is {tensor.dtype}", f"pass integers: {key}.long()")
+        raise refusal(f"{key} is {tensor.dtype}", f"pass integers: {key}.long()")
     values = tensor.detach().cpu()
     whole = values.long()
     if any_type and not bool((whole == values).all()):
-        raise _refusal(f"{key} has other values than 0 and 1", "pass 1 for tokens and 0 for padding")
+        raise refusal(f"{key} has other values than 0 and 1", "pass 1 for tokens and 0 for padding")
     return whole.numpy()
 
 
@@ -287,7 +289,7 @@ def _check_range(values: Integers, key: str, vocabulary: int) -> None:
     if values.size and not 0 <= values.min() <= values.max() < vocabulary:
         wrong = int(values.min() if values.min() < 0 else values.max())
         hint = "a label without a target is -100" if key == "labels" else "is it the model's own tokenizer?"
-        raise _refusal(f"{key} has {wrong}, and the model's vocabulary is {vocabulary}", hint)
+        raise refusal(f"{key} has {wrong}, and the model's vocabulary is {vocabulary}", hint)
 
 
 def _reads_mask(model: nn.Module) -> bool:
@@ -301,7 +303,3 @@ def _wide(values_BT: Integers, wide: int) -> Integers:
     """Cut or filled up with zeros to [B, wide]."""
     kept = values_BT[:, :wide]
     return np.pad(kept, ((0, 0), (0, wide - kept.shape[1])))
-
-
-def _refusal(what: str, fix: str) -> UserError:
-    return UserError(what, fix=fix, more=READ_MORE)

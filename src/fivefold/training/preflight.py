@@ -1,0 +1,177 @@
+"""Before the first step: every rank was asked for the same run, and by arithmetic the memory of the machine and its
+disk have room for it."""
+
+import hashlib
+import platform
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.text import listed
+from fivefold.core.units import human_bytes
+from fivefold.data.prepare import PreparedData
+from fivefold.launch.memory import GIB, Needs, room
+from fivefold.launch.world import World
+from fivefold.parallel import plain
+from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.state import state_of
+from fivefold.training.optimizers import rule_of
+
+_PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
+
+
+def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
+    """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where."""
+    mine = _fields(config, data)
+    first = plain.of_first(mine)
+    differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
+    found = plain.everywhere(differing and (differing, mine.get(differing)))
+    apart = {rank: each for rank, each in enumerate(found) if each}
+    if not apart:
+        return
+    name, value = next(iter(apart.values()))
+    ranks = listed([rank for rank, each in apart.items() if each[0] == name], 8)
+    raise UserError(
+        f"{name} is {first.get(name)} on rank 0, and {value} on rank {ranks}",
+        fix="start every rank with the same run file, data and environment",
+    )
+
+
+def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
+    """What must be the same, by name: the keys of the run file, the rows, the tokenizer, the versions."""
+    tokenizer = data.tokenizer.folder / "tokenizer.json"
+    return {
+        **{
+            f"{section}.{key}": value
+            for section, values in config.model_dump(mode="json", by_alias=True).items()
+            for key, value in values.items()
+        },
+        "the fingerprint of the rows": data.fingerprint,
+        "the hash of the tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else "",
+        "the version of python": platform.python_version(),
+        **{f"the version of {package}": version(package) for package in _PACKAGES},
+    }
+
+
+def check_memory(model: Any, config: RunConfig, layout: Layout, world: World) -> str | None:
+    """What a run is told of its memory when it is likely to need more than is free; None when it is not.
+
+    `model` is whole and on the meta device. The needs are left for the launcher. Raises `UserError`, the same on every
+    rank of a machine, when weights, gradients and optimizer state alone are more than there is.
+    """
+    needs = needs_of(model, config, layout, ranks=world.local_size)
+    if world.folder and world.is_first:
+        needs.save(Path(world.folder))
+    if world.device != "cpu":
+        total, free = (torch.cuda.mem_get_info(world.device)[at] * world.local_size for at in (1, 0))
+        where = f"{world.local_size} GPUs" if world.local_size > 1 else "the GPU"
+    elif (there := room()) is not None:
+        total, free, where = there.total, there.free, "this machine"
+    else:
+        return None
+    if needs.state > total:
+        raise UserError(
+            f"this run does not fit: {needs}, and {where} has {total / GIB:.2f} GiB",
+            fix=needs.advice(total),
+            more="docs/layouts.md",
+        )
+    if needs.state + needs.activations <= free:
+        return None
+    return f"memory may run out: {free / GIB:.2f} GiB of {where} are free, and the run needs {needs}"
+
+
+def needs_of(model: Any, config: RunConfig, layout: Layout, *, ranks: int) -> Needs:
+    """Of `ranks` of the ranks of a resolved layout; where stages of a pipeline differ, of as many mean ones."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # Every copy over dp_replicate holds the whole state, cut evenly among its ranks.
+    held = parameters * layout.dp_replicate * ranks // layout.world * master_dtype(layout.precision).itemsize
+    return Needs(
+        parameters=parameters,
+        ranks=ranks,
+        weights=held,
+        gradients=held,
+        optimizer=OPTIMIZERS[config.optimizer.name].per_weight * held,
+        activations=ranks * _activations(model.config.get_text_config(), config, layout),
+    )
+
+
+def _activations(shape: Any, config: RunConfig, layout: Layout) -> int:
+    """Bytes of a rank, about: what backward needs of the blocks of the micro batches under way (arXiv:2205.05198, with
+    attention that keeps no scores: 17 times the width of a token at a ratio of 4), or their inputs and one block."""
+    hidden = int(getattr(shape, "hidden_size", 0) or 0)
+    inner = int(getattr(shape, "intermediate_size", 0) or 4 * hidden)
+    layers = int(getattr(shape, "num_hidden_layers", 0) or 0) // layout.pp
+    tokens = layout.micro_batch_size * config.data.seq_length // layout.cp
+    block = (9 * hidden + 2 * inner) // layout.tp
+    kept = layers * block if config.memory.recompute == "none" else layers * hidden + block
+    return tokens * kept * layout.pp * COMPUTE_DTYPES[layout.precision].itemsize
+
+
+def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
+    """What to tell of a disk that is too small for all checkpoints of the steps after `step`; "" when it is not.
+
+    Raises `UserError` where not even one more fits: what is trained could never be saved.
+    """
+    folder = config.run_dir / "checkpoints"
+    held = [_size(folder / step_folder(each)) for each in steps(folder)]
+    saves, size, keep = saves_left(config, step, total_steps), checkpoint_bytes(model, config), config.checkpoint.keep
+    disk = shutil.disk_usage(config.run_dir)
+    if not saves or not disk.total:  # some network filesystems do not say
+        return ""
+    where = f"{human_bytes(disk.free)} are free at {config.run_dir}"
+    if disk.free < size:
+        raise UserError(
+            f"a checkpoint takes {human_bytes(size)} (weights and optimizer state), and {where}",
+            fix="free space, or set run.dir to a larger disk",
+            more="docs/checkpoints.md",
+        )
+    needed = more_bytes(size, held, keep=keep, saves=saves)
+    if disk.free >= needed:
+        return ""
+    fitting = [fewer for fewer in range(1, keep) if more_bytes(size, held, keep=fewer, saves=saves) <= disk.free]
+    advice = f"set checkpoint.keep: {fitting[-1]}, free space, " if fitting else "free space "
+    return (
+        f"saving will fail: {keep} checkpoint{'s' * (keep != 1)} of {human_bytes(size)}, and the next beside them, "
+        f"take {human_bytes(needed)} more, and {where}; {advice}or set run.dir to a larger disk"
+    )
+
+
+def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
+    """Bytes of the weights and of what the optimizer keeps of them, in their shape."""
+    plan = state_of(model).plan
+    sizes = {name: prod(spec.shape) for name, spec in plan.shards.items()}
+    kept = rule_of(config.optimizer.name).state(plan).values()
+    elements = sum(sizes.values()) + sum(sizes[name] for names in kept for name in names)
+    return elements * next(model.parameters()).dtype.itemsize
+
+
+def saves_left(config: RunConfig, step: int, total_steps: int) -> int:
+    """Checkpoints that are still to be written: every so many steps, and the last one."""
+    every = config.checkpoint.every
+    on_time = total_steps // every - step // every if every else 0
+    return on_time + int(step < total_steps and not (every and total_steps % every == 0))
+
+
+def more_bytes(size: int, held: list[int], *, keep: int, saves: int) -> int:
+    """The most that checkpoints will take beyond those that are `held`: an old one goes when a new one is there."""
+    there, most = list(held), 0
+    for _ in range(min(saves, keep + 1)):  # from then on all are new ones
+        there.append(size)
+        most = max(most, sum(there) - sum(held))
+        there = there[-keep:]
+    return most
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
