@@ -72,12 +72,13 @@ def _first_experts(model: Any) -> int:
 
 
 def _small(model: Any, ranks: int) -> Any:
-    """The model with a layer of each kind and a small vocabulary: two layers at least, or one where two are too large.
-    Raises `UserError` where one is."""
-    for least in (2, 1):
-        config = cut(model.config, ranks=ranks, least=max(least, _first_experts(model)))
-        small = build_meta(config, model_class=type(model))
-        if sum(parameter.numel() for parameter in small.parameters()) <= MOST:
+    """The model with a layer of each kind and a small vocabulary: two layers, or more up to the first with experts; one
+    where two are too large. Raises `UserError` where that is too large as well."""
+    experts = _first_experts(model)
+    for least in (2, experts):
+        small = build_meta(cut(model.config, ranks=ranks, least=least), model_class=type(model))
+        size = sum(parameter.numel() for parameter in small.parameters())
+        if size <= MOST and bool(_first_experts(small)) == bool(experts):
             return small
     raise UserError(
         f"tensor parallel of {type(model).__name__} is not proved, and its layers are too large to try it here",
