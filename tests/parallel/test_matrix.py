@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fivefold.training.optimizers import build_optimizer
 
 from fivefold.core.layout import Layout
+from fivefold.training.optimizers import build_optimizer
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference_tensors import ReferenceTensors
