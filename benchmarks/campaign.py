@@ -88,17 +88,13 @@ def write(of: str, found: dict[str, Ended]) -> None:
     """The results and the page."""
     values = {"commit": of, "parts": [asdict(each) for each in found.values()]}
     FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    rows = [
+    head = "| part | ended | its last line | seconds | UTC |\n| --- | --- | --- | --- | --- |"
+    rows = (
         f"| {e.part} | {'well' if e.ok else '**failed**'} | {e.says.strip('= ')} | {e.seconds:.0f} | {e.ended} |"
         for e in found.values()
-    ]
-    DOCS.write_text(
-        "# Campaign\n\nWhat `make campaign` does beside `make test`: see `benchmarks/campaign.py`. "
-        f"Of commit `{of}`:\n\n| part | ended | its last line | seconds | UTC |\n|---|---|---|---|---|\n"
-        + "\n".join(rows)
-        + "\n",
-        encoding="utf-8",
     )
+    about = f"What `make campaign` does beside `make test`: see `benchmarks/campaign.py`. Of commit `{of}`:"
+    DOCS.write_text("\n".join(["# Campaign", "", about, "", head, *rows, ""]), encoding="utf-8")
 
 
 def main() -> int:
