@@ -67,3 +67,11 @@ def test_parameters_that_were_replaced_are_refused_and_strangers_left_alone() ->
         torch.optim.SGD([model.weight, before.weight]).step()
     Scaled(stranger.parameters(), over="tensor").step()
     torch.optim.SGD(model.parameters()).step()
+
+
+def test_an_optimizer_that_raises_without_a_word_is_refused_with_the_type_of_its_error() -> None:
+    class Silent(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise NotImplementedError
+
+    assert "NotImplementedError" in str(why_not_elementwise(Silent(nn.Linear(4, 4).parameters(), lr=0.1)))

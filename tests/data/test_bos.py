@@ -48,7 +48,7 @@ def test_the_rows_hold_what_auto_tokenizer_gives(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     data = prepared(tmp_path, texts := ["one", "two words", "é"])
-    theirs = AutoTokenizer.from_pretrained(data.tokenizer_dir)
+    theirs = AutoTokenizer.from_pretrained(data.tokenizer.folder)
     assert read(data) == [[*theirs(text).input_ids, EOS] for text in texts]
     assert data.counts.tokens == sum(map(len, read(data)))  # counted
     assert "BOS <s> in front of each document" in data.counts.lines()[0]
@@ -73,10 +73,10 @@ def test_the_key_decides_and_generation_begins_as_training_does(
     data = prepared(tmp_path, ["ab"], template=template, bos=bos)
     front = [BOS] if expected else []
     assert read(data) == [[*front, 97, 98, EOS]]
-    assert data.bos_token_ids == tuple(front)
+    assert data.tokenizer.bos_token_ids == tuple(front)
     checkpoint = tmp_path / "step-000001"  # what a checkpoint keeps of it
     (checkpoint / "model").mkdir(parents=True)
-    for path in data.tokenizer_dir.iterdir():
+    for path in data.tokenizer.folder.iterdir():
         (checkpoint / "model" / path.name).write_bytes(path.read_bytes())
     (checkpoint / "run.yaml").write_text(config_for("x", bos=bos).to_yaml())
     folder = checkpoint / "model"
@@ -124,9 +124,9 @@ def test_stores_and_rows_with_and_without_bos_are_kept_apart(tmp_path: Path) -> 
     }
     assert set(stores) == {True, False}
     with pytest.raises(UserError, match=r"has no BOS in front of its documents, and this run BOS \[257\]") as caught:
-        prepare(config_for(stores[False], tokenizer=without.tokenizer_dir), cache=tmp_path / "cache")
+        prepare(config_for(stores[False], tokenizer=without.tokenizer.folder), cache=tmp_path / "cache")
     assert caught.value.fix == "set data.bos: false"
-    prepare(config_for(stores[False], tokenizer=without.tokenizer_dir, bos=False), cache=tmp_path / "cache")
+    prepare(config_for(stores[False], tokenizer=without.tokenizer.folder, bos=False), cache=tmp_path / "cache")
 
 
 def test_validation_has_bos_too(tmp_path: Path) -> None:
@@ -147,4 +147,4 @@ def test_a_run_does_not_go_on_with_another_bos(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["byte", "train:300"])
 def test_the_tokenizers_of_ours_have_none(tmp_path: Path, name: str) -> None:
     data = prepare_texts(tmp_path, random_texts(0), tokenizer=name)
-    assert data.bos_token_ids == () and "BOS" not in data.counts.lines()[0]
+    assert data.tokenizer.bos_token_ids == () and "BOS" not in data.counts.lines()[0]

@@ -210,7 +210,7 @@ def test_the_sample_of_a_trained_tokenizer_is_of_the_expanded_text(tmp_path: Pat
     plain, content = written(tmp_path, "jsonl", texts)
     (tmp_path / "texts.jsonl.gz").write_bytes(gzip.compress(content))
     first, other = (
-        prepare(config_for(path, tokenizer="train:300"), cache=tmp_path / "cache").tokenizer_dir / "tokenizer.json"
+        prepare(config_for(path, tokenizer="train:300"), cache=tmp_path / "cache").tokenizer.folder / "tokenizer.json"
         for path in (plain, tmp_path / "texts.jsonl.gz")
     )
     assert first != other and first.read_bytes() == other.read_bytes()

@@ -78,7 +78,7 @@ def test_a_token_store_is_a_source(tmp_path: Path) -> None:
 
 def _other_tokenizer(folder: Path) -> Path:
     text = write_jsonl(folder / "other.jsonl", random_texts(1, 211))
-    return prepare(config_for(text, tokenizer="train:300"), cache=folder / "cache").tokenizer_dir
+    return prepare(config_for(text, tokenizer="train:300"), cache=folder / "cache").tokenizer.folder
 
 
 def test_a_token_store_cannot_train_a_tokenizer(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_tokenizer_is_trained_on_it_and_it_mixes_with_files(tmp_path: Path, hu
     local = write_jsonl(tmp_path / "texts.jsonl", random_texts(1))
     sources = [{"path": "hub:org/name", "weight": 2}, {"path": str(local)}]
     data = prepare(config_for(sources, tokenizer="train:300"), cache=tmp_path / "cache")
-    assert data.vocab_size == 300 and data.counts.documents == 97 + 53
+    assert data.tokenizer.vocab_size == 300 and data.counts.documents == 97 + 53
     assert [source.documents for source in data.counts.sources] == [97, 53]
 
 

@@ -54,7 +54,7 @@ def test_a_micro_batch_is_what_its_bounds_say(tmp_path: Path, row_multiple: int)
             assert positions == list(range(len(tokens)))
             assert labels[:-1] in (tokens[1:], [IGNORE] * (len(tokens) - 1))
             if all(label == IGNORE for label in labels):
-                assert set(tokens) == {data.eos_token_id}  # padding
+                assert set(tokens) == {data.tokenizer.eos_token_id}  # padding
 
 
 @pytest.mark.parametrize("documents", [59, 5])  # several batches an epoch, and several epochs a batch

@@ -25,19 +25,19 @@ def test_the_folder_loads_in_transformers_and_gives_back_every_text(tmp_path: Pa
     from transformers import AutoTokenizer
 
     data = prepare_texts(tmp_path, [*random_texts(0, 211), TEXT], tokenizer=name, packing=False, seq_length=997)
-    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
-    assert len(tokenizer) == data.vocab_size
-    assert tokenizer.eos_token_id == data.eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer.folder)
+    assert len(tokenizer) == data.tokenizer.vocab_size
+    assert tokenizer.eos_token_id == data.tokenizer.eos_token_id
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == TEXT
-    assert tokenizer.decode([*ids, data.eos_token_id], skip_special_tokens=True) == TEXT
+    assert tokenizer.decode([*ids, data.tokenizer.eos_token_id], skip_special_tokens=True) == TEXT
     read = [tokens for batch in whole(data.train) for tokens, _ in pieces(batch)]
-    assert read[-1] == [*ids, data.eos_token_id]  # what training reads is what transformers encodes
+    assert read[-1] == [*ids, data.tokenizer.eos_token_id]  # what training reads is what transformers encodes
 
 
 def test_byte_is_the_bytes_and_eos(tmp_path: Path) -> None:
     data = prepare_texts(tmp_path, ["a" * 3], validation=0)
-    assert (data.vocab_size, data.eos_token_id) == (257, 256)
+    assert (data.tokenizer.vocab_size, data.tokenizer.eos_token_id) == (257, 256)
     everything = bytes(range(128)).decode() + "".join(map(chr, range(128, 2000)))
     (tmp_path / "all.txt").write_bytes(everything.encode())
     rows = prepare(config_for(tmp_path / "all.txt", seq_length=8191), cache=tmp_path / "cache").train
@@ -45,12 +45,12 @@ def test_byte_is_the_bytes_and_eos(tmp_path: Path) -> None:
 
 
 def test_training_has_the_size_asked_and_is_the_same_every_time(tmp_path: Path) -> None:
-    first = trained(tmp_path / "a").tokenizer_dir if (tmp_path / "a").mkdir() is None else None
-    again = trained(tmp_path / "b").tokenizer_dir if (tmp_path / "b").mkdir() is None else None
+    first = trained(tmp_path / "a").tokenizer.folder if (tmp_path / "a").mkdir() is None else None
+    again = trained(tmp_path / "b").tokenizer.folder if (tmp_path / "b").mkdir() is None else None
     assert first and again and first != again
     assert (first / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
-    assert trained(tmp_path / "a").vocab_size == 331
-    assert trained(tmp_path / "a", 332).vocab_size == 332
+    assert trained(tmp_path / "a").tokenizer.vocab_size == 331
+    assert trained(tmp_path / "a", 332).tokenizer.vocab_size == 332
 
 
 def test_training_needs_room_for_the_bytes(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_training_needs_room_for_the_bytes(tmp_path: Path) -> None:
 def folder(tmp_path: Path) -> Path:
     """A model's folder with a tokenizer that would add a BOS, cut and pad if it were let."""
     target = tmp_path / "model"
-    shutil.copytree(trained(tmp_path).tokenizer_dir, target)
+    shutil.copytree(trained(tmp_path).tokenizer.folder, target)
     facts = json.loads((target / "tokenizer.json").read_text())
     facts["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     facts["padding"] = {
@@ -94,7 +94,7 @@ def test_a_hugging_face_folder_neither_cuts_nor_pads(tmp_path: Path, folder: Pat
         "file": {"tokenizer": "auto", "model": folder / "config.json"},
     }[way]
     data = prepare_texts(tmp_path, random_texts(0, 211), packing=False, bos=False, **named)
-    assert data.tokenizer_dir == folder
+    assert data.tokenizer.folder == folder
     plain = trained(tmp_path, packing=False)
     assert [b.input_ids.tolist() for b in whole(data.train)] == [b.input_ids.tolist() for b in whole(plain.train)]
 
@@ -112,7 +112,7 @@ def test_eos_is_what_the_tokenizer_says_else_the_model(
 ) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "config.json").write_text(json.dumps(config))
-    assert prepare_texts(tmp_path, ["some text"], tokenizer=folder).eos_token_id == expected
+    assert prepare_texts(tmp_path, ["some text"], tokenizer=folder).tokenizer.eos_token_id == expected
 
 
 def test_one_tokenizer_with_two_ends_gives_two_sets_of_tokens(tmp_path: Path, folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_one_tokenizer_with_two_ends_gives_two_sets_of_tokens(tmp_path: Path, fo
     for eos in (5, 7, 400):
         (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         data = prepare_texts(tmp_path, ["some text"], tokenizer=folder)
-        last.append((pieces(whole(data.train)[0])[0][1][-1], data.vocab_size))
+        last.append((pieces(whole(data.train)[0])[0][1][-1], data.tokenizer.vocab_size))
         fingerprints.append(data.fingerprint)
     assert last == [(5, 331), (7, 331), (400, 401)] and len(set(fingerprints)) == 3
 
@@ -158,11 +158,11 @@ def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path, folder: Path) -> 
     (folder / "tokenizer.json").write_text(json.dumps(facts))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|far|>"}))
     data = prepare_texts(tmp_path, ["abc"], tokenizer=folder)
-    assert (data.vocab_size, data.eos_token_id) == (70_002, 70_001)
+    assert (data.tokenizer.vocab_size, data.tokenizer.eos_token_id) == (70_002, 70_001)
     assert pieces(whole(data.train)[0])[0][1][-1] == 70_001
 
 
 def test_unused_text_does_not_change_the_trained_tokenizer(tmp_path: Path) -> None:
     """The tokenizer is trained on the training sources: a validation list leaves it alone."""
     held = write_jsonl(tmp_path / "held.jsonl", ["zzzz"])
-    assert trained(tmp_path).tokenizer_dir == trained(tmp_path, validation=[{"path": str(held)}]).tokenizer_dir
+    assert trained(tmp_path).tokenizer.folder == trained(tmp_path, validation=[{"path": str(held)}]).tokenizer.folder

@@ -28,6 +28,7 @@ from xxhash import xxh3_128_hexdigest
 
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError
+from fivefold.core.text import listed
 
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
@@ -141,8 +142,7 @@ class Manifest(Contents):
     def listing(self, file: str) -> str:
         """What is lost with a file, for an error; empty when it holds no tensors."""
         lost = [f"{kind} of {name}" for kind, name, _ in self.by_file.get(file, ())]
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        return f"; it should hold {', '.join(lost[:3])}{more}" if lost else ""
+        return f"; it should hold {listed(lost, 3)}" if lost else ""
 
     @staticmethod
     def from_json(text: str, *, where: str) -> "Manifest":

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, expanded, replace, writing
+from fivefold.core.terminal import say
 
 # (stage in words, done, total): the unit is bytes of text; `done` never passes `total`.
 Progress = Callable[[str, int, int], None]
@@ -33,7 +34,7 @@ _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within o
 
 def say_aloud(text: str) -> None:
     """To the screen, beside whatever standard output is for."""
-    print(text, file=sys.stderr, flush=True)
+    say(text, stream=sys.stderr)
 
 
 def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:

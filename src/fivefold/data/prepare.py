@@ -33,18 +33,14 @@ Stores = tuple[TokenStore, ...]
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """What a run reads. `tokenizer_dir` is a Hugging Face folder; `bos_token_ids` stand in front of each document;
-    `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length and packing. Runs with
-    the same fingerprint and seed read the same batches."""
+    """What a run reads. `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length
+    and packing. Runs with the same fingerprint and seed read the same batches."""
 
-    tokenizer_dir: Path
-    vocab_size: int
-    eos_token_id: int
+    tokenizer: TokenizerInfo
     train: PackedRows
     validation: PackedRows | None
     counts: DataCounts
     fingerprint: str
-    bos_token_ids: tuple[int, ...] = ()
 
 
 def prepare(
@@ -225,9 +221,7 @@ def _open(
         whole = Pool(1.0, side["rows"], side["tokens"])
         validation = rows("validation", plan.held or plan.stores, [whole])
     return PreparedData(
-        tokenizer_dir=tokenizer.folder,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
+        tokenizer=tokenizer,
         train=train,
         validation=validation or None,  # of no row
         counts=DataCounts(
@@ -246,7 +240,6 @@ def _open(
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,
-        bos_token_ids=tokenizer.bos_token_ids,
     )
 
 

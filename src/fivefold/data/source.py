@@ -61,7 +61,7 @@ def _reads_back(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Format:
-    """How one kind of file becomes documents. A new one is a file in `formats/`: a subclass and its instance FORMAT."""
+    """How one kind of file becomes documents. A new one is a file in `formats/`: a subclass and an instance."""
 
     name: str
     suffixes: tuple[str, ...] = ()

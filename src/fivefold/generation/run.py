@@ -26,8 +26,7 @@ from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.apply import parallelize
-
-_PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
+from fivefold.parallel.data import PRECISION_OF
 
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
@@ -116,4 +115,4 @@ def _bos_of(folder: Path) -> Bos:
 def _layout(request: GenerateRequest, stored: torch.dtype | None) -> Layout:
     layout = Layout.parse(request.layout)
     default = Layout().precision
-    return replace(layout, precision=_PRECISIONS[stored or torch.float32]) if layout.precision == default else layout
+    return replace(layout, precision=PRECISION_OF[stored or torch.float32]) if layout.precision == default else layout

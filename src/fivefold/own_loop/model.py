@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -21,16 +21,13 @@ from fivefold.own_loop.batches import Batch, differing, refusal
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import put_in_order, reshard
+from fivefold.parallel.data import PRECISION_OF, put_in_order, reshard
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.model import own_coefficient
 
 READ_MORE = "docs/python.md"
 Precision = Literal["fp32", "bf16", "fp64"]
-_PRECISIONS: Mapping[torch.dtype, Precision] = {
-    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16",
-}  # fmt: skip
 
 
 def _refusal_of(what: str, fix: str) -> UserError:
@@ -211,7 +208,7 @@ def _check_model(model: nn.Module) -> torch.dtype:
             f"a {type(model).__name__} cannot be parallelized: it is no model class of transformers",
             fix="pass the causal language model itself, from AutoModelForCausalLM, with no wrapper around it",
         )
-    if odd := [name for name, p in model.named_parameters() if p.dtype not in _PRECISIONS]:
+    if odd := [name for name, p in model.named_parameters() if p.dtype not in PRECISION_OF]:
         raise refusal(
             f"{odd[0]} is {dict(model.named_parameters())[odd[0]].dtype}: quantised weights cannot be trained",
             fix="load the model without quantization_config",
@@ -257,7 +254,7 @@ def _with_precision(layout: Layout, precision: Precision | None, given: torch.dt
     if precision and layout.precision not in (default, precision):
         raise UserError(f"the layout {layout} names a precision, and precision={precision!r} another", fix="name one")
     if layout.precision == default:
-        layout = replace(layout, precision=precision or _PRECISIONS[given])
+        layout = replace(layout, precision=precision or PRECISION_OF[given])
     return layout
 
 

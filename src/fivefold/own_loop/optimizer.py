@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.dtensor import local
@@ -99,7 +99,7 @@ def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> 
     except Exception as error:
         raise refusal(
             f"{type(optimizer).__name__} cannot update parameters that are DTensors, as those of a parallelized model "
-            f"are: {str(error).splitlines()[0][:120]}",
+            f"are: {first_line(error)[:120]}",
             fix="use another optimizer: torch.optim.AdamW(model.parameters(), lr=1e-4)",
         ) from error
 
@@ -131,7 +131,7 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
         try:
             found = [_steps(optimizer, _options(group), _WHOLE, cut) for cut in cuts]
         except Exception as error:  # whatever a class of someone else's does
-            return f"it cannot be tried on a small tensor ({type(error).__name__}: {str(error).splitlines()[0][:80]})"
+            return f"it cannot be tried on a small tensor ({type(error).__name__}: {first_line(error)[:80]})"
         if torch.equal(found[0], _WHOLE):
             return "its steps change nothing in a small tensor"
         if any(float((each - found[0]).abs().max()) > _CLOSE for each in found[1:]):

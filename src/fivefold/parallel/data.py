@@ -18,6 +18,8 @@ from fivefold.parallel.plan import Unit, keeps_gathered
 from fivefold.torch_internals import fsdp_forget
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+# In what a model computes that came in such a type, where nothing else is asked for.
+PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()} | {torch.float16: "bf16"}
 
 
 def master_dtype(precision: str) -> torch.dtype:

@@ -49,14 +49,7 @@ class Point(NamedTuple):
 
 
 Curve = list[Point]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """What is drawn in one place: curves by name."""
-
-    title: str
-    curves: Mapping[str, Curve]
+Curves = Mapping[str, Curve]  # by name
 
 
 @dataclass(frozen=True)
@@ -93,15 +86,16 @@ class Drawing:
     data: str
 
 
-def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Of `metrics.jsonl`: what is known by name first, then everything else that was measured."""
+def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
+    """Of `metrics.jsonl`, what is drawn in one place, by its title: what is known by name first, then everything else
+    that was measured."""
     known = {name for _, names in _PANELS for name in names}
     others = dict.fromkeys(name for row in rows for name in row if name not in (*known, *_LEFT_OUT))
-    found = []
+    found: dict[str, Curves] = {}
     for title, names in (*_PANELS, *((name, (name,)) for name in others)):
         curves = {name: values for name in names if (values := _curve(rows, name))}
         if curves:
-            found.append(Panel(title, curves))
+            found[title] = curves
     return found
 
 
@@ -127,18 +121,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if len(known) == len(values) else None
 
 
-def draw(found: Sequence[Panel], marks: Sequence[Mark], *, averaged: bool) -> Drawing:
+def draw(found: Mapping[str, Curves], marks: Sequence[Mark], *, averaged: bool) -> Drawing:
     """The panels in pixels, over steps, with what happened on the way."""
-    points = {_grid(curve): curve for each in found for curve in each.curves.values()}
+    points = {_grid(curve): curve for curves in found.values() for curve in curves.values()}
     grids = list(points)
     first, last = min(grid[0] for grid in grids), max(grid[-1] for grid in grids)
     xs = {
-        "steps": [[_short(step) for step in grid] for grid in grids],
-        "tokens": [[_short(point.tokens) for point in points[grid]] for grid in grids],
-        "hours": [[_short(point.hours) for point in points[grid]] for grid in grids],
+        axis: [[_short(getattr(point, field)) for point in points[grid]] for grid in grids]
+        for axis, field in (("steps", "step"), ("tokens", "tokens"), ("hours", "hours"))
     }
     shown = [mark for mark in marks if first <= mark.step <= last]
-    right = RIGHT_AXIS if any(each.title == LOSS for each in found) else RIGHT
+    right = RIGHT_AXIS if LOSS in found else RIGHT
     data: dict[str, Any] = {
         "box": [WIDTH, HEIGHT, LEFT, TOP, BOTTOM],
         "xs": {name: lists for name, lists in xs.items() if all(None not in each for each in lists)},
@@ -148,7 +141,7 @@ def draw(found: Sequence[Panel], marks: Sequence[Mark], *, averaged: bool) -> Dr
     steps = Linear(first, last if last > first else first + 1)
     axes = Axes(LEFT, TOP, WIDTH - LEFT - right, HEIGHT - TOP - BOTTOM, steps, steps)
     return Drawing(
-        [_panel(each, grids, axes) for each in found],
+        [_panel(title, curves, grids, axes) for title, curves in found.items()],
         [(axes.x_at(tick), human(tick)) for tick in nice(steps.low, steps.high, 5, whole=True)],
         [(axes.x_at(mark.step), mark) for mark in shown],
         WIDTH - right,
@@ -157,26 +150,26 @@ def draw(found: Sequence[Panel], marks: Sequence[Mark], *, averaged: bool) -> Dr
     )
 
 
-def _panel(panel: Panel, grids: Sequence[tuple[float, ...]], axes: Axes) -> PanelDrawing:
-    values = [point.value for curve in panel.curves.values() for point in curve]
+def _panel(title: str, curves: Curves, grids: Sequence[tuple[float, ...]], axes: Axes) -> PanelDrawing:
+    values = [point.value for curve in curves.values() for point in curve]
     ticks = nice(min(values), max(values), 5)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
     if high <= low:  # a constant lies in the middle
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     axes = replace(axes, y=Linear(low, high))
     lines, data = [], []
-    for name, curve in panel.curves.items():
+    for name, curve in curves.items():
         places = axes.places([point.step for point in curve], [point.value for point in curve])
         dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
         lines.append(("M" + "L".join(places), dots))
         data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], LABELS.get(name, name)])
-    is_loss = panel.title == LOSS
+    is_loss = title == LOSS
     labels = [
         (axes.y_at(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks
     ]
-    legend = [LABELS.get(name, name) for name in panel.curves] if len(panel.curves) > 1 else []
+    legend = [LABELS.get(name, name) for name in curves] if len(curves) > 1 else []
     return PanelDrawing(
-        panel.title, legend, "perplexity" if is_loss else "", labels, lines,
+        title, legend, "perplexity" if is_loss else "", labels, lines,
         _json({"y": [low, high], "lines": data, "loss": is_loss}),
     )  # fmt: skip
 

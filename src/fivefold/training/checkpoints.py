@@ -73,7 +73,7 @@ class CheckpointManager:
         self._log.folder.look(self._log.display.note)
         about = checkpoint.Metadata(
             step=step, state=state, agreement=self._agreement(config), config=config,
-            tokenizer_dir=self._data.tokenizer_dir,
+            tokenizer_dir=self._data.tokenizer.folder,
         )  # fmt: skip
         self._saver.save(self._model, self._optimizer, about)
         self._under_way = self._directory / checkpoint.step_folder(step)
@@ -131,5 +131,5 @@ class CheckpointManager:
 
     def _agreement(self, config: RunConfig) -> dict[str, Any]:
         model_config = json.loads(self._model.config.to_json_string())
-        bos = bool(self._data.bos_token_ids)
+        bos = bool(self._data.tokenizer.bos_token_ids)
         return checkpoint.agreement(config, self._data.fingerprint, model_config, bos=bos)

@@ -27,19 +27,22 @@ class Waits:
 
     def __init__(self, source: Recorder | None, timeout: float) -> None:
         """Of a recorder, if there is one; stuck after `timeout` seconds."""
-        self._source, self._timeout = source, timeout
+        self._source: Recorder = source or (lambda *_: "{}")
+        self._timeout = timeout
         self._ages: dict[int, float] = {}  # seconds that collectives have been active, by the recorder's number
         self._done, self._idle = 0, 0.0  # when the last was known to be done, and seconds seen since
         self.are_under_way = self.are_stuck = False
 
     def look(self, seconds: float) -> None:
         """Look again, after so many seconds. Reads all entries only where some are old: there may be thousands."""
-        active = entries(self._source, only_active=True) if self._source else []
+        active = entries(self._source, only_active=True)
         self._ages = {each["record_id"]: self._ages.get(each["record_id"], -seconds) + seconds for each in active}
-        found = entries(self._source) if self._source and any(self._old(_SOME)) else []
-        done = last_done(found)
+        is_old = any(age > _SOME * self._timeout for age in self._ages.values())
+        found = entries(self._source) if is_old else []
+        # When the last that is known to be done was, in ns; 0 where the recorder does not tell, as gloo's.
+        done = max((entry.get("time_discovered_completed_ns") or 0 for entry in found), default=0)
         self._done, self._idle = done, self._idle + seconds if done == self._done else 0.0
-        first = next((entry for entry in under_way(found) if not is_patient(entry)), None)
+        first = next((entry for entry in under_way(found) if entry["process_group"][1] not in PATIENT), None)
         # One that waits behind others waits only since the one before it was done.
         self.are_stuck = first is not None and self._ages.get(first["record_id"], 0.0) > self._timeout
         self.are_stuck &= not done or self._idle > self._timeout
@@ -47,10 +50,7 @@ class Waits:
 
     def told(self) -> str:
         """For the user; see `told`."""
-        return told(entries(self._source) if self._source else [])
-
-    def _old(self, part: float) -> list[bool]:
-        return [age > part * self._timeout for age in self._ages.values()]
+        return told(entries(self._source))
 
 
 def under_way(found: Sequence[Entry]) -> list[Entry]:
@@ -64,16 +64,6 @@ def under_way(found: Sequence[Entry]) -> list[Entry]:
         if not (entry["retired"] or stands_for_nothing):
             waiting.append(entry)
     return waiting[::-1]
-
-
-def is_patient(entry: Entry) -> bool:
-    """Whether a collective may take as long as it likes."""
-    return entry["process_group"][1] in PATIENT
-
-
-def last_done(found: Sequence[Entry]) -> int:
-    """When the last that is known to be done was, in ns; 0 where the recorder does not tell, as gloo's."""
-    return max((entry.get("time_discovered_completed_ns") or 0 for entry in found), default=0)
 
 
 def told(found: Sequence[Entry]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
-from fivefold.core.units import human
+from fivefold.core.units import human, many
 from fivefold.launch.world import multiplies_bf16
 from fivefold.parallel.state import state_of
 from fivefold.training import schedule
@@ -26,6 +26,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
     device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
+    scheduler, warmup = config.scheduler, many(int(config.scheduler.warmup_steps), "step")
     name = state_of(job.model).plan.anatomy.model_class
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
@@ -33,7 +34,10 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
-        ("length", f"{schedule.epochs_text(config, job.data, job.total_steps)}   {_warmup(config)}"),
+        (
+            "length",
+            f"{schedule.epochs_text(config, job.data, job.total_steps)}   warm-up {warmup}, then {scheduler.name}",
+        ),
         (
             "compute",
             f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}",
@@ -49,11 +53,6 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
-
-
-def _warmup(config: RunConfig) -> str:
-    steps = int(config.scheduler.warmup_steps)
-    return f"warm-up {steps:,} step{'s' * (steps != 1)}, then {config.scheduler.name}"
 
 
 def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:

@@ -32,16 +32,16 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     """
     own: dict[str, Any] = {}
     if config.tokenizer.name_or_path != "auto":
-        own = {"eos_token_id": data.eos_token_id}
+        own = {"eos_token_id": data.tokenizer.eos_token_id}
         if config.model.init == "random":
-            own |= {"vocab_size": data.vocab_size, "bos_token_id": None, "pad_token_id": None}
+            own |= {"vocab_size": data.tokenizer.vocab_size, "bos_token_id": None, "pad_token_id": None}
     hf_config = load_model_config(config.model.name_or_path, config.model.overrides, of_text=own)
     vocabulary = hf_config.get_text_config().vocab_size
-    if data.vocab_size > vocabulary:
+    if data.tokenizer.vocab_size > vocabulary:
         raise UserError(
-            f"the tokenizer has {data.vocab_size} tokens, the model's vocabulary {vocabulary}",
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model's vocabulary {vocabulary}",
             fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
-            f"or set model.overrides.vocab_size: {data.vocab_size} with model.init: random",
+            f"or set model.overrides.vocab_size: {data.tokenizer.vocab_size} with model.init: random",
         )
     check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
     check_lengths(hf_config, config.data.seq_length)

@@ -18,6 +18,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.step_folders import step_folder, steps
+from fivefold.core.text import listed
 from fivefold.core.units import human_bytes
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.memory import GIB, Needs, room
@@ -40,17 +41,16 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
     if not apart:
         return
     name, value = next(iter(apart.values()))
-    ranks = [str(rank) for rank, each in apart.items() if each[0] == name]
-    listed = ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    ranks = listed([rank for rank, each in apart.items() if each[0] == name], 8)
     raise UserError(
-        f"{name} is {first.get(name)} on rank 0, and {value} on rank {listed}",
+        f"{name} is {first.get(name)} on rank 0, and {value} on rank {ranks}",
         fix="start every rank with the same run file, data and environment",
     )
 
 
 def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
     """What must be the same, by name: the keys of the run file, the rows, the tokenizer, the versions."""
-    tokenizer = data.tokenizer_dir / "tokenizer.json"
+    tokenizer = data.tokenizer.folder / "tokenizer.json"
     return {
         **{
             f"{section}.{key}": value

@@ -155,7 +155,7 @@ class Trainer:
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,
-            "data": asdict(self.data.counts) | {"vocabulary": self.data.vocab_size},
+            "data": asdict(self.data.counts) | {"vocabulary": self.data.tokenizer.vocab_size},
         }
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -327,18 +327,15 @@ class Trainer:
 
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
-            ends = (self.data.eos_token_id,)
-            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.bos_token_ids)
+            ends = (self.data.tokenizer.eos_token_id,)
+            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.tokenizer.bos_token_ids)
             options = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
             text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
             self.log.sampled(self.step, prompt, text)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_file(str(self.data.tokenizer_dir / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        return self.data.tokenizer.load()
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:

@@ -18,7 +18,7 @@ from fivefold.core.files import replace
 from fivefold.core.interrupts import Stopped
 from fivefold.core.json_lines import JsonLines, Row
 from fivefold.launch.events import Events, Listener
-from fivefold.launch.folder import LOCK, FolderLock, last_logged_step
+from fivefold.launch.folder import LOCK, FolderLock
 from fivefold.training import record
 from fivefold.training.display import Line, open_display, unseen
 from fivefold.training.trackers import TRACKERS, TrackerSink
@@ -48,12 +48,9 @@ class RunLog:
         replace(config.run_dir / "run.yaml", config.to_yaml().encode())
         self.display = stack.enter_context(open_display(total_steps=total_steps, start=step))
         self.display.header(lines)
-        logged, say = last_logged_step(config), self.display.note
-        trackers = [  # first: where one does not start, no row has been written
-            TrackerSink(name, config, last_step=step, logged=logged, say=say)
-            for name in TRACKERS
-            if name in config.log.to
-        ]
+        say = self.display.note
+        # Before rows are written or cut away: one may not start, and all look for the last row of an earlier attempt.
+        trackers = [TrackerSink(name, config, last_step=step, say=say) for name in TRACKERS if name in config.log.to]
         rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say)
         self.seconds_before = rows.last.get("perf/elapsed_seconds", 0.0)
         self._sinks = [rows, *trackers]

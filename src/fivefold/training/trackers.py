@@ -16,6 +16,7 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import replace
+from fivefold.launch.folder import last_logged_step
 
 PROJECT = "fivefold"
 IDS = "trackers.json"
@@ -106,17 +107,15 @@ _ADVICE = {
 class TrackerSink:
     """A tracker that cannot stop a run: it fails before the first step, with an error, or is said once and let go."""
 
-    def __init__(
-        self, name: str, config: RunConfig, *, last_step: int, logged: int, say: Callable[[str], None]
-    ) -> None:
-        """`last_step`: where the run goes on, 0 for a new one; `logged`: the last row of an earlier attempt.
+    def __init__(self, name: str, config: RunConfig, *, last_step: int, say: Callable[[str], None]) -> None:
+        """`last_step`: where the run goes on, 0 for a new one. `metrics.jsonl` is as an earlier attempt left it.
 
         Raises `UserError` when the tracker of a new run cannot be started.
         """
         self._name, self._say = name, say
         ids = config.run_dir / IDS
         known = _read(ids).get(name) if last_step else None
-        self._sent = logged if known else 0
+        self._sent = last_logged_step(config) if known else 0
         self._tracker: Tracker | None = None
         try:
             self._tracker = TRACKERS[name](config, known, last_step)

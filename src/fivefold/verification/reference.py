@@ -206,6 +206,7 @@ class Watch:
         self._reference = reference
         self._grids: dict[str, Tensor] = {}
         self._token_dims: dict[str, set[int]] = {}
+        self._row = self._start = self._length = 0  # of the document under way
         self._seen: set[str] = set()
         self._repeated: set[str] = set()  # run more than once in a pass (Gemma 3's rotary tables: in any order)
         names = [name for name, _ in reference.model.named_modules() if name]

@@ -1,4 +1,4 @@
-"""One file per format. A module here with a `FORMAT` (a `fivefold.data.source.Format`) is found by its being here."""
+"""The formats. A `fivefold.data.source.Format` that a module here makes is found by its being here."""
 
 import importlib
 import pkgutil
@@ -7,6 +7,7 @@ from fivefold.data.source import Format
 
 
 def discover() -> tuple[Format, ...]:
-    """Every format, sorted by module name."""
+    """Every format, sorted by module name; those of a module as they stand in it."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(importlib.import_module(f"{__name__}.{name}").FORMAT for name in names)
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Format))

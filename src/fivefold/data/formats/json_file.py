@@ -1,4 +1,5 @@
-"""JSON: one list of records, or one record, each a document with its text under `text_key`. Read as a whole."""
+"""JSON, one list of records or one record, and JSON Lines, a record a line: a record is a document, its text under
+`text_key`."""
 
 import json
 from collections.abc import Generator, Mapping
@@ -6,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
-from fivefold.data.compression import MOST_BYTES, opened, read_most
-from fivefold.data.formats.jsonl import json_object
+from fivefold.data.compression import MOST_BYTES, lines_of, opened, read_most
 from fivefold.data.records import Records
-from fivefold.data.source import Source, not_utf8
+from fivefold.data.source import Source, no_documents, not_utf8
 
 
 @dataclass(frozen=True)
 class Json(Records):
-    """Memory holds the file and its records, several times its size: hence a limit, and JSON Lines beyond it."""
+    """Read as a whole: memory holds the file and its records, several times its size. Hence a limit, and JSON Lines
+    beyond it."""
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         for number, record in enumerate(_read(path, source), start=1):
             at = f"{source.at(path)}: record {number}"
-            yield at, json_object(record, at, fix='a list of {"text": "..."}')
+            yield at, _object(record, at, fix='a list of {"text": "..."}')
 
 
 def _read(path: Path, source: Source) -> list[object]:
@@ -49,4 +50,41 @@ def _read(path: Path, source: Source) -> list[object]:
     return records
 
 
-FORMAT = Json(name="json", suffixes=(".json",))
+@dataclass(frozen=True)
+class JsonLines(Records):
+    """Read line by line: memory holds one record. Blank lines are passed over."""
+
+    def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        where, is_empty = source.at(path), True
+        with opened(path, where) as file:
+            for row, line in lines_of(file, where):
+                if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
+                    is_empty, at = False, f"{where}:{row}"
+                    yield at, _object(_parsed(line, at), at, fix='one {"text": "..."} per line')
+        if is_empty:
+            raise no_documents(f"{where}:1")
+
+
+def _parsed(line: bytes, where: str) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, error, f"offset {error.start} of the row") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}",
+            fix="one JSON object per line; a file that is one JSON list is read by format json",
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
+
+
+def _object(record: object, where: str, *, fix: str) -> Mapping[str, object]:
+    """What was read from JSON as the record that it should be. Raises UserError."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix=fix)
+    return record
+
+
+JSON = Json(name="json", suffixes=(".json",))
+JSON_LINES = JsonLines(name="jsonl", suffixes=(".jsonl", ".ndjson"))

@@ -1,4 +1,4 @@
-"""`python-stdlib`: the sources of the running interpreter's standard library, about 8 MB that every machine has."""
+"""What needs no parsing: text files, the sources of the interpreter's standard library, and token stores of our own."""
 
 import os
 import sysconfig
@@ -7,13 +7,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
-from fivefold.data.source import Format, Source
+from fivefold.data.compression import opened
+from fivefold.data.source import Format, Source, is_binary, no_documents, not_utf8
+from fivefold.data.store import is_store
 
 # Installed packages, tests, tables of data, applications, and what the interpreter's packagers may leave out.
 _LEFT_OUT = frozenset(
     {"__phello__", "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test", "idlelib"}
     | {"lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo"}
 )
+
+
+@dataclass(frozen=True)
+class Txt(Format):
+    """UTF-8 text, kept as it is but for a byte order mark."""
+
+    def documents(self, path: Path, source: Source) -> Iterator[str]:
+        with opened(path, source.at(path)) as file:
+            raw = file.read()
+        if not raw:
+            raise no_documents(f"{source.at(path)}:1")
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            convert = f"convert it, if it is Latin-1: iconv -f latin1 -t utf-8 {path.name} > fixed{path.suffix}"
+            fix = "it is not text: write its texts to a .txt or .jsonl file" if is_binary(raw) else convert
+            raise not_utf8(f"{source.at(path)}:{line}", error, f"byte offset {error.start}", fix=fix) from error
+        yield text.removeprefix("\ufeff")
 
 
 @dataclass(frozen=True)
@@ -52,4 +73,18 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-FORMAT = PythonStdlib(name="python-stdlib")
+@dataclass(frozen=True)
+class StoreFormat(Format):
+    """Its tokens must come from the run's tokenizer; that is checked where both are known."""
+
+    def matches(self, path: Path) -> bool:
+        return is_store(path)
+
+    def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
+        return (path,) if is_store(path) else None
+
+
+# In the order in which errors list them.
+PYTHON_STDLIB = PythonStdlib(name="python-stdlib")
+TOKENS = StoreFormat(name="tokens", holds_tokens=True)
+TXT = Txt(name="txt", suffixes=(".txt", ".text", ".md", ".markdown"))
