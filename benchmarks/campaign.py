@@ -67,8 +67,11 @@ def run(name: str, command: Sequence[str]) -> Ended:
 
 
 def commit() -> str:
-    """The commit that is tried; `+`: with changes of its own, results and docs aside."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    """The last commit of the program and its tests: results and docs do not change what is tried. `+`: and what is not
+    committed."""
+    head = subprocess.run(
+        ["git", "log", "-1", "--format=%h", "--", "src", "tests"], cwd=ROOT, capture_output=True, text=True
+    )
     changed = subprocess.run(
         ["git", "status", "--porcelain", "--", "src", "tests"], cwd=ROOT, capture_output=True, text=True
     )
@@ -85,12 +88,13 @@ def write(of: str, found: dict[str, Ended]) -> None:
     """The results and the page."""
     values = {"commit": of, "parts": [asdict(each) for each in found.values()]}
     FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    rows = [f"| {e.part} | {'well' if e.ok else '**failed**'} | {e.seconds:.0f} | {e.ended} |" for e in found.values()]
-    DOCS.write_text(
-        "# Campaign\n\nWhat `make campaign` does beside `make test`: see `benchmarks/campaign.py`. "
-        f"Of commit `{of}`:\n\n| part | ended | seconds | UTC |\n|---|---|---|---|\n" + "\n".join(rows) + "\n",
-        encoding="utf-8",
+    head = "| part | ended | its last line | seconds | UTC |\n| --- | --- | --- | --- | --- |"
+    rows = (
+        f"| {e.part} | {'well' if e.ok else '**failed**'} | {e.says.strip('= ')} | {e.seconds:.0f} | {e.ended} |"
+        for e in found.values()
     )
+    about = f"What `make campaign` does beside `make test`: see `benchmarks/campaign.py`. Of commit `{of}`:"
+    DOCS.write_text("\n".join(["# Campaign", "", about, "", head, *rows, ""]), encoding="utf-8")
 
 
 def main() -> int:

@@ -27,11 +27,19 @@ OTHERS = tuple(
     for layout, family in (("tp2.shard2", "gemma2"), ("pp2.tp2", "gemma2"), ("shard2.ep2", "deepseek_v3"))
     for precision, rank in (("", -1), ("+fp32", 0))
 )
+
+
+def cases(precision: str, rank: int) -> list[Rehearsal]:
+    """Every layout in this precision, on this rank."""
+    of_families = (("llama", DENSE), ("mixtral", OF_EXPERTS))
+    return [Rehearsal(f"{one}{precision}", rank, family, SIZES) for family, each in of_families for one in each]
+
+
+# Both dtypes, and both ends of a world; first ranks in bf16 do what those in fp32 and last ones in bf16 do.
 CASES = [
-    Rehearsal(f"{layout}{precision}", rank, family, SIZES)
-    for family, layouts in (("llama", DENSE), ("mixtral", OF_EXPERTS))
-    for layout in layouts
-    for precision, rank in (("", 0), ("", -1), ("+fp32", 0))
+    *cases("", -1),
+    *cases("+fp32", 0),
+    *(pytest.param(each, marks=pytest.mark.campaign) for each in cases("", 0)),
 ]
 
 # Two of its four layers are dense: stages of one and of three layers.

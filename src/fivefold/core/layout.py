@@ -231,8 +231,8 @@ class Layout:
 
     @property
     def schedule(self) -> Schedule:
-        """What is known of the pipeline's schedule."""
-        return SCHEDULES[self.pp_schedule]
+        """What is known of the pipeline's schedule. The passes of one stage have one order, that of 1F1B."""
+        return SCHEDULES[self.pp_schedule if self.pp > 1 else "1f1b"]
 
     @property
     def stages_per_rank(self) -> int:
@@ -242,7 +242,7 @@ class Layout:
     @property
     def stages(self) -> int:
         """Stages that the layers are cut into."""
-        return self.pp * self.stages_per_rank if self.pp > 1 else 1
+        return self.pp * self.stages_per_rank
 
     @property
     def split(self) -> tuple[int, ...] | None:
