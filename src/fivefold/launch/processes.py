@@ -46,7 +46,7 @@ class Workers:
         """`count` processes of `body`, named as `package.module:function`."""
         self.signals: list[signal.Signals] = []
         self.body, self.count = body, count
-        self._ids: list[int] = []
+        self.ids: list[int] = []  # of the processes, by rank
         self._codes: dict[int, int] = {}
 
     def __enter__(self) -> "Workers":
@@ -75,7 +75,7 @@ class Workers:
         Signals that this process is sent meanwhile are noted and passed on, and the workers decide what becomes of
         them.
         """
-        self.signals, self._ids, self._codes = [], [], {}
+        self.signals, self.ids, self._codes = [], [], {}
         places = [worker_environment(rank, self.count, folder) for rank in range(self.count)]
         start = {"request": str(request), "places": places}
         assert self._server.stdin is not None
@@ -84,16 +84,11 @@ class Workers:
                 with suppress(BrokenPipeError):  # it has ended: what it reported says so
                     self._server.stdin.write(f"{json.dumps(start)}\n".encode())
                     self._server.stdin.flush()
-                while not (self._ids or self._codes or self.signals):
+                while not (self.ids or self._codes or self.signals):
                     self._listen(PAUSE_SECONDS)
                 yield
             finally:
                 self.end()
-
-    @property
-    def ids(self) -> list[int]:
-        """Process ids, by rank."""
-        return self._ids
 
     @property
     def codes(self) -> dict[int, int]:
@@ -105,7 +100,7 @@ class Workers:
     def running(self) -> list[int]:
         """The ranks that have not ended."""
         ended = self.codes
-        return [rank for rank in range(len(self._ids)) if rank not in ended]
+        return [rank for rank in range(len(self.ids)) if rank not in ended]
 
     def turns(self) -> Iterator[None]:
         """One turn every few milliseconds until all have ended, or one has failed, or those that are left of a polite
@@ -141,7 +136,7 @@ class Workers:
         """Send a signal to some ranks."""
         for rank in set(ranks) & set(self.running):
             with suppress(ProcessLookupError):
-                os.kill(self._ids[rank], number)
+                os.kill(self.ids[rank], number)
 
     def _listen(self, seconds: float = 0) -> None:
         """Hear what the process that forks has to say, for so long at most; nothing more when all have ended."""
@@ -149,14 +144,14 @@ class Workers:
             return
         told = os.read(self._reports, _PIPE_BYTES)  # lines are written whole, and no more fits into a pipe
         for numbers in map(json.loads, told.splitlines()):
-            if self._ids:
+            if self.ids:
                 self._codes[numbers[0]] = numbers[1]
             else:
-                self._ids = numbers
+                self.ids = numbers
         if not told:  # it has been killed, and its workers cannot be waited for
-            for rank in set(range(len(self._ids))) - set(self._codes):
+            for rank in set(range(len(self.ids))) - set(self._codes):
                 with suppress(ProcessLookupError):
-                    os.kill(self._ids[rank], signal.SIGKILL)
+                    os.kill(self.ids[rank], signal.SIGKILL)
             self._codes = dict.fromkeys(range(self.count), self._server.wait() or 1) | self._codes
 
     @contextmanager
