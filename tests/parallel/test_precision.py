@@ -19,7 +19,6 @@ from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import gradients, train_step
 from fivefold.verification.reference import Reference
-from tests.parallel.faults import on_faulty_rank
 from tests.parity import (
     OPTIONS,
     Case,
@@ -27,6 +26,7 @@ from tests.parity import (
     batch_of,
     documents,
     hf_config,
+    on_rank,
     outcome,
     reference,
     reference_model,
@@ -34,6 +34,7 @@ from tests.parity import (
 )
 from tests.pool import run_ranks
 from tests.tiers import every
+from tests.verification.mutation import planted
 
 LAYOUTS = ("single", "shard2", "dp2", "tp2", "tp2+nosp", "shard2.tp2+zero1")
 FLOOR_SEEDS = range(4)
@@ -142,6 +143,12 @@ def floors(case: Case) -> tuple[float, dict[str, float]]:
     loss = max(abs(found - expected.losses[0]) / expected.losses[0] for found, _ in runs)
     per_run = [distances(found, expected.gradients) for _, found in runs]
     return loss, {name: max(d[name] for d in per_run) for name in expected.gradients}
+
+
+def on_faulty_rank(case: Case, fault: str | None) -> dict[str, Any]:
+    """Run the case on this rank with a fault planted."""
+    with planted(fault):
+        return on_rank(case)
 
 
 def above_floor(layout: str, kv_heads: int, fault: str | None = None) -> tuple[float, float]:

@@ -23,7 +23,6 @@ def compiled(tree: dict[str, Any]) -> tuple[str, dict[str, int], int]:
     return str(ran.error or ""), dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_blocks_compile_whole_and_once(tmp_path: Path) -> None:
     """Rows of one to four documents, evaluations and samples in between: three graphs for two blocks.
