@@ -1,14 +1,6 @@
 """Attention heads and how many ranks can share them: arithmetic alone, done before torch is loaded."""
 
 from dataclasses import dataclass
-from typing import Any
-
-
-def head_counts(config: Any) -> tuple[int, int, int]:
-    """(query heads, key/value heads, features of one) of a `transformers` config."""
-    query = config.num_attention_heads
-    kv = getattr(config, "num_key_value_heads", None) or query
-    return query, kv, getattr(config, "head_dim", None) or config.hidden_size // query
 
 
 def kv_copies(kv: int, tp: int) -> int:
