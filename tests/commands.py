@@ -6,7 +6,8 @@ An interpreter imports torch and `transformers` for four seconds, and so does ev
 import io
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, chdir, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, chdir, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def fivefold(arguments: Sequence[str], folder: Path, *, code: int = 0, fault: st
     screen = io.StringIO()
     with ExitStack() as stack:
         for module in STARTERS:
+            stack.enter_context(patch(f"{module}.Workers", Crew))
             stack.enter_context(patch(f"{module}.start_workers", partial(_on_the_pool, fault)))
         stack.enter_context(chdir(folder))
         stack.enter_context(redirect_stdout(screen))
@@ -38,13 +40,22 @@ def fivefold(arguments: Sequence[str], folder: Path, *, code: int = 0, fault: st
     return screen.getvalue()
 
 
-def _on_the_pool(
-    fault: str | None, verb: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0
-) -> None:
+@dataclass
+class Crew(AbstractContextManager[Any]):
+    """In the place of `Workers`: starts no process."""
+
+    body: str
+    count: int
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _on_the_pool(fault: str | None, crew: Crew, request: Mapping[str, Any], *, logs: Path, patience: float = 0) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     # A proof leaves the world of the workers for worlds of its own.
-    is_last = verb.startswith("fivefold.verification")
-    said = run_ranks(workers, _on_rank, verb, request, Path.cwd(), dict(os.environ), fault, is_last=is_last)
+    is_last = crew.body.startswith("fivefold.verification")
+    said = run_ranks(crew.count, _on_rank, crew.body, request, Path.cwd(), dict(os.environ), fault, is_last=is_last)
     print(*said, end="", sep="")
 
 

@@ -9,6 +9,7 @@ import pytest
 from fivefold.config import keys, load_config
 from fivefold.core.errors import UserError
 from fivefold.training import launch
+from tests.commands import Crew
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
@@ -116,7 +117,11 @@ def test_an_override_is_taken_or_refused_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = [key.name.replace("[]", ".0") for key in keys()]
-    with patch.object(launch, "_prepare"), patch.object(launch, "start_workers", start):
+    with (
+        patch.object(launch, "_prepare"),
+        patch.object(launch, "Workers", Crew),
+        patch.object(launch, "start_workers", start),
+    ):
         for number, name in enumerate((*names, *EXTRA)):
             with pytest.raises((UserError, Started)):
                 launch.run(None, [f"run.name=r{number}", f"{name}={value}"])

@@ -1,4 +1,5 @@
-"""The rooms of `src/`: each imports only from those before it, so that no two need each other."""
+"""The rooms of `src/`: each imports only from those before it, so that no two need each other; and none asks which
+parallelism is on, but the plan of it and the parallelism itself."""
 
 import ast
 import re
@@ -17,6 +18,14 @@ ORDER = [
 ]
 FACES = {"__init__.py", "__main__.py"}  # of the root: what they import is what they are for
 WITHOUT_TORCH = "core", "config", "report"
+
+# Who asks whether a parallelism is on: those that say what a layout may be, and what it is to a model and a rank; and
+# those that show a layout to people. The parallelisms themselves do nothing on an axis of one rank.
+SETTLE = {"core", "config", "plan.py", "ranks.py", "shard_rules.py", "stage_plan.py", "interventions.py"}
+SHOW = {"doctor", "record.py"}
+REFUSE = {"guard.py"}  # a call of a model of which this rank has some layers
+DEGREES = {"tp", "cp", "pp", "ep", "etp"}
+FOLDS = {"tensor", "context", "pipeline", "experts", "balance", "partition", "cp_method", "staged"}
 
 
 def _imports(folder: Path) -> Iterator[tuple[str, str]]:
@@ -48,6 +57,38 @@ def test_no_module_imports_what_another_keeps_for_itself() -> None:
 @pytest.mark.parametrize("room", WITHOUT_TORCH)
 def test_the_torch_free_rooms_never_name_torch(room: str) -> None:
     assert [place for place, name in _imports(ROOT / room) if name.split(".")[0] in ("torch", "transformers")] == []
+
+
+def _asks(node: ast.AST) -> bool:
+    """Whether code asks if a parallelism is on: `layout.tp > 1`, `state.pipeline is None`, `if state.pipeline`."""
+    if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
+        value = node.comparators[0].value
+        return (value is None and _is_fold(node.left)) or (value == 1 and _last_name(node.left) in DEGREES)
+    tests = [getattr(node, "test", None), *getattr(node, "ifs", ())]
+    tests += node.values if isinstance(node, ast.BoolOp) else []
+    return any(_is_fold(each.operand if isinstance(each, ast.UnaryOp) else each) for each in tests)
+
+
+def _is_fold(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in FOLDS
+
+
+def _last_name(node: ast.AST) -> str:
+    """`tp` of `tp`, `layout.tp` and `state.plan.layout.tp`."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def test_a_parallelism_alone_knows_whether_it_is_on() -> None:
+    asked = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        asked[file.relative_to(ROOT)] = [node.lineno for node in ast.walk(tree) if _asks(node)]
+    elsewhere = {
+        str(file): lines for file, lines in asked.items()
+        if lines and not {*file.parts} & {*SETTLE, *SHOW, *REFUSE}
+    }  # fmt: skip
+    assert elsewhere == {}
+    assert sum(map(len, asked.values())) <= 34  # and there they are few
 
 
 def test_the_plan_of_a_layout_loads_no_torch() -> None:

@@ -102,6 +102,15 @@ def test_values_out_of_range_are_refused(values: dict[str, object]) -> None:
         Layout(**values)  # type: ignore[arg-type]
 
 
+def test_more_ranks_than_can_be_counted_are_refused() -> None:
+    assert Layout.parse("shard1024.tp1024").world == Layout.parse("cp1024").world * 1024
+    with pytest.raises(UserError, match=r"dp_shard 1048576 x tp 1048576 is more than 1,048,576 ranks"):
+        Layout.parse("shard1048576.tp1048576.ep7")
+    with pytest.raises(UserError, match="cp 1025 is not a degree") as caught:
+        Layout.parse("cp1025")
+    assert caught.value.fix == "cp is 1 to 1,024"
+
+
 def test_degrees_multiply_but_for_ep() -> None:
     layout = Layout.parse("dp2.shard4.cp2.tp4.pp2.ep8")
     assert layout.world == 2 * 4 * 2 * 4 * 2

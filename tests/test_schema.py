@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from fivefold import cli
-from fivefold.config import DEMO, load_config
-from fivefold.config.json_schema import schema
+from fivefold.config import DEMO, RunConfig, load_config
+from fivefold.config.key import json_schema_of
 from fivefold.core.errors import UserError
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def fits(kind: str, value: Any) -> bool:
 
 def is_valid(text: str) -> bool:
     """By the package `jsonschema` too, where it is installed."""
-    tree, rules = yaml.safe_load(text), schema()
+    tree, rules = yaml.safe_load(text), json_schema_of(RunConfig)
     valid = accepts(rules, tree, rules)
     try:
         import jsonschema
@@ -64,7 +64,7 @@ def test_it_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "--schema"])
     assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out) == schema()
+    assert json.loads(capsys.readouterr().out) == json_schema_of(RunConfig)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from fivefold.cli import main
 from fivefold.core.errors import UserError
 from fivefold.core.terminal import shown
 from fivefold.generation.run import to_screen
-from fivefold.launch.preparing import Preparing
 from fivefold.report.table import Report
 from fivefold.training.display import open_display
+from fivefold.training.launch import preparing
 from fivefold.verification.report import report_of
 from fivefold.verification.results import LayoutResult, Row
 
@@ -88,7 +88,7 @@ def test_tables_are_safe() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_is_said_while_data_is_prepared_is_safe(terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
-    with Preparing(console) as progress:
+    with preparing(console) as progress:
         progress(HOSTILE, 1, 2)
     assert is_safe(console.file.getvalue(), of_rich=terminal)  # type: ignore[attr-defined]
 

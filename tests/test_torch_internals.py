@@ -164,6 +164,12 @@ def test_the_worlds_store_timeout_and_splitting(world: None) -> None:
     assert not torch_internals.can_split_world()
 
 
+def test_a_fork_of_a_process_that_started_cuda_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_internals.has_lost_cuda()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as torch has it in such a fork
+    assert torch_internals.has_lost_cuda()
+
+
 def test_a_world_that_sends_nothing_has_no_timeout() -> None:
     with fake_world(4, 0):
         assert torch_internals.timeout_of_world("cpu") is None

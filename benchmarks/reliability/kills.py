@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,19 +100,12 @@ def _is_growing(run: Path) -> bool:
 
 
 def find_workers(parent: int) -> list[int]:
-    """The launcher's worker processes."""
-    found = []
+    """The launcher's worker processes: the children of its child that forks them."""
+    parents = {}
     for task in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (task / "cmdline").read_bytes().split(b"\0")
-            if (
-                b"fivefold.launch.worker" in words
-                and int((task / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-            ):
-                found.append(int(task.name))
-        except (OSError, ValueError, IndexError):
-            continue
-    return found
+        with suppress(OSError):
+            parents[int(task.name)] = int((task / "stat").read_text().rpartition(")")[2].split()[1])
+    return [pid for pid, its in parents.items() if parents.get(its) == parent]
 
 
 def _wait(process: "subprocess.Popen[bytes]", condition: Any) -> None:

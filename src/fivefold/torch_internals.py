@@ -111,6 +111,11 @@ def fans(tensor: Tensor) -> tuple[int, int]:
 # Process groups ------------------------------------------------------------------------------------------------------
 
 
+def has_lost_cuda() -> bool:
+    """Whether this process was forked from one that had started CUDA: it cannot use it."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
 def default_store() -> Any:
     """The store in which the ranks of the world met."""
     return dist.distributed_c10d._get_default_store()
@@ -256,6 +261,7 @@ def surfaces() -> Iterator[Surface]:
     for name in ("_get_default_store", "_resolve_process_group"):
         yield Surface(f"distributed.distributed_c10d.{name}")
     yield Surface("distributed.ProcessGroup._get_backend")
+    yield Surface("cuda._is_in_bad_fork")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
     yield Surface("recompile_limit", import_module("torch._dynamo").config)
     for where, names in _OF_FSDP.items():

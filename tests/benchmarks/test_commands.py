@@ -67,6 +67,14 @@ def test_long_context() -> None:
 
 
 @pytest.mark.campaign
+def test_start_time() -> None:
+    done = run("start_time", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (start,) = json.loads(done.stdout)["this"]["starts"]
+    assert 0 < start["launcher_cpu_seconds"] < start["cpu_seconds"]
+
+
+@pytest.mark.campaign
 def test_gpu_train(tmp_path: Path) -> None:
     target = tmp_path / "gpu.json"
     done = run("gpu_train", "--device", "cpu", "--tiny", "--warmup", "1", "--steps", "2", "--json", str(target))

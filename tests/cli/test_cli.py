@@ -19,7 +19,7 @@ from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.generation import GenerateRequest
 from fivefold.generation import launch as generation_launch
-from fivefold.launch.workers import WorkerCrashed
+from fivefold.launch.failure import WorkerDied
 from fivefold.training import launch
 from fivefold.verification import before_training
 
@@ -178,7 +178,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_under_debug(monkeypatch: pytest.
 
 
 def test_a_worker_s_traceback_is_shown_under_debug(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    crashed = WorkerCrashed("rank 1 stopped: RuntimeError: boom")
+    crashed = WorkerDied("rank 1 stopped: RuntimeError: boom")
     crashed.traceback = "Traceback of the worker"
     monkeypatch.setattr(launch, "run", fails_with(crashed))
     assert run("train") == 1

@@ -119,3 +119,10 @@ def test_a_plan_that_cannot_be_is_refused(capsys: Any) -> None:
         code, _ = doctor("llama-3.1-8b", "--layout", layout, capsys=capsys)
         assert code == 2, said
     assert doctor("llama-3.1-8b", "--layout", "tp2", "--rank", "2", capsys=capsys)[0] == 2
+
+
+def test_a_plan_of_more_tokens_than_can_be_listed_is_refused(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "demo", "--layout", "cp2", "--seq-length", "1000000000000"])
+    assert ended.value.code == 2
+    assert "1 row of 1,000,000,000,000 tokens is more than 2,147,483,648 tokens" in capsys.readouterr().err

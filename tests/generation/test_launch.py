@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -22,11 +23,12 @@ def test_quiet_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: list[Any] = []
 
-    def write(verb: str, request: dict[str, Any], **_: object) -> None:
+    def write(crew: Any, request: dict[str, Any], **_: object) -> None:
         seen.append(request)
         with open(request["result"], "w") as file:
             file.write("text")
 
+    monkeypatch.setattr(launch, "Workers", MagicMock())
     monkeypatch.setattr(launch, "start_workers", write)
     assert fivefold.generate("runs/demo", "def ", layout="tp2", device="cpu", top_k=5) == "text"
     assert (seen[0]["quiet"], seen[0]["generate"]["top_k"], seen[0]["device"]) == (True, 5, "cpu")

@@ -17,6 +17,8 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch.world import World
 from fivefold.training.watchdog import watching
 
+IMPORTED_BY = os.getpid()
+
 
 def sum_ranks(request: Mapping[str, Any], world: World) -> None:
     """Every rank writes what it sees to a file of its own."""
@@ -24,6 +26,7 @@ def sum_ranks(request: Mapping[str, Any], world: World) -> None:
     dist.all_reduce(total)
     print(f"hello from rank {world.rank}")
     seen = {"sum": total.item(), "threads": torch.get_num_threads(), "omp": os.environ["OMP_NUM_THREADS"]}
+    seen |= {"pid": os.getpid(), "imported_by": IMPORTED_BY}
     Path(request["out"], f"rank-{world.rank}.json").write_text(json.dumps(seen | vars(world)))
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from fivefold.launch import failure
-from fivefold.launch.processes import keep, scratch_folder
+from fivefold.launch.failure import WorkerDied
+from fivefold.launch.processes import Workers, keep, scratch_folder
 from fivefold.launch.watch import Beat
-from fivefold.launch.workers import WorkerCrashed, start_workers
+from fivefold.launch.workers import start_workers
 from fivefold.training.moves import Moves
 from tests.launch.test_restart import Command, file_of
 from tests.launch.test_workers import ROOT, body
@@ -21,12 +22,12 @@ from tests.launch.test_workers import ROOT, body
 TIMEOUT = 2.0
 
 
-def frozen(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerCrashed, float]:
+def frozen(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerDied, float]:
     """The error of workers of which one freezes, and the seconds from then until it was known."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     request = {"device": "cpu", "out": str(folder), "timeout": TIMEOUT}
-    with pytest.raises(WorkerCrashed) as caught:
-        start_workers(body(name), request, workers=2, logs=folder / "logs", patience=TIMEOUT)
+    with pytest.raises(WorkerDied) as caught, Workers(body(name), count=2) as crew:
+        start_workers(crew, request, logs=folder / "logs", patience=TIMEOUT)
     return caught.value, time.monotonic() - float((folder / "froze").read_text())
 
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from fivefold.core.errors import UserError
-from fivefold.launch.report_once import one_voice, speaks
+from fivefold.launch.failure import one_voice, speaks
 from fivefold.launch.world import World
 
 

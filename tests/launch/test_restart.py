@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import yaml
 
 from fivefold.checkpoint import Checkpoint, step_folder, steps
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.launch.failure import WorkerDied
 from fivefold.launch.folder import FolderLock
-from fivefold.launch.restart import WorkerDied, with_restarts
+from fivefold.launch.workers import with_restarts
 from tests.tiers import every
 from tests.training.bodies import column, run_dir, run_file, same, state, train
 
@@ -112,13 +114,10 @@ class Command:
         """Processes that the command started, by rank."""
         found = {}
         for task in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (task / "cmdline").read_bytes().split(b"\0")
-                parent = int((task / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and b"fivefold.launch.worker" in words:
-                    found[int(_variable(task, "RANK"))] = int(task.name)
-            except (OSError, ValueError):
-                continue
+            with suppress(OSError):
+                name, server = _name_and_parent(task)
+                if name.startswith("fivefold ") and _name_and_parent(Path("/proc", server))[1] == str(self.process.pid):
+                    found[int(name.split()[1])] = int(task.name)
         return [found[rank] for rank in sorted(found)]
 
     def until(self, step: int) -> None:
@@ -132,9 +131,9 @@ class Command:
         return self.process.returncode, out
 
 
-def _variable(task: Path, name: str) -> str:
-    pairs = (task / "environ").read_bytes().decode().split("\0")
-    return next(pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}="))
+def _name_and_parent(task: Path) -> tuple[str, str]:
+    before, _, after = (task / "stat").read_text().rpartition(")")
+    return before.partition("(")[2], after.split()[1]
 
 
 def _last(run: Path) -> int:

@@ -15,9 +15,10 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
-from fivefold.launch.failure import failure_file, hang_flag
+from fivefold.launch.failure import WorkerDied, failure_file, hang_flag
 from fivefold.launch.folder import claim_fresh, open_folder
-from fivefold.launch.workers import WorkerCrashed, start_workers, worker_count
+from fivefold.launch.processes import Workers
+from fivefold.launch.workers import start_workers, worker_count
 from fivefold.launch.world import World
 from fivefold.training import launch
 
@@ -80,7 +81,8 @@ def body(name: str) -> str:
 
 def start(name: str, folder: Path, workers: int = 2) -> None:
     request = {"device": "cpu", "out": str(folder)}
-    start_workers(body(name), request, workers=workers, logs=folder / "logs")
+    with Workers(body(name), count=workers) as crew:
+        start_workers(crew, request, logs=folder / "logs")
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +90,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
+def seen_by_ranks(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
 def test_workers_run_and_write_their_own_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     start("sum_ranks", tmp_path)
-    seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    seen = seen_by_ranks(tmp_path)
     assert [(each["rank"], each["size"], each["local_size"], each["sum"]) for each in seen] == [
         (0, 2, 2, 1),
         (1, 2, 2, 1),
@@ -99,6 +105,30 @@ def test_workers_run_and_write_their_own_logs(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr().out == "hello from rank 0\n"
     assert "hello from rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
     assert (tmp_path / "logs" / "rank-0.log").exists()
+
+
+def test_one_process_imports_for_all_and_for_the_next_start(tmp_path: Path) -> None:
+    with Workers(body("sum_ranks"), count=2) as crew:
+        for number in range(2):
+            start_workers(crew, {"device": "cpu", "out": str(tmp_path)}, logs=tmp_path / f"logs-{number}")
+            seen = seen_by_ranks(tmp_path)
+            assert [each["pid"] for each in seen] == crew.ids
+            assert {each["imported_by"] for each in seen} == {crew._server.pid}
+
+
+def test_what_has_started_cuda_is_imported_anew(tmp_path: Path) -> None:
+    with Workers("tests.launch.uses_gpu:sum_ranks", count=2) as crew:
+        start_workers(crew, {"device": "cpu", "out": str(tmp_path)}, logs=tmp_path / "logs")
+        assert [each["imported_by"] for each in seen_by_ranks(tmp_path)] == crew.ids
+
+
+def test_the_death_of_the_process_that_forks_is_that_of_its_workers(tmp_path: Path) -> None:
+    starter, workers = waiting(tmp_path)
+    server = int(Path(f"/proc/{workers[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGKILL)
+    _, err = starter.communicate(timeout=40)
+    assert starter.returncode == 1 and "rank 0 was killed by SIGKILL" in err
+    assert not any(is_alive(pid) for pid in workers)
 
 
 def test_one_worker_is_a_world_too(tmp_path: Path) -> None:
@@ -130,7 +160,7 @@ def test_want_of_gpu_memory_is_said_with_what_helps_and_ends_the_run(tmp_path: P
 
 def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(WorkerCrashed) as caught:
+    with pytest.raises(WorkerDied) as caught:
         start("hang", tmp_path)
     assert time.monotonic() - started < 60
     # Who waits for rank 1 finds it, or rank 1 itself, whichever looks first.
@@ -147,7 +177,7 @@ def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path
 
 
 def test_a_crash_is_told_in_one_line_with_rank_and_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(WorkerCrashed) as caught:
+    with pytest.raises(WorkerDied) as caught:
         start("crash", tmp_path)
     assert caught.value.what == "rank 1 stopped: RuntimeError: boom"
     assert str(tmp_path / "logs" / "rank-1.log") in (caught.value.more or "")
@@ -167,13 +197,13 @@ STARTER = """
 import sys
 from pathlib import Path
 from fivefold import cli
-from fivefold.launch import workers
+from fivefold.launch.processes import Workers
+from fivefold.launch.workers import start_workers
 from fivefold.training import launch
 
 def run(*_, **__):
-    workers.start_workers(
-        "tests.launch.bodies:wait", {"device": "cpu", "out": sys.argv[1]}, workers=2, logs=Path(sys.argv[1], "logs")
-    )
+    with Workers("tests.launch.bodies:wait", count=2) as crew:
+        start_workers(crew, {"device": "cpu", "out": sys.argv[1]}, logs=Path(sys.argv[1], "logs"))
 
 launch.run = run
 cli.main(["train"])

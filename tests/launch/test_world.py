@@ -19,6 +19,7 @@ from fivefold.launch.world import (
     device_kind,
     find_world,
     first_host,
+    server_environment,
     threads_per_worker,
     worker_environment,
 )
@@ -171,14 +172,14 @@ def test_a_worker_s_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(world_module, "cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
-    env = worker_environment(1, 2, tmp_path)
+    env = server_environment(2) | worker_environment(1, 2, tmp_path)
     assert dict(os.environ) == before
     found = find_world("cpu", env)
     assert found is not None and (found.rank, found.size, found.is_local) == (1, 2, True)
     assert found.rendezvous == f"file://{tmp_path}/store"
     assert (env["OMP_NUM_THREADS"], threads_per_worker(4, env)) == ("4", 2)  # ours may be shared out anew
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    env = worker_environment(1, 2, tmp_path)
+    env = server_environment(2) | worker_environment(1, 2, tmp_path)
     assert (env["OMP_NUM_THREADS"], threads_per_worker(4, env)) == ("3", 3)
 
 

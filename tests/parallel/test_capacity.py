@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fivefold.core.errors import UserError
 from fivefold.models.experts import routed
 from fivefold.parallel import capacity
-from fivefold.parallel.balance import BalanceOptions, configure
+from fivefold.parallel.balance import Balance, BalanceOptions, configure
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.ranks import row_blocks
 from tests.parallel.test_balance import balanced
@@ -122,9 +122,9 @@ def test_ranks_that_share_rows_count_on_from_each_other(cp: int, tp: int, length
             assert torch.equal(mine, expected)
             return gathers[group]
 
-        shared = [(axis, axis) for axis, size in (("tp", tp), ("cp", cp)) if size > 1]
+        shared = [axis for axis, size in (("tp", tp), ("cp", cp)) if size > 1]
         mine = torch.cat([whole_BLE[:, slice(*block)] for block in own], 1)
-        with patch.object(capacity.ops, "gather", gather):
+        with patch.object(capacity, "gather", gather):
             found = capacity._before(mine, Shares(own, everyone, tuple(shared)))  # type: ignore[arg-type]
         assert torch.equal(found, torch.cat([expected[:, slice(*block)] for block in own], 1))
 
@@ -156,4 +156,4 @@ def test_a_dropped_pick_adds_nothing_and_has_no_gradient() -> None:
 
 def test_routers_that_are_not_known_have_no_capacity() -> None:
     with pytest.raises(UserError, match="no routers that give logits"):
-        configure(nn.Module(), None, BalanceOptions(capacity_factor=1.0), ())
+        configure(nn.Module(), Balance((), 1, *[None] * 3), BalanceOptions(capacity_factor=1.0), ())  # type: ignore[arg-type]

@@ -145,7 +145,7 @@ def fold_of(cp: int, method: str, kv: int) -> ContextParallel:
     """A fold without a model, for one attention module."""
     chosen = context_method(method, cp, HEADS, kv)
     mesh = build_mesh(RankGrid(Layout(cp=cp), ulysses=chosen.ulysses), "cpu")
-    return ContextParallel(mesh.cp_group, dist.get_rank(), cp, chosen, *_groups(mesh, chosen))
+    return ContextParallel(mesh.groups["cp"], dist.get_rank(), cp, chosen, *_groups(mesh, chosen))
 
 
 def attention_errors(cp: int, method: str, kv: int, dtype: torch.dtype) -> dict[str, float]:

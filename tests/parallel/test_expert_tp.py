@@ -18,9 +18,9 @@ from fivefold.models import discover
 from fivefold.models.build import build_meta
 from fivefold.models.experts import expert_features, expert_mlp
 from fivefold.models.facts import ORDERS, Experts
-from fivefold.parallel import expert_features as feature_cuts
-from fivefold.parallel.expert_features import feature_splits
+from fivefold.parallel import shard_rules
 from fivefold.parallel.limits import limits_of
+from fivefold.parallel.shard_rules import feature_splits
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
 from fivefold.report.slices import slice_map
@@ -155,7 +155,7 @@ def test_experts_of_a_class_without_a_family(layout: str) -> None:
 def with_wrong_order(case: Case) -> str:
     """The refusal, where gate and up are taken to lie side by side."""
     wrong = {"gate, then up": ORDERS["gate beside up"]}
-    with patch.object(feature_cuts, "ORDERS", wrong):
+    with patch.object(shard_rules, "ORDERS", wrong):
         return refusal(case)
 
 

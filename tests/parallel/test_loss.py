@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.forwards import head_only
-from fivefold.parallel.chunks import CACHE_BYTES, MOST_BYTES, chunk_sizes
+from fivefold.parallel.collectives import CACHE_BYTES, MOST_BYTES, chunk_sizes
 from fivefold.parallel.loss import IGNORE, chunked_loss
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.state import state_of
@@ -28,6 +28,7 @@ from tests.pool import run_ranks
 TOKENS, HIDDEN, VOCABULARY = 29, 13, 101
 SIZES = (1, 2, 3, 7, TOKENS, 64)  # chunks asked for: most do not divide 29
 SCALE = 1 / 17
+ALONE = TensorParallel(None, 0, 1, False, ((0, VOCABULARY),))
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,10 @@ def plain(dtype: torch.dtype, labels: str, head: Head) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def chunked(
-    dtype: torch.dtype, labels: str, head: Head, chunks: int, fold: TensorParallel | None = None
-) -> list[Tensor]:
+def chunked(dtype: torch.dtype, labels: str, head: Head, chunks: int, fold: TensorParallel = ALONE) -> list[Tensor]:
     hidden, weight, bias, label = inputs(dtype, labels)
-    if fold:
-        rows = slice(*fold.vocabulary[fold.rank])
-        weight, bias = weight[rows].clone(), bias[rows].clone()
+    rows = slice(*fold.vocabulary[fold.rank])
+    weight, bias = weight[rows].clone(), bias[rows].clone()
     leaves = [t.requires_grad_() for t in (hidden, weight, *([bias] if head.bias else []))]
     sizes = chunk_sizes(TOKENS, len(weight), HIDDEN, chunks)
     scale = torch.tensor(SCALE, dtype=torch.float64)
@@ -148,7 +146,7 @@ def test_logits_that_backward_needs_are_not_overwritten(last: str) -> None:
         return torch.tanh(F.linear(h, weight, bias))[..., cut]
 
     truth = F.cross_entropy(logits_of(hidden)[0], label[0], ignore_index=IGNORE, reduction="sum")
-    found = chunked_loss(logits_of, hidden, label, [weight, bias], (11, 18), None)
+    found = chunked_loss(logits_of, hidden, label, [weight, bias], (11, 18), ALONE)
     both = [[loss.detach(), *torch.autograd.grad(loss, leaves)] for loss in (found, truth)]
     assert max(errors(*both)) < 1e-13
 
@@ -156,7 +154,7 @@ def test_logits_that_backward_needs_are_not_overwritten(last: str) -> None:
 def test_without_gradients_only_the_sum_remains() -> None:
     hidden, weight, bias, label = inputs(torch.float64)
     with torch.no_grad():
-        found = chunked_loss(lambda h: F.linear(h, weight, bias), hidden, label, [weight, bias], (11, 18), None)
+        found = chunked_loss(lambda h: F.linear(h, weight, bias), hidden, label, [weight, bias], (11, 18), ALONE)
     expected = F.cross_entropy(F.linear(hidden, weight, bias)[0], label[0], ignore_index=IGNORE, reduction="sum")
     assert float(found) == pytest.approx(float(expected), rel=1e-13) and not found.requires_grad
 
@@ -204,7 +202,7 @@ def test_soft_caps_and_scales_of_the_model_survive() -> None:
     hidden.requires_grad_()
     with head_only(model, SimpleNamespace(base="body")) as logits_of:
         sizes = chunk_sizes(TOKENS, VOCABULARY, HIDDEN, 3)
-        loss = chunked_loss(logits_of, hidden, label, list(model.out.parameters()), sizes, None, torch.tensor(SCALE))
+        loss = chunked_loss(logits_of, hidden, label, list(model.out.parameters()), sizes, ALONE, torch.tensor(SCALE))
         found = [loss.detach(), *torch.autograd.grad(loss, [hidden, *model.out.parameters()])]
     assert max(errors(found, plain(torch.float64, "mixed", CAPPED))) < 1e-7  # `scale` is given in fp32 here
     assert errors(plain(torch.float64, "mixed", PLAIN), plain(torch.float64, "mixed", CAPPED))[0] > 1e-2

@@ -7,6 +7,7 @@ import time
 from collections import ChainMap
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from fivefold.core.schedule import SCHEDULES as RECORDS
 from fivefold.core.schedule import SchedulePlan, Slot
 from fivefold.models.build import build_meta
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel import passes, stopwatch
+from fivefold.parallel import passes, pipeline
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.stages import StageModules
@@ -98,7 +99,6 @@ def timed(case: Case) -> list[tuple[int, Slot, float, float]]:
     """The slots of one step as they ran."""
     model = build(case)
     pipeline = state_of(model).pipeline
-    assert pipeline is not None
     pipeline.timed = []
     batch = batch_of(documents(case, 0), case.parsed, 0)
     gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
@@ -122,7 +122,6 @@ SLOW = 0.3  # seconds that the last stage sleeps in a forward
 def timed_with_a_slow_stage(case: Case) -> Any:
     model = build(case)
     pipeline = state_of(model).pipeline
-    assert pipeline is not None
     pipeline.timed = []
     plain = model.run_stage
 
@@ -171,8 +170,8 @@ def test_a_gpu_s_slots_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) 
     order: list[str] = []
     for name, value in (("Event", _Event), ("synchronize", lambda: order.append("synchronize"))):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(stopwatch.dist, "barrier", lambda group: order.append(f"barrier of {group}"))
-    watch = stopwatch.Stopwatch(torch.device("cuda"), cast(Any, "pp"))
+    monkeypatch.setattr(pipeline.dist, "barrier", lambda group: order.append(f"barrier of {group}"))
+    watch = pipeline.Stopwatch(torch.device("cuda"), cast(Any, "pp"))
     assert order == ["barrier of pp", "synchronize"], "zero is one moment on all ranks, and on the device"
     slots = [Slot(0, "F", 0), Slot(0, "B", 0)]
     for slot in slots:
@@ -226,10 +225,12 @@ def test_what_would_have_to_travel_too_is_refused() -> None:
 
 
 def test_hidden_states_that_the_next_stage_does_not_expect_are_refused() -> None:
-    staged = StageModules(
-        stages=None, rank=0, model=nn.Identity(), dtype=torch.bfloat16, own_tokens=lambda length: length,
-        tokens=lambda length: length // 2, hidden_size=8,
-    )  # type: ignore[arg-type]  # fmt: skip
+    plan, half, whole = (
+        SimpleNamespace(facts=SimpleNamespace(hidden_size=8)),
+        SimpleNamespace(share=lambda length: length // 2),
+        SimpleNamespace(share=lambda length: length),
+    )
+    staged = StageModules(plan, nn.Identity(), torch.bfloat16, half, whole)  # type: ignore[arg-type]
     ids = torch.zeros(3, 10, dtype=torch.int64)
     staged.check(1, torch.zeros(3, 5, 8, dtype=torch.bfloat16), ids)
     for wrong in (torch.zeros(3, 5, 8), torch.zeros(3, 10, 8, dtype=torch.bfloat16)):

@@ -46,7 +46,7 @@ def test_facts_are_text_and_back(family: str) -> None:
     assert list(ModelFacts.from_json(found.to_json()).partition.roles) == list(found.parameters)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen3"])
 def test_more_layers_that_are_alike_are_facts_of_the_deeper_model(family: str) -> None:
     """As all of them traced."""
     deep = build_meta(hf_config(Case("single", family, overrides=(("num_hidden_layers", 5),))))

@@ -67,9 +67,12 @@ def test_coordinates_and_parts_are_places_in_that_tensor(text: str) -> None:
         assert grid.shard_index(rank, "tp") == type(grid.shard_index(0, "tp"))(tp, fsdp, inner.shape[1])
         if grid.has_experts:
             _, row, part = (experts == rank).nonzero()[0].tolist()
-            assert vars(grid.shard_index(rank, "ep")) == {"part": part, "row": row, "rows": experts.shape[1]}
+            assert vars(grid.shard_index(rank, "ep")) == {
+                "part": part,
+                "fsdp_rank": row,
+                "fsdp_size": experts.shape[1],
+            }
             assert grid.fsdp_shards("ep") == experts.shape[1]
-    assert sum(map(grid.is_first_of_row, range(grid.world))) == layout.data_ranks
 
 
 def test_tokens_of_all_ranks_are_the_row() -> None:

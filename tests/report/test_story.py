@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def test_words_for_times() -> None:
 
 def test_the_history_is_written_and_read(tmp_path: Path) -> None:
     said: list[str] = []
-    with history.opened(tmp_path, said.append) as log:
+    with closing(history.Log(tmp_path, said.append)) as log:
         log.write("start", 0, layout="tp2", **history.surroundings())
         log.write("end", 5, what="finished")
     (found,) = load(tmp_path).starts

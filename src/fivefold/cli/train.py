@@ -79,9 +79,10 @@ def print_keys() -> None:
 
 def print_schema() -> None:
     """The JSON schema of a run file."""
-    from fivefold.config.json_schema import schema
+    from fivefold.config import RunConfig
+    from fivefold.config.key import json_schema_of
 
-    print(json.dumps(schema(), indent=2, ensure_ascii=False))
+    print(json.dumps(json_schema_of(RunConfig), indent=2, ensure_ascii=False))
 
 
 def _plain(value: object) -> str:

@@ -27,8 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import Key, keys_of
-from fivefold.config.messages import explained
-from fivefold.config.runfile import READ_MORE, RunFile
+from fivefold.config.runfile import READ_MORE, RunFile, explained
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config

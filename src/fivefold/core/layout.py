@@ -22,7 +22,8 @@ from fivefold.core.schedule import SCHEDULES, Schedule
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
 
-MOST_RANKS = 2**20  # of one degree: far above every machine, and small enough to count through
+MOST_RANKS = 2**20  # of a layout: far above every machine, and few enough to count through
+MOST_RING = 2**10  # ranks of cp: what a ring sends is known by looking at every pair of them
 
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -133,11 +134,12 @@ class Layout:
     def __post_init__(self) -> None:
         for name in DEGREES.values():
             degree = getattr(self, name)
-            if not 1 <= degree <= MOST_RANKS and not (name == "dp_shard" and degree == -1):
-                raise UserError(
-                    f"{name} {degree} is not a degree",
-                    fix=f"degrees are 1 to {MOST_RANKS:,}; dp_shard may be -1",
-                )
+            most = MOST_RING if name == "cp" else MOST_RANKS
+            if not 1 <= degree <= most and not (name == "dp_shard" and degree == -1):
+                rest = ", or -1 for the rest" if name == "dp_shard" else ""
+                raise UserError(f"{name} {degree} is not a degree", fix=f"{name} is 1 to {most:,}{rest}")
+        if prod(map(abs, self.shape)) > MOST_RANKS:
+            raise UserError(f"{self.product} is more than {MOST_RANKS:,} ranks", fix="write smaller degrees")
         for name, said in SAID.items():
             if said.choices and getattr(self, name) not in said.choices:
                 choices = ", ".join(map(str, said.choices))
@@ -229,8 +231,8 @@ class Layout:
 
     @property
     def schedule(self) -> Schedule:
-        """What is known of the pipeline's schedule."""
-        return SCHEDULES[self.pp_schedule]
+        """What is known of the pipeline's schedule. The passes of one stage have one order, that of 1F1B."""
+        return SCHEDULES[self.pp_schedule if self.pp > 1 else "1f1b"]
 
     @property
     def stages_per_rank(self) -> int:
@@ -240,7 +242,7 @@ class Layout:
     @property
     def stages(self) -> int:
         """Stages that the layers are cut into."""
-        return self.pp * self.stages_per_rank if self.pp > 1 else 1
+        return self.pp * self.stages_per_rank
 
     @property
     def split(self) -> tuple[int, ...] | None:

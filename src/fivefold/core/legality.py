@@ -291,7 +291,7 @@ def of_experts(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
 
 def micro_batches_for(layout: "Layout") -> tuple[int, int]:
     """(the fewest micro batches, what they must be a multiple of) that the schedule of a layout surely takes."""
-    return (layout.schedule.fewest(layout.pp), layout.schedule.multiple(layout.pp)) if layout.pp > 1 else (1, 1)
+    return layout.schedule.fewest(layout.pp), layout.schedule.multiple(layout.pp)
 
 
 def layers_for(layout: "Layout") -> int:

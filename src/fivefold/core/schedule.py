@@ -94,7 +94,7 @@ class SchedulePlan:
     @staticmethod
     def of(layout: "Layout", micro_batches: int) -> "SchedulePlan":
         """The plan of a layout that is legal for `micro_batches` (`legality.violations`)."""
-        return SchedulePlan(layout.pp_schedule, layout.pp, layout.stages_per_rank, micro_batches)
+        return SchedulePlan(layout.schedule.name, layout.pp, layout.stages_per_rank, micro_batches)
 
     @property
     def record(self) -> "Schedule":

@@ -11,7 +11,7 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.text import any_layer
-from fivefold.core.units import human, human_bytes
+from fivefold.core.units import human, human_bytes, many
 from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.plan import ParallelPlan, lower
@@ -19,6 +19,8 @@ from fivefold.report.table import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+MOST_TOKENS = 2**31  # of a micro batch: its loss is taken in chunks, which are listed one by one
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ def examine(
     plan = lower(facts_of_config(model), parsed, rank)
     micro_batches = parsed.accumulation(global_batch_size) if global_batch_size else _fewest(parsed)
     tokens = -(-seq_length // parsed.row_multiple) * parsed.row_multiple
+    if tokens * parsed.micro_batch_size > MOST_TOKENS:
+        rows_of = f"{many(parsed.micro_batch_size, 'row')} of {tokens:,} tokens"
+        raise UserError(
+            f"a micro batch of {rows_of} is more than {MOST_TOKENS:,} tokens", fix="lower --seq-length, or write +mb1"
+        )
     shape = plan.step_shape(parsed.micro_batch_size, tokens, micro_batches)
     calls, needs = plan.calls(shape), plan.bytes(shape)
     rows = [*_place(plan), *_shards(plan), *_done(plan), *_sent(calls)]

@@ -6,7 +6,7 @@ replicated: a single token cannot be split along the sequence.
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
 
@@ -156,8 +156,7 @@ def ready(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # or every length would compile anew
-        for fold in (state.tensor, state.context):
-            stack.enter_context(fold.whole_sequences() if fold else nullcontext())
+        stack.enter_context(state.whole_sequences())
         stack.enter_context(_gathered(model, state))
         model.eval()
         try:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from fivefold.core.layout import Layout
 from fivefold.generation import GenerateRequest
-from fivefold.launch.processes import kept_if_one_dies
+from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import alone, device_kind, find_world, join
 
@@ -34,5 +34,6 @@ def _over_workers(request: GenerateRequest, workers: int, device: str, *, quiet:
     with kept_if_one_dies("generate") as logs:
         result = logs / "text"
         body = {"generate": asdict(request), "result": str(result), "quiet": quiet, "device": device}
-        start_workers("fivefold.generation.run:on_worker", body, workers=workers, logs=logs)
+        with Workers("fivefold.generation.run:on_worker", count=workers) as crew:
+            start_workers(crew, body, logs=logs)
         return result.read_text(encoding="utf-8")

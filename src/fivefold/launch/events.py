@@ -10,23 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 POLL_SECONDS = 0.1
 STOP = "stop"  # beside the file of lines
-
-
-class Events(Protocol):
-    """Where the first rank tells what happens."""
-
-    def tell(self, kind: str, value: Any) -> None:
-        """`kind`: step or eval with a row, save with a folder."""
-        ...
-
-    @property
-    def stop_asked(self) -> bool:
-        """Whether the run is to stop after this step."""
-        ...
 
 
 @dataclass
@@ -40,14 +27,12 @@ class Listener:
 
     @property
     def stop_asked(self) -> bool:
-        """See `Events`."""
+        """Whether the run is to stop after this step."""
         return self.error is not None
 
     def tell(self, kind: str, value: Any) -> None:
-        """See `Events`."""
-        callbacks: dict[str, Callable[[Any], object] | None]
-        callbacks = {"step": self.on_step, "eval": self.on_eval, "save": self.on_save}
-        callback = callbacks[kind]
+        """`kind`: step or eval with a row, save with a folder."""
+        callback: Callable[[Any], object] | None = getattr(self, f"on_{kind}")
         if callback is None or self.error is not None:
             return
         try:
@@ -75,15 +60,18 @@ class EventFile:
         self._stop = path.with_name(STOP)
 
     def tell(self, kind: str, value: Any) -> None:
-        """See `Events`."""
+        """As `Listener.tell`."""
         value = str(value) if isinstance(value, Path) else value
         self._file.write(json.dumps({"kind": kind, "value": value}) + "\n")
         self._file.flush()
 
     @property
     def stop_asked(self) -> bool:
-        """See `Events`."""
+        """As `Listener.stop_asked`."""
         return self._stop.exists()
+
+
+Events = Listener | EventFile  # where the first rank tells what happens
 
 
 def events_of(request: Mapping[str, Any], *, is_first: bool) -> Events | None:

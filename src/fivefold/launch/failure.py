@@ -1,19 +1,36 @@
-"""What a worker that fails leaves beside the logs, and how it is read again: JSON, never a pickle. No torch."""
+"""How a worker fails: what it leaves beside the logs, and how that is read again: JSON, never a pickle.
+
+And who says an error that many ranks may have met: each is said, and as a rule once.
+"""
 
 import json
 import os
 import re
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.terminal import say
+from fivefold.launch.world import World
 
 # Types of errors that several ranks leave for one cause; the cause comes first.
 HANGS = ("StoodStill", "Frozen", "Hung")
+
+
+class WorkerDied(RunFailed):
+    """A worker ended without being the user's fault. `cause` says of what, whichever rank it was; `comes_again`: there
+    is no doubt that it would, as where memory does not suffice; `traceback` is the text of its error, for `--debug`."""
+
+    cause = ""
+    comes_again = False
+    traceback = ""
 
 
 def failure_file(logs: Path, rank: int) -> Path:
@@ -99,3 +116,56 @@ def _one_line(error: Exception) -> str:
     """`RuntimeError: the first line of the message`, not the pages that C++ adds to it."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+# ---- each error once ------------------------------------------------------------------------------------------------
+
+PATIENCE = timedelta(seconds=3)  # how long other ranks wait for rank 0 to meet the same error
+
+
+@contextmanager
+def one_voice(world: World | None) -> Iterator[None]:
+    """Before the ranks are joined: rank 0 speaks, and one rank of every other machine, which may be the only one."""
+    try:
+        yield
+    except UserError as error:
+        if world is None or world.is_first:
+            raise
+        if world.local_rank == 0:
+            raise _from_elsewhere(error, world) from error
+        raise SystemExit(error.exit_code) from None
+
+
+@contextmanager
+def said_once(world: World) -> Iterator[None]:
+    """Among joined ranks: rank 0 speaks if it met an error, else the first of those that did."""
+    try:
+        yield
+    except UserError as error:
+        from fivefold.torch_internals import default_store
+
+        if not speaks(world, default_store()):
+            raise SystemExit(error.exit_code) from None
+        if world.is_first:
+            raise
+        raise _from_elsewhere(error, world) from error
+
+
+def speaks(world: World, store: Any, *, patience: timedelta = PATIENCE) -> bool:
+    """Whether this rank, which met an error, is the one to say it. `store` is shared by all ranks."""
+    if world.is_first:
+        store.set("fivefold/rank-0-speaks", "1")
+        return True
+    try:
+        store.wait(["fivefold/rank-0-speaks"], patience)
+    except RuntimeError:  # it met none, or it has ended and taken the store with it
+        try:
+            return bool(store.add("fivefold/others-speak", 1) == 1)
+        except RuntimeError:
+            return False
+    return False
+
+
+def _from_elsewhere(error: UserError, world: World) -> UserError:
+    where = f"{socket.gethostname()}, rank {world.rank}"
+    return type(error)(f"{where}: {error.what}", fix=error.fix, more=error.more)

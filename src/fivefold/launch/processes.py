@@ -1,15 +1,18 @@
 """The worker processes of this machine: started, waited for, ended.
 
-Workers meet in a file of a folder that nobody else may enter: no port is opened for it, and nothing that is read there
-is a pickle. Who would hear of the rendezvous over a port could take the place of a rank.
+A process that imports what they run forks them (`fork_server.py`). They meet in a file of a folder that nobody else
+may enter: no port is opened for it, and nothing that is read there is a pickle. Who would hear of the rendezvous over a
+port could take the place of a rank.
 """
 
 import json
 import math
 import os
+import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,69 +22,85 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fivefold.launch.restart import WorkerDied
-from fivefold.launch.world import worker_environment
+from fivefold.launch.failure import WorkerDied
+from fivefold.launch.world import server_environment, worker_environment
 
 PAUSE_SECONDS = 0.05
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, for those that are left when one has ended
 CONSEQUENCE_SECONDS = 0.2  # how long others that fail are looked at: who failed first may be seen second
 AT_ONCE = 3  # so many signals, as Ctrl-C three times, leave no time to anyone
 POLITE = (130, 143)  # exit codes of a worker that was asked to stop, as shells report Ctrl-C and SIGTERM
+_PIPE_BYTES = 2**20
 PREFIX = "fivefold-"  # of our folders in the temporary one
 _OWNER = ".owner"
 
 
 class Workers:
-    """Worker processes by rank, and the signals that this process was sent meanwhile: a context manager.
+    """Worker processes by rank, forked by a process that imports what they run: a context manager.
 
-    Signals that come in are passed on, and the workers decide what becomes of them. Leaving the context ends all that
-    still run.
+    The imports begin here, and go on while the caller does something else. `started` starts the workers, and again
+    after they have ended.
     """
 
-    def __init__(self, command: Sequence[str], *, count: int, folder: Path) -> None:
-        """`count` processes of `command`, which meet in `folder`."""
+    def __init__(self, body: str, *, count: int) -> None:
+        """`count` processes of `body`, named as `package.module:function`."""
         self.signals: list[signal.Signals] = []
-        self._command, self._count, self._folder = command, count, folder
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._handlers: dict[signal.Signals, Any] = {}
+        self.body, self.count = body, count
+        self.ids: list[int] = []  # of the processes, by rank
+        self._codes: dict[int, int] = {}
 
     def __enter__(self) -> "Workers":
-        self._hear()
-        try:
-            for rank in range(self._count):
-                environment = worker_environment(rank, self._count, self._folder)
-                # In sessions of their own: Ctrl-C in the terminal comes to this process, which passes it on.
-                started = subprocess.Popen(
-                    self._command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-                )
-                self._processes.append(started)
-        except BaseException:
-            self.__exit__()
-            raise
+        self._reports, theirs = os.pipe()
+        os.set_blocking(self._reports, False)
+        command = [sys.executable, "-m", "fivefold.launch.fork_server", self.body, str(theirs)]
+        # In a session of its own: Ctrl-C in the terminal comes to this process alone.
+        self._server = subprocess.Popen(
+            command, env=server_environment(self.count), stdin=subprocess.PIPE, pass_fds=[theirs],
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.end()
-        finally:
-            for each, handler in self._handlers.items():
-                signal.signal(each, handler)
+        self._server.kill()
+        self._server.communicate()
+        while len(self._codes) < self.count:  # it may have forked some of which nothing was heard yet
+            self._listen(PAUSE_SECONDS)
+        os.close(self._reports)
 
-    @property
-    def ids(self) -> list[int]:
-        """Process ids, by rank."""
-        return [process.pid for process in self._processes]
+    @contextmanager
+    def started(self, request: Path, folder: Path) -> Iterator[None]:
+        """Inside, the workers run for the request in this file, and meet in `folder`; those that are left end with it.
+
+        Signals that this process is sent meanwhile are noted and passed on, and the workers decide what becomes of
+        them.
+        """
+        self.signals, self.ids, self._codes = [], [], {}
+        places = [worker_environment(rank, self.count, folder) for rank in range(self.count)]
+        start = {"request": str(request), "places": places}
+        assert self._server.stdin is not None
+        with self._hearing():
+            try:
+                with suppress(BrokenPipeError):  # it has ended: what it reported says so
+                    self._server.stdin.write(f"{json.dumps(start)}\n".encode())
+                    self._server.stdin.flush()
+                while not (self.ids or self._codes or self.signals):
+                    self._listen(PAUSE_SECONDS)
+                yield
+            finally:
+                self.end()
 
     @property
     def codes(self) -> dict[int, int]:
         """Exit codes of those that have ended, by rank; negative: the signal."""
-        return {rank: code for rank, process in enumerate(self._processes) if (code := process.poll()) is not None}
+        self._listen()
+        return dict(self._codes)
 
     @property
     def running(self) -> list[int]:
         """The ranks that have not ended."""
         ended = self.codes
-        return [rank for rank in range(len(self._processes)) if rank not in ended]
+        return [rank for rank in range(len(self.ids)) if rank not in ended]
 
     def turns(self) -> Iterator[None]:
         """One turn every few milliseconds until all have ended, or one has failed, or those that are left of a polite
@@ -100,7 +119,7 @@ class Workers:
             if is_polite and codes:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             yield
-            time.sleep(PAUSE_SECONDS)
+            self._listen(PAUSE_SECONDS)
 
     def end(self, *, at_once: bool = False) -> None:
         """End those that still run: SIGTERM, then SIGKILL; `at_once`: SIGKILL, which a stopped process heeds too."""
@@ -108,28 +127,50 @@ class Workers:
         if not at_once:
             self.send(signal.SIGTERM, self.running)
         while self.running and time.monotonic() < deadline and len(self.signals) < AT_ONCE:
-            time.sleep(PAUSE_SECONDS)
+            self._listen(PAUSE_SECONDS)
         self.send(signal.SIGKILL, self.running)
-        for process in self._processes:
-            process.wait()
+        while self.running:
+            self._listen(PAUSE_SECONDS)
 
     def send(self, number: signal.Signals, ranks: Sequence[int]) -> None:
         """Send a signal to some ranks."""
-        for rank in ranks:
+        for rank in set(ranks) & set(self.running):
             with suppress(ProcessLookupError):
-                self._processes[rank].send_signal(number)
+                os.kill(self.ids[rank], number)
 
-    def _hear(self) -> None:
+    def _listen(self, seconds: float = 0) -> None:
+        """Hear what the process that forks has to say, for so long at most; nothing more when all have ended."""
+        if len(self._codes) == self.count or not select.select([self._reports], [], [], seconds)[0]:
+            return
+        told = os.read(self._reports, _PIPE_BYTES)  # lines are written whole, and no more fits into a pipe
+        for numbers in map(json.loads, told.splitlines()):
+            if self.ids:
+                self._codes[numbers[0]] = numbers[1]
+            else:
+                self.ids = numbers
+        if not told:  # it has been killed, and its workers cannot be waited for
+            for rank in set(range(len(self.ids))) - set(self._codes):
+                with suppress(ProcessLookupError):
+                    os.kill(self.ids[rank], signal.SIGKILL)
+            self._codes = dict.fromkeys(range(self.count), self._server.wait() or 1) | self._codes
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
         """Note signals that would end this process; one that is ignored, as under nohup, stays so."""
         if threading.current_thread() is not threading.main_thread():
+            yield
             return
+        ending = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        heard = [each for each in ending if signal.getsignal(each) is not signal.SIG_IGN]
+        before = {each: signal.signal(each, self._note) for each in heard}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
-        def note(number: int, _: FrameType | None) -> None:
-            self.signals.append(signal.Signals(number))
-
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                self._handlers[each] = signal.signal(each, note)
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.signals.append(signal.Signals(number))
 
 
 @contextmanager

@@ -10,13 +10,15 @@ from fivefold.core import interrupts
 if __name__ == "__main__":
     interrupts.end_at_once()  # who started it has the word
 
+import ctypes
 import faulthandler
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
@@ -41,14 +43,27 @@ def execute(name: str, request: Mapping[str, Any], world: World) -> None:
         body(request, world)
 
 
-def main(name: str, request_file: str) -> int:
+def run(name: str, request_file: str, warned: Sequence[warnings.WarningMessage] = ()) -> None:
+    """All that this process does; after a failure it ends here. `warned`: while modules were imported, for the log."""
+    try:
+        interrupts.raise_again()
+        code = main(name, request_file, warned)
+    except KeyboardInterrupt:  # while another one was being handled
+        code = INTERRUPTED
+    _end(code)
+
+
+def main(name: str, request_file: str, warned: Sequence[warnings.WarningMessage] = ()) -> int:
     """The exit code of this worker: 0, that of its error, 130 when interrupted."""
-    _die_with_parent()
+    die_with_parent()
     make_usable()
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     logs = Path(request_file).parent
     world = find_world(request["device"]) or alone(request["device"])
+    _show_rank(world.rank)
     _log_to(logs / f"rank-{world.rank}.log", whole=not world.is_first)
+    for each in warned:
+        warnings.showwarning(each.message, each.category, each.filename, each.lineno)
     _tell_stacks(world)
     shown = unseen_if_need_be() if request.get("may_be_unseen") else nullcontext()
     try:
@@ -125,16 +140,21 @@ def _tell_stacks(world: World) -> None:
         faulthandler.register(TELL, file, all_threads=True)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """On Linux, end when the process that started this one ends, however it ends."""
     if sys.platform == "linux":
-        import ctypes
-
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
         started_by = os.environ.get(LAUNCHER)
         if started_by and os.getppid() != int(started_by):  # it ended before it could be told of
             raise SystemExit(TERMINATED)
+
+
+def _show_rank(rank: int) -> None:
+    """On Linux, the name of this process in `top` and `ps`: all workers are forked from one, with its command line."""
+    if sys.platform == "linux":
+        pr_set_name = 15
+        ctypes.CDLL(None).prctl(pr_set_name, b"fivefold %d" % rank)
 
 
 def _end(code: int) -> None:
@@ -150,9 +170,4 @@ def _end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        interrupts.raise_again()
-        exit_code = main(*sys.argv[1:])
-    except KeyboardInterrupt:  # while another one was being handled
-        exit_code = INTERRUPTED
-    _end(exit_code)
+    run(sys.argv[1], sys.argv[2])

@@ -1,9 +1,10 @@
-"""The worker processes of a verb on this machine: how many, starting them, what the first that fails has left."""
+"""The worker processes of a verb on this machine: how many, starting them, again after one has died, and what the first
+that fails has left."""
 
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -11,20 +12,22 @@ from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
-from fivefold.launch.failure import HANGS, failure_file, failures, hang_flag, is_out_of_memory, place, put_aside
+from fivefold.launch.failure import (
+    HANGS,
+    WorkerDied,
+    failure_file,
+    failures,
+    hang_flag,
+    is_out_of_memory,
+    place,
+    put_aside,
+)
 from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
 from fivefold.launch.processes import Workers, private_folder
-from fivefold.launch.restart import WorkerDied
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
 
 CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
-
-
-class WorkerCrashed(WorkerDied):
-    """A worker ended on an error that is not the user's; `traceback` is the text of it, for `--debug`."""
-
-    traceback = ""
 
 
 def worker_count(
@@ -51,20 +54,66 @@ def worker_count(
     return workers
 
 
-def start_workers(body: str, request: Mapping[str, Any], *, workers: int, logs: Path, patience: float = 0) -> None:
-    """Start `workers` processes that call `body(request, world)`, and wait for them.
+def start_workers(workers: Workers, request: Mapping[str, Any], *, logs: Path, patience: float = 0) -> None:
+    """Start `workers`, which call their `body(request, world)`, and wait for them.
 
-    `body` is named as `package.module:function`; `request` is plain data for JSON and says the kind of device under
-    `device`. Rank 0 keeps this terminal; the others write to `logs/rank-N.log`. `patience`: seconds that a rank may be
-    silent (0: for ever). Raises the first failing worker's `UserError`, `WorkerCrashed` when it was no user's error,
-    `KeyboardInterrupt` on Ctrl-C.
+    `request` is plain data for JSON and says the kind of device under `device`. Rank 0 keeps this terminal; the others
+    write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: for ever). Raises the first failing
+    worker's `UserError`, `WorkerDied` when it was no user's error, `KeyboardInterrupt` on Ctrl-C.
     """
     logs.mkdir(parents=True, exist_ok=True)
     put_aside(logs)
-    request_file = logs / "request.json"
-    request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
-    command = [sys.executable, "-m", "fivefold.launch.worker", body, str(request_file)]
-    _run_workers(command, workers=workers, logs=logs, patience=patience)
+    file = logs / "request.json"
+    file.write_text(json.dumps(request, indent=1), encoding="utf-8")
+    with private_folder() as folder, workers.started(file, folder):
+        watch, pressure = Watch(folder, workers, patience), Pressure()
+        try:
+            for _ in workers.turns():
+                pressure.look(workers.ids)
+                if watch.found_frozen():
+                    break
+            codes = workers.codes
+            frozen = watch.tell(logs)
+        finally:
+            _show_cursor()  # a killed display leaves none behind
+        if workers.signals and not any(failure["is_users"] for failure in failures(logs)):
+            raise KeyboardInterrupt if workers.signals[0] == signal.SIGINT else SystemExit(128 + workers.signals[0])
+        if frozen or any(codes.values()):
+            raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
+
+
+def with_restarts(
+    start: Callable[[], None], *, most: int, steps: Callable[[], tuple[int, int]], say: Callable[[str], None]
+) -> None:
+    """Call `start`, and again when it raises `WorkerDied`, up to `most` times without a new checkpoint in between.
+
+    `steps`: (the last step that was logged, the last that was saved). Raises the last `WorkerDied` when `most` are used
+    up, and at once when it comes again: that is known, or the same cause came at the same step twice.
+    """
+    restarts, last, saved = 0, None, -1
+    while True:
+        try:
+            return start()
+        except WorkerDied as death:
+            step, newest = steps()
+            same = last == (death.cause, step)
+            restarts = restarts if newest <= saved else 0
+            if same or death.comes_again or restarts == most:
+                raise _final(death, step, same=same, restarts=restarts) from None
+            last, saved, restarts = (death.cause, step), newest, restarts + 1
+            origin = f"from step {newest}" if newest else "from the start"
+            say(f"{death.what} at step {step}; starting again {origin} (restart {restarts} of {most})")
+
+
+def _final(death: WorkerDied, step: int, *, same: bool, restarts: int) -> WorkerDied:
+    what = death.what
+    if same:
+        what += f", twice at step {step}: it would come again"
+    elif restarts:
+        what += f", after {restarts} restarts without a new checkpoint"
+    final = type(death)(what, fix=death.fix, more=death.more)
+    vars(final).update({**vars(death), "what": what})
+    return final
 
 
 def gpus() -> int:
@@ -72,24 +121,6 @@ def gpus() -> int:
     from torch import cuda
 
     return cuda.device_count()
-
-
-def _run_workers(command: Sequence[str], *, workers: int, logs: Path, patience: float) -> None:
-    with private_folder() as folder, Workers(command, count=workers, folder=folder) as started:
-        watch, pressure = Watch(folder, started, patience), Pressure()
-        try:
-            for _ in started.turns():
-                pressure.look(started.ids)
-                if watch.found_frozen():
-                    break
-            codes = started.codes
-            frozen = watch.tell(logs)
-        finally:
-            _show_cursor()  # a killed display leaves none behind
-        if started.signals and not any(failure["is_users"] for failure in failures(logs)):
-            raise KeyboardInterrupt if started.signals[0] == signal.SIGINT else SystemExit(128 + started.signals[0])
-        if frozen or any(codes.values()):
-            raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
 
 
 def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> BaseException:
@@ -113,7 +144,7 @@ def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, nee
     what = f"rank {first['rank']} stopped: {first['what']}"
     if first["type"] == "Hung" and not first["waits"]:
         what += f", which it does not come to: it stands in {place(first['traceback'])}"
-    crashed = WorkerCrashed(what, fix="--debug shows where", more=more)
+    crashed = WorkerDied(what, fix="--debug shows where", more=more)
     crashed.traceback, crashed.cause = first["traceback"], first["what"]
     if is_out_of_memory(first):
         crashed.fix, crashed.comes_again = _memory_advice(pressure, needs), True

@@ -11,9 +11,11 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from fivefold.core.errors import UserError
@@ -57,15 +59,15 @@ def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> Wor
 
     `device` is `auto`, `cpu` or `cuda`. Raises `UserError` when the variables are there but incomplete.
     """
-    if _FOLDER in env:
-        return _from_launcher(device, env)
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return _from_torchrun(device, env)
     in_batch_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        found = _from_torchrun(env)
     # A step of one task, such as `srun --pty bash`, is a place to work in; its workers are started by us.
-    if "SLURM_PROCID" in env and _tasks(env) > 1 and not in_batch_script:
-        return _from_srun(device, env)
-    return None
+    elif "SLURM_PROCID" in env and _tasks(env) > 1 and not in_batch_script:
+        found = _from_srun(env)
+    else:
+        return None
+    return _placed(found, device, env)
 
 
 def _tasks(env: Mapping[str, str]) -> int:
@@ -74,22 +76,37 @@ def _tasks(env: Mapping[str, str]) -> int:
 
 def alone(device: str = "auto") -> World:
     """The world of a single process."""
-    return _world(device)
+    return _placed(World(), device, os.environ)
 
 
 def device_kind(device: str) -> str:
     """`auto` as `cuda` where a GPU is usable, else `cpu`. Raises `UserError` when `cuda` is asked for and absent."""
-    if device == "cpu":
-        return "cpu"
-    from torch import cuda
+    if device != "cpu" and _may_have_gpu():
+        from torch import cuda
 
-    if cuda.is_available():
-        return "cuda"
+        if cuda.is_available():
+            return "cuda"
     if device == "cuda":
         raise UserError(
             "train.device is cuda, but torch sees no GPU", fix="set train.device: cpu, or run fivefold doctor"
         )
     return "cpu"
+
+
+def _may_have_gpu() -> bool:
+    """Whether torch is worth asking. Importing it takes seconds, and it sees no GPU that it was not built for, nor one
+    without a driver."""
+    found = None if "torch" in sys.modules else find_spec("torch")
+    if found is None or found.origin is None:
+        return True
+    built = run_path(str(Path(found.origin).with_name("version.py")))
+    if built.get("hip") or not built.get("cuda"):
+        return bool(built.get("hip"))
+    try:
+        ctypes.CDLL("libcuda.so.1" if sys.platform == "linux" else "nvcuda.dll")
+    except OSError:
+        return False
+    return True
 
 
 def multiplies_bf16(device: str) -> bool:
@@ -126,28 +143,22 @@ def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> 
 def join(world: World) -> Iterator[World]:
     """Inside, `torch.distributed` is ready and the device is chosen; a group that exists already is left as it is."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(threads_per_worker(world.local_size))
-    _set_for_cuda()
-    if world.device != "cpu":
-        torch.cuda.set_device(world.device)
-    else:
+    if world.device == "cpu":
         _keep_freed_memory()
-    if dist.is_initialized():
-        yield world
-        return
     # Collectives that the flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    _open_group(world)
+    is_ours = open_world(world)
     try:
         yield world
     except BaseException:
         # A NCCL group may wait for the peers that this failure leaves behind; the process ends anyway.
-        if world.backend == "gloo":
+        if is_ours and world.backend == "gloo":
             leave()
         raise
-    leave()
+    if is_ours:
+        leave()
 
 
 def leave() -> None:
@@ -179,34 +190,39 @@ def _keep_freed_memory() -> None:
         mallopt(-1, 2**31 - 1)  # up to 2 GiB at the top of the heap stay
 
 
-def open_world() -> None:
-    """Make `torch.distributed` ready where nobody has yet: the world in the environment, or this process alone."""
+def open_world(world: World | None = None) -> bool:
+    """Choose the device and make `torch.distributed` ready where nobody has yet; whether this was to do.
+
+    `world`: None is the one in the environment, or this process alone.
+    """
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        return
+    if world is None and dist.is_initialized():
+        return False
     _set_for_cuda()
-    world = find_world() or alone()
+    world = world or find_world() or alone()
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
+    if dist.is_initialized():
+        return False
     _open_group(world)
+    return True
+
+
+def server_environment(size: int) -> dict[str, str]:
+    """The environment of the process that forks `size` workers."""
+    # By NVML, which leaves alone what a fork would break: CUDA is for the workers to start.
+    asked = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", LAUNCHER: str(os.getpid())}
+    return {**os.environ, **asked, "OMP_NUM_THREADS": str(threads_per_worker(size))}
 
 
 def worker_environment(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """The environment of worker `rank` of `size` on this machine, which meet in `folder`."""
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        _FOLDER: folder,
-        LAUNCHER: os.getpid(),
-    }
-    threads = {"OMP_NUM_THREADS": threads_per_worker(size)}
+    """What worker `rank` of `size` on this machine, which meet in `folder`, has in its environment besides."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, _FOLDER: folder}
     if "OMP_NUM_THREADS" not in os.environ:
-        threads[_SHARED_OUT] = 1
-    return {**os.environ, **{name: str(value) for name, value in (place | threads).items()}}
+        place[_SHARED_OUT] = 1
+    return {name: str(value) for name, value in place.items()}
 
 
 def _open_group(world: World) -> None:
@@ -246,43 +262,28 @@ def _store(world: World) -> Any:
     return TCPStore(LOOPBACK, port, world.size, **options)
 
 
-def _from_launcher(device: str, env: Mapping[str, str]) -> World:
-    """A worker that `fivefold.launch.processes` started."""
-    size, folder = int(env["WORLD_SIZE"]), env[_FOLDER]
-    return _world(
-        device,
-        env,
-        rank=int(env["RANK"]),
-        local_rank=int(env["LOCAL_RANK"]),
-        size=size,
-        local_size=size,
-        rendezvous=f"{FILE}{folder}/store" if size > 1 else "",
-        is_local=True,
-        folder=folder,
-    )
-
-
-def _from_torchrun(device: str, env: Mapping[str, str]) -> World:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+def _from_torchrun(env: Mapping[str, str]) -> World:
+    """A worker of `torchrun`, or one that `launch/processes.py` has started on this machine."""
+    folder = env.get(_FOLDER, "")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env and not folder]
     if missing:
         raise UserError(
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not",
             fix="start the workers with torchrun, or unset RANK and WORLD_SIZE to let fivefold start them",
         )
     size = int(env["WORLD_SIZE"])
-    return _world(
-        device,
-        env,
+    return World(
         rank=int(env["RANK"]),
         local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
         size=size,
         local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
-        rendezvous="env://",
+        rendezvous=(f"{FILE}{folder}/store" if size > 1 else "") if folder else "env://",
         is_local=env.get("LOCAL_WORLD_SIZE") == str(size),
+        folder=folder,
     )
 
 
-def _from_srun(device: str, env: Mapping[str, str]) -> World:
+def _from_srun(env: Mapping[str, str]) -> World:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or LOOPBACK
     size = _tasks(env)
     local_rank = int(env.get("SLURM_LOCALID", "0"))
@@ -291,9 +292,7 @@ def _from_srun(device: str, env: Mapping[str, str]) -> World:
     local_size = layout[node] if node < len(layout) else max(local_rank + 1, size if nodes == LOOPBACK else 1)
     host = env.get("MASTER_ADDR") or first_host(nodes)
     port = env.get("MASTER_PORT") or _port(env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0"))
-    return _world(
-        device,
-        env,
+    return World(
         rank=int(env["SLURM_PROCID"]),
         local_rank=local_rank,
         size=size,
@@ -303,43 +302,22 @@ def _from_srun(device: str, env: Mapping[str, str]) -> World:
     )
 
 
-def _world(
-    device: str,
-    env: Mapping[str, str] = os.environ,
-    *,
-    rank: int = 0,
-    local_rank: int = 0,
-    size: int = 1,
-    local_size: int = 1,
-    rendezvous: str = "",
-    is_local: bool = False,
-    folder: str = "",
-) -> World:
-    kind = device_kind(device)
-    if kind == "cuda":
-        from torch import cuda
+def _placed(world: World, device: str, env: Mapping[str, str]) -> World:
+    """The same world with the device of this rank. `device`: `auto`, `cpu` or `cuda`."""
+    if device_kind(device) == "cpu":
+        return world
+    from torch import cuda
 
-        # A scheduler that shows each task only its own GPU makes that GPU number 0 everywhere.
-        devices = cuda.device_count()
-        is_bound = devices == 1 and "CUDA_VISIBLE_DEVICES" in env
-        if local_size > devices and not is_bound:
-            raise UserError(
-                f"{local_size} workers started on this machine, which has {devices} GPU{'s' * (devices != 1)}",
-                fix=f"start {devices} a machine, or set train.device: cpu",
-                more="fivefold doctor",
-            )
-        kind = f"cuda:{local_rank % devices}"
-    return World(
-        rank=rank,
-        local_rank=local_rank,
-        size=size,
-        local_size=local_size,
-        device=kind,
-        backend="gloo" if kind == "cpu" else "nccl",
-        rendezvous=rendezvous,
-        is_local=is_local,
-        folder=folder,
-    )
+    # A scheduler that shows each task only its own GPU makes that GPU number 0 everywhere.
+    devices = cuda.device_count()
+    is_bound = devices == 1 and "CUDA_VISIBLE_DEVICES" in env
+    if world.local_size > devices and not is_bound:
+        raise UserError(
+            f"{world.local_size} workers started on this machine, which has {devices} GPU{'s' * (devices != 1)}",
+            fix=f"start {devices} a machine, or set train.device: cpu",
+            more="fivefold doctor",
+        )
+    return replace(world, device=f"cuda:{world.local_rank % devices}", backend="nccl")
 
 
 def first_host(nodes: str) -> str:

@@ -5,14 +5,14 @@ code that look at it. These name the facts, so that a second start, a second ran
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from fivefold.core.errors import UserError
-from fivefold.data.cache import key_of, locked
+from fivefold.data.cache import key_of
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta
@@ -28,7 +28,7 @@ from fivefold.models.facts import (
     Saved,
     Untrainable,
 )
-from fivefold.models.facts_store import about_code, facts_file, read_facts, write_facts
+from fivefold.models.facts_store import about_code, kept
 from fivefold.models.fewer_layers import fewer_layers
 from fivefold.models.partition import derive
 from fivefold.models.record import BlockTrace, Untraceable
@@ -49,7 +49,7 @@ def facts_of(model: Any) -> ModelFacts:
     if key is None:
         return _found(model)
     if key not in _KNOWN:
-        _KNOWN[key] = _kept(model, key)
+        _KNOWN[key] = kept(key, lambda: _found(model))
     return _KNOWN[key]
 
 
@@ -70,26 +70,6 @@ def facts_of_deep(model: Any) -> ModelFacts:
             if facts.parameters == _parameters(model):
                 return facts
     return facts_of(model)
-
-
-# ---- kept ------------------------------------------------------------------------------------------------------------
-
-
-def _kept(model: Any, key: str) -> ModelFacts:
-    try:
-        file = facts_file(key)
-    except UserError:
-        return _found(model)
-    if (known := read_facts(file)) is not None:
-        return known
-    with ExitStack() as stack:
-        with suppress(UserError):  # a filesystem without locks: each process traces for itself
-            stack.enter_context(locked(file))
-        if (known := read_facts(file)) is not None:
-            return known
-        facts = _found(model)
-        write_facts(file, facts)
-    return facts
 
 
 def _key(model: Any) -> str | None:

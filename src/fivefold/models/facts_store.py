@@ -4,7 +4,8 @@ A file that is damaged, or that stands under another's name, is not believed: it
 Nothing in it is ever run.
 """
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ from fivefold.core.files import expanded
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.shapes import shape_folder
-from fivefold.data.cache import cache_root, key_of, write_atomically
+from fivefold.data.cache import cache_root, key_of, locked, write_atomically
 from fivefold.data.integrity import read_signed, signed
 from fivefold.models.facts import ModelFacts
 
@@ -27,28 +28,41 @@ def facts_of_config(name: str | Path) -> ModelFacts:
     path = shape_folder(str(name)) or expanded(str(name))
     if not path.exists() and is_hub_id(str(name)):
         path = config_file(str(name))
-    file = facts_file(key_of("config", *about_code(), read_folder_config(path)))
+
+    def found() -> ModelFacts:
+        from fivefold.models.build import build_meta, load_model_config
+        from fivefold.models.discover import facts_of_deep
+
+        return facts_of_deep(build_meta(load_model_config(name)))
+
+    return kept(key_of("config", *about_code(), read_folder_config(path)), found)
+
+
+def kept(key: str, find: Callable[[], ModelFacts]) -> ModelFacts:
+    """The facts of this name: read, or found and written. Of several processes that ask at once, one finds them and the
+    others read."""
+    try:
+        file = cache_root() / "facts" / f"{key}.json"
+    except UserError:  # there is no place for a cache
+        return find()
     if (known := read_facts(file)) is not None:
         return known
-    from fivefold.models.build import build_meta, load_model_config
-    from fivefold.models.discover import facts_of_deep
-
-    facts = facts_of_deep(build_meta(load_model_config(name)))
-    write_facts(file, facts)
+    with ExitStack() as stack:
+        with suppress(UserError):  # a filesystem without locks: each process finds them for itself
+            stack.enter_context(locked(file))
+        if (known := read_facts(file)) is not None:
+            return known
+        facts = find()
+        write_facts(file, facts)
     return facts
-
-
-def facts_file(key: str) -> Path:
-    """Where the facts of this name are kept. Raises `UserError` where there is no place for a cache."""
-    return cache_root() / "facts" / f"{key}.json"
 
 
 def read_facts(file: Path) -> ModelFacts | None:
     """What a file holds, if it is whole."""
     with suppress(ValueError, TypeError, LookupError, AttributeError):  # a `DamagedError`, or facts of other code
-        kept = read_signed(file)
-        if kept["name"] == file.name:
-            return ModelFacts.from_json(kept)
+        tree = read_signed(file)
+        if tree["name"] == file.name:
+            return ModelFacts.from_json(tree)
     return None
 
 

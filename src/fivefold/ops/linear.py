@@ -11,7 +11,7 @@ quantised one's).
 | `row` | its inputs are split over tp | partial products summed before the bias; weight gradient later |
 | `dense` | any other one inside a layer, or where tp is 1 | weight gradient later |
 | `expert` | one matmul for all experts of a layer | weight gradient later |
-| `router` | says where tokens go | nothing: `parallel/router.py` lets all of a router compute in fp32 |
+| `router` | says where tokens go | nothing: `parallel/expert.py` lets all of a router compute in fp32 |
 | `head` | gives logits | nothing: the chunked loss computes its gradients in forward |
 
 Two things hook in. A `WeightGradStore` takes weight gradients that a pipeline schedule computes later ("zero bubble",

@@ -21,7 +21,7 @@ from fivefold.own_loop.batches import Batch, differing, refusal
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard
 from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import PRECISION_OF, put_in_order, reshard
+from fivefold.parallel.data import PRECISION_OF, put_in_order
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.model import own_coefficient
@@ -177,23 +177,16 @@ def parallelize(
         compile_blocks=compile_blocks,
     )  # fmt: skip
     state = state_of(model)
-    if load and state.balance is None:
+    if load and not state.plan.watches_routers:
         raise refusal(
             f"{state.plan.anatomy.model_class} asks for a loss of uneven experts, and has no routers that give logits",
             fix="model.config.output_router_logits = False before ff.parallelize",
         )
-    if load:
-        configure(model, state.balance, BalanceOptions(load=load), state.plan.buffers)
-    anatomy = state.plan.anatomy
-    parts = [anatomy.embedding, *anatomy.layers, anatomy.head]
-    guard.install(
-        model, state.guard, base=anatomy.base, parts=parts, pipelined=state.pipeline is not None,
-        splits_tokens=state.tensor is not None and state.tensor.sequence_parallel,
-        reshard=lambda: reshard(model),
-    )  # fmt: skip
+    configure(model, state.balance, BalanceOptions(load=load), state.plan.buffers)
+    guard.install(model, state.guard, state.plan)
     fsdp_settle_root(model)
     watch_optimizers(model, state.plan.layout, before)
-    model.__class__ = type(f"Parallel{anatomy.model_class}", (ParallelModel, type(model)), {})
+    model.__class__ = type(f"Parallel{state.plan.anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)
     model.given_dtype = given
     return model

@@ -16,7 +16,6 @@ from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches
 from fivefold.own_loop.model import ParallelModel, check_parallel
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import guard, passes
-from fivefold.parallel.state import ParallelState
 from fivefold.training.step import (
     StepResult,
     accumulate,
@@ -80,7 +79,7 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
     """
     check_parallel(model)
     loss = accumulate(model, _some(micro_batches(model, batch, also=_check_grad_enabled)))
-    if _has_parts(model.fivefold):
+    if model.fivefold.plan.parts_beyond_fsdp:
         guard.mark_gradients(model)
     return loss
 
@@ -185,11 +184,6 @@ def _some(batch: list[MicroBatch]) -> list[MicroBatch]:
     if not batch:
         raise refusal("no rank has a micro batch", fix="pass a dict of tensors, or a list of some")
     return batch
-
-
-def _has_parts(state: ParallelState) -> bool:
-    """Whether gradients have parts on other ranks that their own mesh does not know of."""
-    return state.plan.layout.tp > 1 or state.plan.layout.pp > 1 or state.mesh.experts is not state.mesh.fsdp
 
 
 def _prompt_ids(prompt: str | Tensor | Sequence[int], tokenizer: Any, ends: tuple[int, ...]) -> Tensor:

@@ -28,11 +28,11 @@ from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.ops.linear import Linears, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, forward, pipeline, probe, router, tensor
+from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.plan import ParallelPlan, lower
-from fivefold.parallel.stages import StageModules, install
+from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
 
 
@@ -51,9 +51,9 @@ def parallelize(
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
 
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
-    model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds two attributes:
-    `model.loss_sum(LossInputs)`, the summed cross entropy that `passes.py` runs, and `model.fivefold`, the
-    `ParallelState`. For users: `fivefold.own_loop.parallelize`.
+    model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
+    `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
+    users: `fivefold.own_loop.parallelize`.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -73,43 +73,39 @@ def parallelize(
         check = partial(check_rows, facts.counted.name, facts.counted.most, layout.cp)
         model.get_submodule(facts.anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
     mesh = build_mesh(plan.grid, device.type)
-    if plan.partition and not plan.partition.is_proved:
+    if not plan.partition.is_proved:
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, facts.anatomy)
-    splits_backward = layout.pp > 1 and layout.schedule.splits_backward
-    linears = Linears(store=WeightGradStore() if splits_backward else None)
+    linears = Linears(store=WeightGradStore() if layout.schedule.splits_backward else None)
     _place_linears(model, plan, linears)
-    tp = tensor.apply_tensor_parallel(model, plan, mesh.tp_group, linears) if layout.tp > 1 else None
+    tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
     cp = context.apply_context_parallel(model, plan, mesh)
-    experts = expert.apply_expert_parallel(model, plan, tp, mesh.ep_group, linears)
-    router.compute_in_fp32(model, facts.experts, data.COMPUTE_DTYPES[layout.precision])
-    balance = balancing.watch_routers(model, experts, tp, cp, device)
+    experts = expert.apply_expert_parallel(model, plan, tp, mesh.groups.get("ep"), linears)
+    expert.route_in_fp32(model, plan.fp32_routers)
+    balance = balancing.watch_routers(model, plan, tp, cp, device)
     hand_on_cu_seqlens(model, facts.forgetful)
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
-    staged = _staged(model, plan, tp, cp) if layout.pp > 1 else None
+    staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
     compiled = Compiled() if compile_blocks else None
     _wrap_blocks(model, plan.layers, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
-    piped = (
-        pipeline.Pipeline(plan, staged, mesh.pp_group, mesh.embedding_group, balance, linears.store) if staged else None
-    )
+    groups = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
+    piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
     model.fivefold = ParallelState(plan, mesh, tp, cp, experts, piped, reduce_dtype, balance, compiled)
-    _materialise(model, facts.anatomy, device)
+    model.to_empty(device=device)  # the sharded parameters, and the buffers
+    _tie(model, facts.anatomy)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     fill(model, source)
-    model.loss_sum = MethodType(partial(forward.loss_sum, loss_chunks=loss_chunks), model)
-    register_fsdp_forward_method(model, "loss_sum")
-    if staged:
-        model.run_stage = MethodType(partial(forward.run_stage, loss_chunks=loss_chunks), model)
-        model.stage_logits = MethodType(forward.stage_logits, model)
-        for method in ("run_stage", "stage_logits"):
-            register_fsdp_forward_method(model, method)
-        pipeline.prefetch_within_stages(model, staged)
+    model.run_stage = MethodType(partial(passes.run_stage, loss_chunks=loss_chunks), model)
+    model.stage_logits = MethodType(passes.stage_logits, model)
+    for method in ("run_stage", "stage_logits"):
+        register_fsdp_forward_method(model, method)
+    pipeline.prefetch_within_stages(model, plan)
     return model
 
 
@@ -124,27 +120,12 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
     """
     anatomy, partition = plan.anatomy, plan.partition
     roles: dict[str, Role] = {anatomy.head: "head", **{each.router: "router" for each in plan.facts.experts}}
-    for region in partition.tp_blocks if partition else ():
+    for region in partition.tp_blocks:
         roles |= {region.row: "row", **{name: "column" for name in region.columns}}
     for name, module in model.named_modules():
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
             tensor.place(module, role, linears)
-
-
-def _staged(
-    model: Any, plan: ParallelPlan, tp: tensor.TensorParallel | None, cp: context.ContextParallel | None
-) -> StageModules:
-    """The model with the stages of this rank."""
-
-    def own_tokens(length: int) -> int:
-        return length // cp.size if cp and cp.is_on else length
-
-    def tokens(length: int) -> int:
-        return length // tp.size if tp and tp.sequence_parallel else length
-
-    dtype = data.COMPUTE_DTYPES[plan.layout.precision]
-    return install(model, plan, dtype=dtype, own_tokens=own_tokens, tokens=tokens)
 
 
 def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recompute, compiled: Compiled | None) -> None:
@@ -155,12 +136,6 @@ def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recomput
             block.forward = compiled.block(name, block.forward)
         if recompute.wraps(name):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def _materialise(model: nn.Module, anatomy: Anatomy, device: torch.device) -> None:
-    """Allocate the sharded parameters and the buffers."""
-    model.to_empty(device=device)
-    _tie(model, anatomy)
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:

@@ -31,8 +31,8 @@ from fivefold.parallel.calls import router_numbers
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context import ContextParallel
-from fivefold.parallel.expert import ExpertParallel
-from fivefold.parallel.ranks import row_blocks
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import tokens_by_rank
 from fivefold.parallel.tensor import TensorParallel
 
 BIAS = "e_score_correction_bias"
@@ -53,7 +53,7 @@ class BalanceOptions:
 class BalanceResult:
     """What routers did in one step, over the global batch. `load`, `z`: the two losses, without their coefficients.
     `tokens_per_expert`: what each router wants to send [layers, E], dropped ones included, padding not (ragged where
-    layers differ). `dropped`: picks beyond the capacity; None without a capacity."""
+    layers differ, empty without routers). `dropped`: picks beyond the capacity; None without a capacity."""
 
     load: float
     z: float
@@ -62,7 +62,9 @@ class BalanceResult:
 
     def metrics(self) -> dict[str, Any]:
         """The metrics of a step: the busiest expert over the mean of its layer, the share of experts without a token,
-        the tokens of every expert, and the picks that were dropped."""
+        the tokens of every expert, and the picks that were dropped. None without routers."""
+        if not self.tokens_per_expert:
+            return {}
         means = [max(sum(each) / len(each), 1e-9) for each in self.tokens_per_expert]
         counts = [count for layer in self.tokens_per_expert for count in layer]
         idle = counts.count(0) / len(counts)
@@ -76,18 +78,16 @@ class BalanceResult:
 
 @dataclass
 class Balance:
-    """Watches the routers of one model, on this rank.
+    """Watches the routers of one model, on this rank. Every model has one; without `modules` it does nothing.
 
     `options` may be set until the first step. `senders`: how many tp ranks send the same token to its experts: tp with
-    `expert_tp`, else 1; 0 where nothing is sent. `unsent`: router -> this rank's picks that the last step
-    dropped.
+    `expert_tp`, else 1. `unsent`: router -> this rank's picks that the last step dropped.
     """
 
     modules: tuple[Experts, ...]
     senders: int
-    tensor: TensorParallel | None
-    context: ContextParallel | None
-    world: int
+    tensor: TensorParallel
+    context: ContextParallel
     device: torch.device
     options: BalanceOptions = field(default_factory=BalanceOptions)
     _scale: float = 0.0  # of a row's loss: one over rows and layers
@@ -98,14 +98,9 @@ class Balance:
     _summed: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def _is_split(self) -> bool:
-        return self.tensor is not None and self.tensor.sequence_parallel
-
-    @property
-    def _row_groups(self) -> list[tuple[str, dist.ProcessGroup]]:
-        """The ranks that have other tokens of the same rows, by axis."""
-        found = [("tp", self.tensor.group)] if self.tensor and self._is_split else []
-        return found + ([("cp", self.context.group)] if self.context else [])
+    def _row_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that have other tokens of the same rows."""
+        return (*self.tensor.row_groups, *self.context.row_groups)
 
     @property
     def is_begun(self) -> bool:
@@ -114,7 +109,7 @@ class Balance:
 
     def begin_step(self, rows: int) -> None:
         """`rows`: of the global batch."""
-        self._scale = 1.0 / (max(rows, 1) * len(self.modules))
+        self._scale = 1.0 / (max(rows, 1) * max(len(self.modules), 1))
         self._seen, self._summed = {}, {}
 
     def begin_micro_batch(self, tokens_B: Tensor | None, *, again: bool = False) -> None:
@@ -128,12 +123,14 @@ class Balance:
         """What the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
         self._scale = 0.0  # until the next step begins, nobody watches
+        if not self.modules:
+            return BalanceResult(0.0, 0.0, ())
         elsewhere = [
             torch.zeros(router_numbers(each), dtype=torch.float64, device=self.device) for each in self.modules
         ]
         parts = [self._summed.get(each.router, zeros) for each, zeros in zip(self.modules, elsewhere, strict=True)]
         flat = torch.cat(parts)
-        if self.tensor is not None and not self._is_split and self.tensor.rank:
+        if self.tensor.is_replicated and self.tensor.rank:
             flat.zero_()  # all tp ranks saw the same
         sizes = [len(each) for each in parts]
         drops = self.options.capacity_factor is not None
@@ -196,7 +193,7 @@ class Balance:
         )
         counts_BE = chosen_BTE.sum(1).double()
         mine_E = counts_BE.sum(0)
-        for _, group in self._row_groups if self.options.load else ():
+        for group in self._row_groups if self.options.load else ():
             dist.all_reduce(counts_BE, group=group)  # f of the whole row: it has no gradient
         per_token_B = 1.0 / tokens_B.clamp(min=1).double()
         mean_BE = probability_BTE.sum(1) * per_token_B.unsqueeze(-1).to(precise)
@@ -232,10 +229,10 @@ class Balance:
 
     def _shares(self, length: int) -> Shares:
         """The token blocks of every cp x tp rank, for rows of which this rank has `length` tokens."""
-        cp, cp_rank = (self.context.size, self.context.rank) if self.context else (1, 0)
-        tp, tp_rank = (self.tensor.size, self.tensor.rank) if self.tensor and self._is_split else (1, 0)
-        everyone = tuple(row_blocks(length * cp * tp, cp, r, tp, t) for r in range(cp) for t in range(tp))
-        return Shares(everyone[cp_rank * tp + tp_rank], everyone, tuple(self._row_groups))
+        cp, cp_rank = self.context.size, self.context.rank
+        tp, tp_rank = (self.tensor.size, self.tensor.rank) if self.tensor.sequence_parallel else (1, 0)
+        everyone = tokens_by_rank(length * cp * tp, cp, tp)
+        return Shares(everyone[cp_rank * tp + tp_rank], everyone, self._row_groups)
 
 
 class AuxLossScaler(torch.autograd.Function):
@@ -259,28 +256,23 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def watch_routers(
-    model: nn.Module, experts: ExpertParallel, tensor: TensorParallel | None, context: ContextParallel | None,
-    device: torch.device,
-) -> Balance | None:  # fmt: skip
-    """Watch every router of `model`; None where there are none, or where they say less than a router says."""
-    modules, senders = experts.modules, experts.parts if experts.group else 0
-    watched = Balance(modules, senders, tensor, context, dist.get_world_size(), device)
-    if not modules or not all(each.has_logits for each in modules):
-        return None
-    for each in modules:
+    model: nn.Module, plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, device: torch.device
+) -> Balance:
+    """Watch every router of `model`, if all of them say what a router says."""
+    modules = plan.facts.experts if plan.watches_routers else ()
+    watched = Balance(modules, plan.layout.etp, tensor, context, device)
+    for each in watched.modules:
         watched.watch(model, each)
     return watched
 
 
-def configure(model: nn.Module, balance: Balance | None, options: BalanceOptions, buffers: Collection[str]) -> None:
+def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffers: Collection[str]) -> None:
     """Set what a run asks for. `buffers`: of the model's routers. Raises `UserError` for what its model cannot do."""
-    if options != BalanceOptions() and balance is None:
+    if options != BalanceOptions() and not balance.modules:
         raise UserError(
             f"the experts of {type(model).__name__} cannot be balanced: it has no routers that give logits",
             fix="set balance.aux_loss: 0, and leave z_loss, bias_rate and capacity_factor at their defaults",
         )
-    if balance is None:
-        return
     if options.bias_rate and not all(f"{each.router}.{BIAS}" in buffers for each in balance.modules):
         raise UserError(
             f"balance.bias_rate {options.bias_rate}: the routers of {type(model).__name__} have no bias to move",
@@ -293,7 +285,7 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     """Corrections to the declared all-to-alls: negative bytes for the picks that the last step dropped. They depend on
     the data, so a plan cannot know them."""
     found = []
-    for each in balance.modules if balance.senders else ():
+    for each in balance.modules:
         if is_within(each.name, layers):
             passes = 2 * shape.recompute.forwards(Site(each.name)) + 2
             unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes

@@ -16,7 +16,7 @@ from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
-from fivefold.parallel.ranks import ring_gradients, ring_keys, row_blocks
+from fivefold.parallel.ranks import Tokens, ring_gradients, ring_keys, tokens_by_rank
 from fivefold.parallel.shard_rules import feature_blocks
 
 if TYPE_CHECKING:
@@ -24,21 +24,14 @@ if TYPE_CHECKING:
 
 
 def calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
-    """Of one optimizer step."""
+    """Of one optimizer step. Along an axis of one rank nothing is sent."""
     step = _Step(plan, shape)
-    yield from _of_units(step)
-    if plan.layout.pp > 1:
-        yield from _of_stages(step)
-    if plan.layout.tp > 1:
-        yield from _of_tensor_parallel(step)
-        yield from _of_loss(step)
-    if plan.layout.cp > 1:
-        yield from _of_attention(step)
-    yield from _of_experts(step)
-    yield from _of_routers(step)
-    yield from _of_world(step)
-    if OPTIMIZERS[shape.optimizer].of_matrices is not None:
-        yield from _of_full_matrices(step)
+    parts = (
+        _of_units, _of_stages, _of_tensor_parallel, _of_loss, _of_attention, _of_experts, _of_routers, _of_world,
+        _of_full_matrices,
+    )  # fmt: skip
+    for part in parts:
+        yield from (call for call in part(step) if plan.grid.size(call.axis) > 1)
 
 
 @dataclass(frozen=True)
@@ -89,19 +82,18 @@ def _of_units(step: _Step) -> Iterator[Call]:
         gathered, reduced = plan.padded_sizes(unit)
         count, layer = counts[unit.name], unit.name
         both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
-        for phase, times in both if shards > 1 else ():
+        for phase, times in both:
             size = gathered * shape.compute_bytes
             if times:
                 yield Call(
                     axis=axis, kind="all_gather", bytes=size, phase=phase, layer=layer, times=times, overlaps=True
                 )
-        if shards > 1 and reduced:
+        if reduced:
             size = reduced * shape.reduce_bytes
             yield Call(
                 axis=axis, kind="reduce_scatter", bytes=size, phase="backward", layer=layer, times=count.reductions,
                 overlaps=True,
             )  # fmt: skip
-        if plan.layout.dp_replicate > 1 and reduced:
             size = reduced // shards * shape.reduce_bytes
             yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True)
 
@@ -122,7 +114,7 @@ def _of_stages(step: _Step) -> Iterator[Call]:
     for (way, of, stage), times in sides.items():
         phase: Phase = "forward" if of == "F" else "backward"
         yield Call(axis="pp", kind=way, bytes=size, phase=phase, layer=f"stage {stage}", times=times, overlaps=True)
-    if plan.tied and len(plan.grid.embedding_ranks) > 1 and plan.holds(plan.tied):
+    if plan.tied and plan.holds(plan.tied):
         size = plan.held_bytes(plan.tied, shape.master_bytes)
         yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
 
@@ -134,8 +126,7 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
     """The mappings into and out of every column/row pair, the embedding and the head; then, once a step, the sum of the
     gradients that each tp rank holds in part."""
     plan, shape = step.plan, step.shape
-    partition = plan.facts.partition.of_layers(plan.layers)
-    anatomy = plan.facts.anatomy
+    partition, anatomy = plan.partition.of_layers(plan.layers), plan.anatomy
     first, last = plan.has_ends
     if first:
         yield from _leave(step, anatomy.embedding, is_in_block=False)
@@ -205,29 +196,22 @@ def _of_attention(step: _Step) -> Iterator[Call]:
     """A ring or an all-gather brings keys and values to the queries of other ranks; Ulysses exchanges heads for tokens.
     `RxU` does both."""
     plan, shape = step.plan, step.shape
-    method = plan.cp_method
-    assert method is not None
-    u, rings = method.ulysses, plan.rings(shape.tokens)
+    u, rings = plan.cp_method.ulysses, plan.rings(shape.tokens)
+    ring_axis, ulysses_axis = ("cp" if u == 1 else "cp_ring"), ("cp" if len(rings) == 1 else "cp_ulysses")
+    exchange = _gathered if plan.cp_method.gathers else _ring
     token = shape.rows * shape.compute_bytes  # bytes of one feature of one token of every row
     for name, heads in plan.attends.items():
         layer = step.layer_of(name)
         kv = max(heads.kv, u)  # key/value heads that a rank sends
-        if len(rings) > 1:
-            size = 2 * kv // u * heads.size * token  # keys and values of one token
-            axis, ring_rank = ("cp" if u == 1 else "cp_ring"), plan.coords.cp // u
-            exchange = _gathered if method.gathers else _ring
-            yield from exchange(step, axis, name, size, rings, ring_rank)
-        if u > 1:
-            axis = "cp" if len(rings) == 1 else "cp_ulysses"
-            for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
-                size = features * shape.tokens * token
-                yield from step.forwards(axis, "all_to_all", size, name)
-                yield step.call(axis, "all_to_all", size, "backward", layer)
+        size = 2 * kv // u * heads.size * token  # keys and values of one token
+        yield from exchange(step, ring_axis, name, size, rings, plan.coords.cp // u)
+        for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
+            size = features * shape.tokens * token
+            yield from step.forwards(ulysses_axis, "all_to_all", size, name)
+            yield step.call(ulysses_axis, "all_to_all", size, "backward", layer)
 
 
-def _ring(
-    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
-) -> Iterator[Call]:
+def _ring(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
     """Keys and values go round the ring in forward, and once more in backward, when their gradients go straight to the
     owners. `size`: bytes of the keys and values of one token."""
     for part in range(1, len(tokens)):
@@ -238,9 +222,7 @@ def _ring(
             yield step.call(axis, kind, of_gradients * size, "backward", step.layer_of(site), overlaps=True)
 
 
-def _gathered(
-    step: _Step, axis: str, site: str, size: int, tokens: tuple[tuple[tuple[int, int], ...], ...], rank: int
-) -> Iterator[Call]:
+def _gathered(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
     """Every rank gathers the keys and values of whole rows. One all-to-all sends their gradients to the owners."""
     whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
     yield from step.forwards(axis, "all_gather", whole, site, overlaps=True)
@@ -260,16 +242,15 @@ def _of_experts(step: _Step) -> Iterator[Call]:
     layout = plan.layout
     for each in plan.experts:
         layer = step.layer_of(each.name)
-        tokens = shape.rows * shape.tokens // (1 if layout.etp > 1 else layout.tp)
+        tokens = shape.rows * shape.tokens // (1 if layout.expert_tp else layout.tp)
         rows = tokens * each.top_k * shape.hidden * shape.compute_bytes
-        if layout.ep > 1:
-            yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name)  # how many rows come
-            for _ in ("there", "back"):
-                yield from step.forwards("ep", "all_to_all", rows, each.name)
-                yield step.call("ep", "all_to_all", rows, "backward", layer)
-        if layout.etp > 1:
+        yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name)  # how many rows come
+        for _ in ("there", "back"):
+            yield from step.forwards("ep", "all_to_all", rows, each.name)
+            yield step.call("ep", "all_to_all", rows, "backward", layer)
+        if layout.expert_tp:
             yield from _summed_over_tp(step, each, layer)
-        elif layout.tp > 1 and not plan.splits_sequence:
+        elif not plan.splits_sequence:
             yield from _shared_over_tp(step, each, layer)
 
 
@@ -309,11 +290,9 @@ def _of_routers(step: _Step) -> Iterator[Call]:
     plan, shape = step.plan, step.shape
     if not plan.watches_routers:
         return
-    if plan.world > 1:
-        numbers = sum(router_numbers(each) for each in plan.facts.experts)
-        yield Call(axis="world", kind="all_reduce", bytes=8 * numbers, phase="step")
-    axes = [("tp", plan.layout.tp)] if plan.splits_sequence else []
-    axes += [("cp", plan.layout.cp)] if plan.layout.cp > 1 else []
+    numbers = sum(router_numbers(each) for each in plan.facts.experts)
+    yield Call(axis="world", kind="all_reduce", bytes=8 * numbers, phase="step")
+    axes = [*([("tp", plan.layout.tp)] if plan.splits_sequence else []), ("cp", plan.layout.cp)]
     for each in plan.experts:
         for axis, _ in axes if shape.balances_load else ():
             yield from step.forwards(axis, "all_reduce", 8 * shape.rows * each.experts, each.name)
@@ -331,8 +310,7 @@ def router_numbers(experts: Experts) -> int:
 def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
     """The most blocks of a row that a rank has."""
     cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
-    length = shape.tokens * cp
-    return max(len(row_blocks(length, cp, c, tp, t)) for c in range(cp) for t in range(tp))
+    return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
 
 
 # ---- once a step -----------------------------------------------------------------------------------------------------
@@ -340,16 +318,14 @@ def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
 
 def _of_world(step: _Step) -> Iterator[Call]:
     """Counts of tokens before the passes; the loss and the gradients' norm after them."""
-    for size in (40, 16) if step.plan.world > 1 else ():
+    for size in (40, 16):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 
 
 def _of_full_matrices(step: _Step) -> Iterator[Call]:
     """Muon: all-to-alls put each matrix together on one rank, and send the shards of its update back."""
-    plan = step.plan
-    if plan.world == 1:
-        return
-    for each in matrix_rounds(plan, plan.block_matrices):
+    plan, optimizer = step.plan, OPTIMIZERS[step.shape.optimizer]
+    for each in matrix_rounds(plan, plan.block_matrices if optimizer.of_matrices is not None else ()):
         for numbers in each.numbers:
             size = numbers * step.shape.compute_bytes
             yield Call(axis="world", kind="all_to_all", bytes=size, phase="step")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.models.offdiagonal import Blocks
-from fivefold.parallel import ops
+from fivefold.parallel.mappings import gather
 
 SHORTEST = 10**6  # a factor is taken as it is written, to so many parts of one
 
@@ -26,11 +26,11 @@ SHORTEST = 10**6  # a factor is taken as it is written, to so many parts of one
 @dataclass(frozen=True)
 class Shares:
     """The token blocks of a row: `own` of this rank, and `everyone`, of all ranks with a part of the row, in the order
-    of a gather over `groups`, axis by axis."""
+    of a gather over one of `groups` after the other."""
 
     own: Blocks
     everyone: tuple[Blocks, ...]
-    groups: tuple[tuple[str, dist.ProcessGroup], ...]
+    groups: tuple[dist.ProcessGroup, ...]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # exact fractions
@@ -57,8 +57,8 @@ def _before(chosen_BTE: Tensor, shares: Shares) -> Tensor:
     slots = _slots(shares.everyone)
     counts_BSE = torch.stack([part.sum(1) for part in parts], 1)
     counts_BSE = F.pad(counts_BSE, (0, 0, 0, slots - len(parts)))
-    for _, group in shares.groups:
-        counts_BSE = ops.gather(counts_BSE, group)
+    for group in shares.groups:
+        counts_BSE = gather(counts_BSE, group)
     starts = [start for blocks in shares.everyone for start in _padded(blocks, slots)]
     for at, (first, _) in enumerate(shares.own):
         earlier = [slot for slot, start in enumerate(starts) if start is not None and start < first]

@@ -14,6 +14,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.parallel.ranks import RankGrid
 
 Phase = Literal["forward", "backward", "step"]
+CACHE_BYTES, MOST_BYTES = 8 * 2**20, 512 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,6 @@ class StepShape:
     compute_bytes: int
     master_bytes: int
     reduce_bytes: int
-    zero: int
-    sequence_parallel: bool
     recompute: Recompute
     optimizer: str = "adamw"
     balances_load: bool = False
@@ -71,6 +70,19 @@ class StepShape:
     def hidden_bytes(self) -> int:
         """One micro batch's hidden states over all tokens."""
         return self.rows * self.tokens * self.hidden * self.compute_bytes
+
+
+def chunk_sizes(tokens: int, vocabulary: int, hidden: int, loss_chunks: int | None) -> tuple[int, ...]:
+    """Tokens of each chunk, for `tokens` of one micro batch.
+
+    `loss_chunks` None: chunks whose fp32 logits stay in cache (`CACHE_BYTES`), yet of 4 * hidden tokens at least, for
+    every chunk adds up a gradient of [vocabulary, hidden]; and never more logits than `MOST_BYTES`.
+    """
+    row = 4 * vocabulary
+    most = max(1, min(max(CACHE_BYTES // row, 4 * hidden), MOST_BYTES // row))
+    chunks = loss_chunks or -(-tokens // most)
+    size = -(-tokens // min(chunks, tokens))
+    return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 
 
 def total(parts: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -14,8 +14,7 @@ heads, G key/value heads, D head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -41,10 +40,10 @@ from fivefold.parallel.kv_exchange import (
     tokens_for_heads,
     ulysses_all_to_all,
 )
+from fivefold.parallel.mappings import mapping
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.ranks import Tokens, row_blocks
-from fivefold.parallel.temporarily import temporarily
+from fivefold.parallel.ranks import Tokens, tokens_by_rank
 
 # ---- the fold --------------------------------------------------------------------------------------------------------
 
@@ -53,10 +52,12 @@ from fivefold.parallel.temporarily import temporarily
 class ContextParallel:
     """Context parallelism of one model on this rank.
 
-    `is_on` changes during a run: generation with a cache works on whole rows, and every rank computes the same.
+    Every model has one. `group` is None where cp is 1: then rows stay as they are. `is_on` changes during a run:
+    generation with a cache works on whole rows, and every rank computes the same. `head_in_chunks`, of the chunked
+    loss: logits stay where their tokens are.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     size: int
     method: CPMethod
@@ -64,30 +65,21 @@ class ContextParallel:
     ulysses: dist.ProcessGroup | None
     is_on: bool = True
     head_in_chunks: bool = False
-    tokens: Callable[[int], tuple[Tokens, Tokens]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens = lru_cache(maxsize=64)(self._tokens)
-
-    def _tokens(self, length: int) -> tuple[Tokens, Tokens]:
-        """For rows of `length` tokens: the blocks of each rank of this rank's ring, and of each rank of its Ulysses
-        group.
-
-        The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
-        """
-        u = self.method.ulysses
-        rings = tuple(row_blocks(length, self.size // u, each) for each in range(self.size // u))
-        first = self.rank // u * u
-        return rings, tuple(row_blocks(length, self.size, rank) for rank in range(first, first + u))
 
     @property
-    def gathers_logits(self) -> bool:
-        """Whether what leaves the head becomes whole rows."""
-        return self.is_on and not self.head_in_chunks
+    def row_groups(self) -> list[dist.ProcessGroup]:
+        """The group of the ranks that have other tokens of the same rows, if there are any."""
+        return [] if self.group is None else [self.group]
+
+    def share(self, tokens: int) -> int:
+        """Of so many tokens of a row, how many this rank has."""
+        return tokens // self.size if self.is_on else tokens
 
     def cut(self, x_BT: Tensor) -> Tensor:
         """This rank's tokens [B, L, ...] of whole rows [B, T, ...]. Raises `UserError` for rows that cannot be cut."""
         length = x_BT.shape[1]
+        if self.group is None:
+            return x_BT
         if length % (2 * self.size):
             unit = 2 * self.size
             raise UserError(
@@ -95,19 +87,7 @@ class ContextParallel:
                 fix=f"pad the rows to {-(-length // unit) * unit} tokens",
                 more="docs/context.md",
             )
-        return torch.cat([x_BT[:, start:stop] for start, stop in row_blocks(length, self.size, self.rank)], 1)
-
-    def gather_sequence(self, x_BLx: Tensor) -> Tensor:
-        """Whole rows [B, T, ...] from every rank's tokens; every rank must compute the same with them."""
-        return _WholeRows.apply(x_BLx, self)  # type: ignore[no-any-return,no-untyped-call]
-
-    def whole_sequences(self) -> AbstractContextManager[None]:
-        """Inside, every rank has whole rows: for generation, whose cache holds them."""
-        return temporarily(self, is_on=False)
-
-    def chunked_head(self) -> AbstractContextManager[None]:
-        """The chunked loss keeps the logits where their tokens are."""
-        return temporarily(self, head_in_chunks=True)
+        return torch.cat([x_BT[:, start:stop] for start, stop in tokens_by_rank(length, self.size)[self.rank]], 1)
 
     # A graph break under torch.compile: collectives within an operator of its own would not be seen by `record`.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -126,7 +106,8 @@ class ContextParallel:
         (rows, local, heads, _), u = q_BLHD.shape, self.method.ulysses
         length = local * self.size
         edges = tuple(range(0, (rows + 1) * length, length)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
-        rings, group = self.tokens(length)
+        first = self.rank // u * u  # its Ulysses group has, together, the tokens of one rank of a ring of cp / u
+        rings, group = tokens_by_rank(length, self.size // u), tokens_by_rank(length, self.size)[first : first + u]
         if self.ulysses is not None:
             shared = max(1, k_BLGD.shape[2] // u)
             dealt = [_by_rank_of_heads(each, u) for each in (q_BLHD, k_BLGD, v_BLGD)]
@@ -149,19 +130,13 @@ def _by_rank_of_heads(x_BLHD: Tensor, u: int) -> Tensor:
     return x_BLHD.unflatten(2, (u, -1))  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _WholeRows(torch.autograd.Function):
-    """[B,L,...] -> [B,T,...]; backward keeps this rank's tokens."""
+def _whole_rows(x_BLx: Tensor, fold: ContextParallel) -> Tensor:
+    """[B,L,...] of this rank's tokens -> [B,T,...] on every rank; every rank must compute the same with them."""
+    assert fold.group is not None, "rows are whole already"
+    return gathered(x_BLx, fold.group, tokens_by_rank(x_BLx.shape[1] * fold.size, fold.size))
 
-    @staticmethod
-    def forward(ctx: Any, x_BLx: Tensor, fold: ContextParallel) -> Tensor:
-        ctx.fold = fold
-        length = x_BLx.shape[1] * fold.size
-        return gathered(x_BLx, fold.group, tuple(row_blocks(length, fold.size, rank) for rank in range(fold.size)))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        fold: ContextParallel = ctx.fold
-        return fold.cut(grads[0]), None
+_gather_rows = mapping(_whole_rows, lambda grad, fold: fold.cut(grad))
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -261,26 +236,28 @@ def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
 # ---- placing it in a model -------------------------------------------------------------------------------------------
 
 
-def apply_context_parallel(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> ContextParallel | None:
-    """Hook the base, the head and the attention modules of `model`; None for a layout without the fold."""
-    if plan.cp_method is None:
-        return None
-    anatomy, method = plan.anatomy, plan.cp_method
-    fold = ContextParallel(mesh.cp_group, plan.coords.cp, plan.layout.cp, method, *_groups(mesh, method))
+def apply_context_parallel(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> ContextParallel:
+    """Hook the base, the head and the attention modules of `model`."""
+    anatomy, group = plan.anatomy, mesh.groups.get("cp")
+    if group is None:
+        return ContextParallel(None, 0, 1, plan.cp_method, None, None, is_on=False)
+    fold = ContextParallel(group, plan.coords.cp, plan.layout.cp, plan.cp_method, *_groups(mesh, plan.cp_method))
     for name in plan.facts.attends:
         setattr(model.get_submodule(name), CONTEXT, fold)
     base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)
     base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)  # before anything counts tokens
-    head.register_forward_hook(lambda _, args, out: fold.gather_sequence(out) if fold.gathers_logits else out)
+    head.register_forward_hook(
+        lambda _, args, out: _gather_rows(out, fold) if fold.is_on and not fold.head_in_chunks else out
+    )
     return fold
 
 
 def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.ProcessGroup | None]:
     """(how keys and values are exchanged, the Ulysses group); None for the one that the method does not use."""
     if method.ring == 1:
-        return None, mesh.cp_group
+        return None, mesh.groups["cp"]
     if method.ulysses == 1:
-        return (AllGatherKV if method.gathers else Ring)(mesh.cp_group), None
+        return (AllGatherKV if method.gathers else Ring)(mesh.groups["cp"]), None
     return Ring(mesh.groups["cp_ring"]), mesh.groups["cp_ulysses"]
 
 

@@ -6,13 +6,11 @@ stage gathers and reduces, and when, is the table of `unshards.py`.
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fivefold.core.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import Unit, keeps_gathered
 from fivefold.torch_internals import fsdp_forget
@@ -44,14 +42,6 @@ def apply_data_parallel(
         if fsdp.size() > 1:
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)
-
-
-def prepare_micro_batch(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Tell FSDP what this micro batch's backward gathers, keeps and reduces."""
-    root = cast(FSDPModule, model)
-    root.set_requires_gradient_sync(last or layout.zero > 1)
-    root.set_requires_all_reduce(last)
-    root.set_reshard_after_backward(last or layout.zero == 3)
 
 
 def reshard(model: nn.Module) -> None:

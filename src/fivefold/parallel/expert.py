@@ -4,8 +4,8 @@ The `ep` ranks are taken innermost first from dp_shard, cp and tp. These ranks h
 world does not grow: `shard4.ep2` has 4 ranks. FSDP shards the experts' parameters over the rest of the three
 (`data.py`). Routing is dropless: ranks exchange counts first, then as many rows as the routers asked for.
 
-With `expert_tp`, ep takes no ranks from tp. Each tp rank holds some features of every expert (`expert_features.py`),
-sees the tokens of all tp ranks, and computes a partial sum.
+With `expert_tp`, ep takes no ranks from tp. Each tp rank holds some features of every expert (`shard_rules.py`), sees
+ the tokens of all tp ranks, and computes a partial sum.
 
     tokens [N, D] --sort--> rows [S, D] by expert --all-to-all--> rows of this rank's experts --grouped matmuls-->
     --all-to-all--> rows [S, D] --weights, sum--> tokens [N, D]
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.facts import Experts
 from fivefold.ops.linear import PLAIN, Linears
-from fivefold.parallel import ops
+from fivefold.parallel.mappings import exchange, gather, mapping
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor import TensorParallel
@@ -39,14 +39,13 @@ from fivefold.parallel.tensor import TensorParallel
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Expert parallelism of one model on this rank. `group`: None where every rank has all experts. `tensor`: the
-    model's tensor parallelism, None without. With `expert_tp` this rank has part `part` of the `parts` = tp parts of
-    each of its experts; else part 0 of 1."""
+    """Expert parallelism of one model on this rank. `group`: None where every rank has all experts. With `expert_tp`
+    this rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
     rank: int
-    tensor: TensorParallel | None
+    tensor: TensorParallel
     part: int
     parts: int
     linears: Linears = PLAIN
@@ -58,29 +57,21 @@ class ExpertParallel:
             weights_NK = weights_NK.float()
         if self.parts > 1:
             return self._add_up(module, experts, hidden_ND, index_NK, weights_NK)
-        if self._is_replicated:
+        if self.tensor.is_replicated:
             return self._share(module, experts, hidden_ND, index_NK, weights_NK)
         return routed(hidden_ND, index_NK, weights_NK, experts, partial(self.compute, module))
 
-    @property
-    def _is_replicated(self) -> bool:
-        return self.tensor is not None and not self.tensor.sequence_parallel
-
     def _add_up(self, module: nn.Module, experts: int, *given: Tensor) -> Tensor:
         """All tp ranks see all tokens, and each makes its part of their results."""
-        assert self.tensor is not None
-        hidden, index, weights = (self.tensor.enter(each.unsqueeze(0)).squeeze(0) for each in given)
+        hidden, index, weights = map(self.tensor.enter, given)
         out = routed(hidden, index, weights, experts, partial(self.compute, module))
-        return self.tensor.leave(out.unsqueeze(0)).squeeze(0).clone()  # FSDP cannot hook a view
+        return self.tensor.leave(out).clone()  # FSDP cannot hook a view
 
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """All tp ranks have all tokens: each sends its share of them."""
-        assert self.tensor is not None
-        blocks = split_even(len(hidden), self.tensor.size)
-        group, mine = self.tensor.group, slice(*blocks[self.tensor.rank])
-        hidden, weights = (TakeShare.apply(each, group, blocks) for each in (hidden, weights))  # type: ignore[no-untyped-call]
-        out = routed(hidden, index[mine], weights, experts, partial(self.compute, module))
-        return JoinShares.apply(out, group, blocks)  # type: ignore[no-any-return,no-untyped-call]
+        group, blocks = self.tensor.group, split_even(len(hidden), self.tensor.size)
+        hidden, index, weights = (take_share(each, group, blocks) for each in (hidden, index, weights))
+        return join_shares(routed(hidden, index, weights, experts, partial(self.compute, module)), group, blocks)
 
     def compute(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What the experts make of rows that are sorted by expert."""
@@ -92,10 +83,10 @@ class ExpertParallel:
         sent = [int(part.sum()) for part in torch.split(counts_E.cpu(), held)]
         received = counts_nE.sum(1).tolist()
         order, counts = by_expert(counts_nE)
-        rows = AllToAll.apply(rows_SD, received, sent, self.group)  # type: ignore[no-untyped-call]
+        rows = all_to_all(rows_SD, received, sent, self.group)
         made = self._made(module, Permute.apply(rows, order), counts)  # type: ignore[no-untyped-call]
         back = Permute.apply(made, inverse(order))  # type: ignore[no-untyped-call]
-        return AllToAll.apply(back, sent, received, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return all_to_all(back, sent, received, self.group)
 
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
@@ -106,7 +97,7 @@ class ExpertParallel:
 def apply_expert_parallel(
     model: nn.Module,
     plan: ParallelPlan,
-    tensor: TensorParallel | None,
+    tensor: TensorParallel,
     group: dist.ProcessGroup | None,
     linears: Linears = PLAIN,
 ) -> ExpertParallel:
@@ -141,7 +132,7 @@ def _arguments(given: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Ten
 def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
     """How many rows come from each of n ranks to each of this rank's experts, int64 [n, experts held here]."""
     mine = held[rank]
-    received = ops.exchange(counts_E, [mine] * len(held), list(held), group)
+    received = exchange(counts_E, [mine] * len(held), list(held), group)
     return received.view(len(held), mine)
 
 
@@ -153,47 +144,57 @@ def by_expert(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
     return experts.repeat_interleave(counts_nE.flatten()).argsort(stable=True), counts_nE.sum(0)
 
 
-class AllToAll(torch.autograd.Function):
-    """Rows to other ranks, `sent[r]` of them to rank r, for `received[r]` of theirs; backward sends gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return ops.exchange(rows, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ops.exchange(grads[0], ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-class TakeShare(torch.autograd.Function):
-    """[N, ...] that all tp ranks have -> this rank's share of the rows; backward gathers the gradients of all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
-        ctx.group, ctx.blocks = group, blocks
-        return x[slice(*blocks[dist.get_rank(group)])]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(grads[0], ctx.group, ctx.blocks), None, None
-
-
-class JoinShares(torch.autograd.Function):
-    """The shares of all tp ranks -> [N, ...] on each; backward keeps this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
-        ctx.block = blocks[dist.get_rank(group)]
-        return _joined(x, group, blocks)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][slice(*ctx.block)], None, None
-
-
 def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
+    """The shares of all tp ranks -> [N, ...] on each."""
     longest = max(stop - start for start, stop in blocks)
     padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, longest - len(x)))
-    parts = torch.split(ops.gather(padded[None], group)[0], longest)
+    parts = torch.split(gather(padded[None], group)[0], longest)
     return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, blocks, strict=True)])
+
+
+def _share(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
+    """[N, ...] that all tp ranks have -> this rank's share of the rows."""
+    return x[slice(*blocks[dist.get_rank(group)])]
+
+
+# Rows to other ranks, `sent[r]` of them to rank r, for `received[r]` of theirs; backward sends gradients back.
+all_to_all = mapping(exchange, lambda grad, received, sent, group: exchange(grad, sent, received, group))
+take_share = mapping(_share, _joined)
+join_shares = mapping(_joined, _share)
+
+
+# ---- routers in fp32 -------------------------------------------------------------------------------------------------
+
+
+def route_in_fp32(model: nn.Module, routers: Sequence[str]) -> None:
+    """Let these routers compute in fp32, where the model computes in a type of 16 bits.
+
+    A router says where tokens go, and with which weights. Its gathered parameters and its input are 16-bit; both are
+    cast to fp32. So different logits are not rounded to a tie, and the weights reach the experts in fp32. (Megatron:
+    `moe_router_dtype`.) The router keeps its class and its forward; only the arguments of the forward change.
+    """
+    for router in map(model.get_submodule, routers):
+        router.forward = torch.compiler.disable(partial(_forward, _Own(router)))  # type: ignore[no-untyped-call]
+
+
+class _Own(nn.Module):
+    """A router's own forward, without its hooks: those run around it, once."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router, self.plain = router, router.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain(*args, **kwargs)
+
+
+def _forward(own: _Own, *args: Any, **kwargs: Any) -> Any:
+    parameters = {name: _in_fp32(parameter) for name, parameter in own.named_parameters()}
+    args, kwargs = tuple(map(_in_fp32, args)), {name: _in_fp32(each) for name, each in kwargs.items()}
+    return torch.func.functional_call(own, parameters, args, kwargs)
+
+
+def _in_fp32(value: Any) -> Any:
+    """What is of 16 bits and floats, in fp32."""
+    is_short = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
+    return value.float() if is_short else value

@@ -7,7 +7,7 @@ which has only its own layers, a plain forward is refused too. The library's own
 where nothing is refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
+from fivefold.parallel.data import reshard
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import NORMS, without_torch_function
 
 READ_MORE = "docs/python.md"
@@ -45,21 +47,14 @@ class Guard:
             self._depth -= 1
 
 
-def install(
-    model: Any,
-    guard: Guard,
-    *,
-    base: str,
-    parts: list[str],
-    pipelined: bool,
-    splits_tokens: bool,
-    reshard: Callable[[], None],
-) -> None:
-    """Hook `model`, its `base` and its `parts` (names of modules), for calls that are not the library's.
+def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
+    """Hook `model`, its base, its layers, its embedding and its head for calls that are not the library's.
 
-    `reshard` drops gathered parameters after a plain forward. Otherwise the forward after the next optimizer step would
+    Gathered parameters are dropped after a plain forward. Otherwise the forward after the next optimizer step would
     still use the old values.
     """
+    base, parts = plan.anatomy.base, [plan.anatomy.embedding, *plan.anatomy.layers, plan.anatomy.head]
+    pipelined = plan.layout.pp > 1
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if guard.is_library:
@@ -78,7 +73,7 @@ def install(
                 fix=f"leave {asked[0]} out, or ask for it in one process",
                 more=READ_MORE,
             )
-        if splits_tokens and kwargs.get("inputs_embeds") is not None:
+        if plan.splits_sequence and kwargs.get("inputs_embeds") is not None:
             raise UserError(
                 "inputs_embeds under tp with sequence parallel: the embedding gives each rank its tokens",
                 fix="pass input_ids, or a layout with +nosp",
@@ -116,7 +111,7 @@ def install(
     def drop(*_: Any) -> None:
         guard.is_called = False
         if not guard.is_library:
-            reshard()
+            reshard(model)
 
     for name in dict.fromkeys(("", base, *parts)):
         # Prepended: refused before FSDP's own hooks begin a backward that would be left half done.
@@ -124,7 +119,7 @@ def install(
     for name, module in model.named_modules():
         if name:
             module.register_state_dict_pre_hook(refuse_state_dict)
-    for name in parts if pipelined or splits_tokens else ():
+    for name in parts if pipelined or plan.splits_sequence else ():
         model.get_submodule(name).register_forward_pre_hook(before_part, prepend=True)
     model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     model.get_submodule(base).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)

@@ -40,20 +40,17 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_tensor_parallel(plan)
     if plan.layout.cp > 1:
         yield from _of_context_parallel(plan)
-    if plan.layout.pp > 1 and plan.layout.schedule.splits_backward:
+    if plan.layout.schedule.splits_backward:
         yield from _of_weight_gradients(plan)
     for each in facts.experts:
         yield Intervention(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
-    if plan.layout.precision == "bf16":
-        for each in facts.experts:
-            if _scores_experts(plan, each.router, each.experts):
-                yield Intervention(each.router, "forward", "router", "scores are computed in fp32")
+    for router in plan.fp32_routers:
+        yield Intervention(router, "forward", "router", "scores are computed in fp32")
     for each in facts.experts if plan.watches_routers else ():
         yield Intervention(each.router, "hook", "balance", "what experts get is counted, and held even")
     for layer in dict.fromkeys(layer for layer, _ in facts.forgetful):
         yield Intervention(layer, "forward", "documents", "its attention is given the bounds of packed documents")
-    if plan.layout.pp > 1:
-        yield from _of_stages(plan)
+    yield from _of_stages(plan)
     recompute = Recompute(plan.layout.recompute)
     for layer in plan.layers:
         if recompute.wraps(layer):
@@ -63,7 +60,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
 
 
 def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
-    anatomy, partition = plan.anatomy, plan.facts.partition
+    anatomy, partition = plan.anatomy, plan.partition
     for name, spec in plan.shards.items():
         if spec.splits and spec.over == "tp":
             module, _, leaf = name.rpartition(".")
@@ -101,15 +98,9 @@ def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
 def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
     """Linears inside layers, whose weight gradients a schedule that splits backward computes later."""
     routers = {each.router for each in plan.facts.experts}
-    rows = {block.row for block in plan.partition.tp_blocks} if plan.partition else set()
+    rows = {block.row for block in plan.partition.tp_blocks}
     for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             module = f"{layer}.{matmul.name.removesuffix('.weight')}"
             if matmul.times == 1 and module not in routers | rows and module != layer:
                 yield Intervention(module, "forward", "pp", "gradients of its weight are put off")
-
-
-def _scores_experts(plan: "ParallelPlan", router: str, experts: int) -> bool:
-    """Whether a module, or one inside it, has a row of weights for each of the experts."""
-    inside = (p.shape for name, p in plan.facts.parameters.items() if name.startswith(f"{router}."))
-    return any(len(shape) == 2 and shape[0] == experts for shape in inside)

@@ -11,16 +11,17 @@ Legend: B rows, L tokens of a rank, n ranks, T = n L, h heads, G key/value heads
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.models.offdiagonal import Blocks
+from fivefold.parallel.mappings import exchange, mapping
 from fivefold.parallel.ranks import Tokens, narrowed, ring_gradients, ring_keys
+from fivefold.torch_internals import collectives
 
-_functional = torch.ops._c10d_functional  # see ops.py
 Pending = Callable[[], Tensor]  # waits for a tensor that is on its way
 
 
@@ -98,9 +99,9 @@ class AllGatherKV:
     group: dist.ProcessGroup
 
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
-        arriving = _functional.all_gather_into_tensor(kv, len(tokens), self.group.group_name)
+        arriving = collectives.all_gather_into_tensor(kv, len(tokens), self.group.group_name)
         yield (), kv  # its own come again among all
-        stacked = _functional.wait_tensor(arriving).view(len(tokens), *kv.shape)
+        stacked = collectives.wait_tensor(arriving).view(len(tokens), *kv.shape)
         yield ((0, len(tokens) * kv.shape[2]),), in_order(stacked, tokens, 2)
 
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
@@ -108,43 +109,11 @@ class AllGatherKV:
             return lambda: grad
         each = [1] * len(tokens)
         dealt = by_rank(grad.to(wire), tokens, 2)
-        arriving = _functional.all_to_all_single(dealt, each, each, self.group.group_name)
-        return lambda: _functional.wait_tensor(arriving).sum(0, dtype=grad.dtype)
+        arriving = collectives.all_to_all_single(dealt, each, each, self.group.group_name)
+        return lambda: collectives.wait_tensor(arriving).sum(0, dtype=grad.dtype)
 
 
 # ---- heads for tokens ------------------------------------------------------------------------------------------------
-
-
-def ulysses_all_to_all(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-    """[B,L,n,h,D] -> [B,T,h,D]: rank i is sent the heads [:, :, i] of the tokens of all ranks, in the row's order."""
-    return _HeadsForTokens.apply(x_BLnhD, group, tokens)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def tokens_for_heads(x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-    """[B,T,h,D] -> [B,L,n,h,D]: the way back."""
-    return _TokensForHeads.apply(x_BThD, group, tokens)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-        ctx.group, ctx.tokens = group, tokens
-        return _to_heads(x_BLnhD, group, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_tokens(grads[0], ctx.group, ctx.tokens), None, None
-
-
-class _TokensForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-        ctx.group, ctx.tokens = group, tokens
-        return _to_tokens(x_BThD, group, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(grads[0], ctx.group, ctx.tokens), None, None
 
 
 def _to_heads(x_BLnhD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
@@ -158,9 +127,13 @@ def _to_tokens(x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tens
 def _all_to_all(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x[i] to rank i; what rank i sent becomes [i]."""
     each = [1] * group.size()
-    return _functional.wait_tensor(  # type: ignore[no-any-return]
-        _functional.all_to_all_single(x_nx.contiguous(), each, each, group.group_name)
-    )
+    return exchange(x_nx, each, each, group)
+
+
+# [B,L,n,h,D] -> [B,T,h,D]: rank i is sent the heads [:, :, i] of the tokens of all ranks, in the row's order.
+ulysses_all_to_all = mapping(_to_heads, _to_tokens)
+# [B,T,h,D] -> [B,L,n,h,D]: the way back.
+tokens_for_heads = mapping(_to_tokens, _to_heads)
 
 
 # ---- rows of all ranks -----------------------------------------------------------------------------------------------
@@ -168,8 +141,8 @@ def _all_to_all(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gathered(x_BLx: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
     """[B,L,...] on each rank -> [B,T,...] in the order of the row."""
-    stacked = _functional.all_gather_into_tensor(x_BLx.contiguous(), len(tokens), group.group_name)
-    return in_order(_functional.wait_tensor(stacked).view(len(tokens), *x_BLx.shape), tokens, 1)
+    stacked = collectives.all_gather_into_tensor(x_BLx.contiguous(), len(tokens), group.group_name)
+    return in_order(collectives.wait_tensor(stacked).view(len(tokens), *x_BLx.shape), tokens, 1)
 
 
 def in_order(x_nxLx: Tensor, tokens: Tokens, dim: int) -> Tensor:

@@ -4,8 +4,7 @@ from math import gcd
 
 from fivefold.core.legality import ModelLimits
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import Experts, ModelFacts, Partition
-from fivefold.parallel.expert_features import features_refusal
+from fivefold.models.facts import ORDERS, Experts, ModelFacts, Partition
 
 
 def limits_of(facts: ModelFacts) -> ModelLimits:
@@ -55,3 +54,16 @@ def _features(facts: ModelFacts, experts: Experts) -> int:
     """The features of an expert."""
     assert experts.features is not None, "they are found with the facts"
     return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]
+
+
+def features_refusal(facts: ModelFacts, experts: Experts) -> str | None:
+    """Why the features of these experts cannot be split over ranks, or None."""
+    features, name = experts.features, experts.name
+    assert features is not None, "they are found with the facts"
+    reason = features.refusal
+    if reason is None:
+        made = facts.parameters[f"{name}.{features.first}"].shape[features.made]
+        size = facts.parameters[f"{name}.down_proj"].shape[features.read]
+        if made != ORDERS[features.order][0] * size:
+            reason = f"{features.first} makes {made} numbers for {size} features"
+    return f"the features of {name} cannot be split: {reason}" if reason else None

@@ -29,7 +29,7 @@ def chunked_loss(
     labels_BT: Tensor,
     head_parameters: list[Tensor],
     sizes: tuple[int, ...],
-    fold: TensorParallel | None,
+    fold: TensorParallel,
     scale: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy summed over the targets of [B, T], times `scale` (fp32 scalar).
@@ -50,7 +50,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_of: Logits, hidden: Tensor, labels: Tensor, sizes: tuple[int, ...],
-        fold: TensorParallel | None, scale: Tensor | None, *parameters: Tensor,
+        fold: TensorParallel, scale: Tensor | None, *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
@@ -95,7 +95,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 def _cross_entropy(
     logits: Tensor,
     labels_N: Tensor,
-    fold: TensorParallel | None,
+    fold: TensorParallel,
     scale: Tensor | None = None,
     *,
     gradient: bool = False,
@@ -108,20 +108,16 @@ def _cross_entropy(
     exponentials together with the target's logit, which exactly one rank holds.
     """
     x_NV = logits[0].to(_accumulator(logits.dtype), copy=not overwrite)
-    start = fold.vocabulary[fold.rank][0] if fold else 0
     has_target = labels_N != IGNORE
-    index_N = labels_N - start
+    index_N = labels_N - fold.vocabulary[fold.rank][0]
     mine_N = has_target & (index_N >= 0) & (index_N < x_NV.shape[-1])
     index_N1 = torch.where(mine_N, index_N, 0).unsqueeze(-1)
     target_N = torch.where(mine_N, x_NV.gather(-1, index_N1).squeeze(-1), 0.0)
     highest_N = x_NV.amax(dim=-1)
-    if fold:
-        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=fold.group)
-    sum_N = x_NV.sub_(highest_N.unsqueeze(-1)).exp_().sum(dim=-1)
-    if fold:
-        both = torch.stack([sum_N, target_N])
-        dist.all_reduce(both, group=fold.group)
-        sum_N, target_N = both.unbind()
+    fold.all_reduce(highest_N, dist.ReduceOp.MAX)
+    both_2N = torch.stack([x_NV.sub_(highest_N.unsqueeze(-1)).exp_().sum(dim=-1), target_N])
+    fold.all_reduce(both_2N)
+    sum_N, target_N = both_2N.unbind()
     weight_N = has_target.to(x_NV.dtype) if scale is None else has_target * scale.to(x_NV.dtype)
     nll_N = torch.where(has_target, highest_N + sum_N.log() - target_N, 0.0)
     loss = nll_N.sum(dtype=torch.float64) if scale is None else nll_N.sum(dtype=torch.float64) * scale

@@ -79,9 +79,9 @@ def _of_units(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int]:
     *inner, (root, _) = sizes  # the model's own unit is the last
     largest = sorted((size for size, _ in inner), reverse=True)[:2]
     everything = sum(size for size, _ in sizes)
-    gathered = everything if shape.zero < 3 else root + sum(largest)
+    gathered = everything if plan.layout.zero < 3 else root + sum(largest)
     reduced = [size for _, size in sizes]
-    waiting = sum(reduced) * shape.reduce_bytes if shape.zero == 1 else max(reduced) * shape.compute_bytes
+    waiting = sum(reduced) * shape.reduce_bytes if plan.layout.zero == 1 else max(reduced) * shape.compute_bytes
     return gathered * shape.compute_bytes, waiting
 
 
@@ -107,8 +107,6 @@ def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
 
 def _under_way(plan: "ParallelPlan", micro_batches: int) -> dict[int, int]:
     """Stage of this rank -> the most micro batches in flight at once, between their forward and their backward."""
-    if plan.layout.pp == 1:
-        return {0: 1}
     most, now = dict.fromkeys(plan.own_stages, 0), dict.fromkeys(plan.own_stages, 0)
     for slot in plan.schedule(micro_batches).orders[plan.coords.pp]:
         now[slot.stage] += {"F": 1, "I": -1, "B": -1, "W": 0}[slot.kind]

@@ -19,7 +19,9 @@ from fivefold.torch_internals import can_split_world, timeout_of_world
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's process groups by axis (`RankGrid.axes`). `dp_shard`, over which FSDP shards, always exists.
+    """This rank's process groups by axis (`RankGrid.axes`). `dp_shard`, over which FSDP shards, always exists; others
+    where they have several ranks: `tp_kv`, if these share key/value heads, and `pp_ends` on the two ends of a pipeline
+    that hold the tied embedding.
 
     `fsdp` is the mesh that `fully_shard` takes: (shard,), or (replicate, shard) for HSDP. `experts` is the mesh for
     experts' parameters, of `Layout.expert_shards` ranks; it is `fsdp` itself where experts are sharded like the rest.
@@ -33,38 +35,6 @@ class Mesh:
     @property
     def layout(self) -> Layout:
         return self.grid.layout
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup:
-        return self.groups["pp"]
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        return self.groups["cp"]
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        return self.groups["tp"]
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup:
-        """The ranks that hold copies of this rank's part, over dp_replicate."""
-        return self.groups["dp_replicate"]
-
-    @property
-    def ep_group(self) -> dist.ProcessGroup | None:
-        """None where no experts are dealt to ranks."""
-        return self.groups.get("ep")
-
-    @property
-    def kv_replicas(self) -> dist.ProcessGroup | None:
-        """None where every rank has key/value heads of its own."""
-        return self.groups.get("tp_kv")
-
-    @property
-    def embedding_group(self) -> dist.ProcessGroup | None:
-        """None where one rank holds the tied embedding, and on the ranks between the two that do."""
-        return self.groups.get("pp_ends")
 
     def fsdp_mesh(self, over: Over) -> DeviceMesh:
         """The mesh that `fully_shard` takes for a parameter whose blocks go to the ranks of `over`."""

@@ -1,51 +1,73 @@
-"""Micro batches through the model, with a pipeline or without: what training, evaluation and generation call."""
+"""Micro batches through a parallelized model: to its loss, its gradients or its logits. Training, evaluation and
+generation call this.
+
+Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and nothing is sent.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fivefold.models.forwards import head_only
 from fivefold.parallel import data, pipeline, tensor
-from fivefold.parallel.forward import LossInputs
-from fivefold.parallel.state import ParallelState, state_of
+from fivefold.parallel import loss as losses
+from fivefold.parallel.collectives import chunk_sizes
+from fivefold.parallel.state import state_of
+
+
+class LossInputs:
+    """One micro batch on this rank's device. Not a tensor container that FSDP knows, so it is passed on untouched.
+
+    `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `cu_seqlens`: int32 on
+    the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
+    scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
+    all).
+    """
+
+    __slots__ = ("cu_seqlens", "input_ids", "labels", "position_ids", "row_tokens", "scale")
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        scale: Tensor | None = None,
+        row_tokens: Tensor | None = None,
+    ) -> None:
+        self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
+        self.cu_seqlens, self.scale = cu_seqlens, scale
+        self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
+
+
+# ---- of a step, of a micro batch -------------------------------------------------------------------------------------
 
 
 def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
-    """Forward and backward of the micro batches of a step. Returns the sum of their losses, fp64: with a pipeline, 0
-    on the ranks that do not compute it."""
+    """Forward and backward of the micro batches of a step. Returns the sum of their losses, fp64: 0 on the ranks of a
+    pipeline that do not compute it."""
     state = state_of(model)
     with state.guard.library():
-        return pipeline.run(model, state.pipeline, batch) if state.pipeline else _one_by_one(model, state, batch)
+        return pipeline.run(model, state.pipeline, batch)
 
 
 def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
     """`backward`, with gradients reduced. `rows`: of the global batch, for what balances experts."""
     state = state_of(model)
-    if state.balance and not state.balance.is_begun:
+    if not state.balance.is_begun:
         state.balance.begin_step(rows)
-    loss = backward(model, batch)
-    if state.tensor:
-        tensor.sum_partial_gradients(model, state.tensor, state.mesh.kv_replicas)
-    return loss
-
-
-def _one_by_one(model: Any, state: ParallelState, batch: Sequence[LossInputs]) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for index, inputs in enumerate(batch):
-        data.prepare_micro_batch(model, state.plan.layout, last=index == len(batch) - 1)
-        part = model.loss_sum(inputs)
-        part.backward()
-        total += part.detach()
-    return total
+    found = backward(model, batch)
+    tensor.sum_partial_gradients(model, state.plan, state.mesh)
+    return found
 
 
 def loss(model: Any, inputs: LossInputs) -> Tensor:
-    """The summed loss of a micro batch, forward only: with a pipeline, 0 on the ranks that do not compute it."""
+    """The summed loss of a micro batch, forward only: 0 on the ranks of a pipeline that do not compute it."""
     state = state_of(model)
     with state.guard.library():
-        if state.pipeline is None:
-            return model.loss_sum(inputs)  # type: ignore[no-any-return]
         found = pipeline.forward_only(
             state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
@@ -57,8 +79,6 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     state = state_of(model)
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
-        if state.pipeline is None:
-            return model(**inputs, logits_to_keep=logits_to_keep).logits  # type: ignore[no-any-return]
         found = pipeline.forward_only(
             state.pipeline,
             ids_BT,
@@ -69,3 +89,47 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     shape = (rows, logits_to_keep or length, vocabulary)
     dtype = data.master_dtype(state.plan.layout.precision)  # holds what any forward gives
     return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, dtype, ids_BT.device)
+
+
+# ---- of a stage ------------------------------------------------------------------------------------------------------
+
+
+def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
+    """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the summed cross entropy of
+    this rank's tokens, times `inputs.scale`, equal on all tp ranks."""
+    staged = state_of(model).pipeline.staged
+    with staged.running(stage, hidden) as given_out:
+        out = _last_hidden(model, inputs)
+        return _loss_of(model, out, inputs, loss_chunks) if staged.is_last(stage) else given_out()
+
+
+def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
+    """A stage on `inputs` of the model's forward: hidden states in and out; of the last stage, the logits."""
+    state = state_of(model)
+    staged = state.pipeline.staged
+    with staged.running(stage, hidden) as given_out:
+        if staged.is_last(stage):
+            return cast(Tensor, type(model).forward(model, **inputs, logits_to_keep=logits_to_keep).logits)
+        model.get_submodule(state.plan.anatomy.base)(**inputs)
+        return given_out()
+
+
+def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
+    """What the base model gives for a micro batch."""
+    state = state_of(model)
+    state.balance.begin_micro_batch(inputs.row_tokens)
+    base = model.get_submodule(state.plan.anatomy.base)
+    out = base(
+        input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
+    )
+    return cast(Tensor, out.last_hidden_state)
+
+
+def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | None) -> Tensor:
+    """From the last hidden states to the loss."""
+    state = state_of(model)
+    anatomy, labels, hidden = state.plan.anatomy, state.context.cut(inputs.labels), state.tensor.enter(hidden)
+    sizes = chunk_sizes(labels.numel(), state.plan.vocabulary, hidden.shape[-1], loss_chunks)
+    head_parameters = losses.parameters_after_base(model, anatomy)
+    with state.chunked_head(), head_only(model, anatomy) as logits_of:
+        return losses.chunked_loss(logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale)

@@ -1,5 +1,8 @@
 """Pipeline parallelism: one optimizer step over the stages of this rank, in the order of a schedule.
 
+Every model runs here. Without pipeline parallelism it is one stage, whose micro batches go forward and back one after
+the other, and nothing is sent.
+
 `run` executes this rank's actions of a `SchedulePlan`: slots (forward, backward) and the transfers between them.
 Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The orders
 equal those of `torch.distributed.pipelining` (a test compares them). They are executed here for two reasons: FSDP must
@@ -8,6 +11,7 @@ be told, unit by unit, which backward is the last; and every transfer must be kn
 Legend: B rows, T tokens of a row on this rank, D hidden size.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -26,7 +30,6 @@ from fivefold.parallel.balance import Balance
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stages import StageModules
-from fivefold.parallel.stopwatch import Stopwatch
 from fivefold.parallel.unshards import Progress
 from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
@@ -35,17 +38,17 @@ from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 class Pipeline:
     """The pipeline fold of one model on this rank.
 
-    `embedding_group`: the group in which the gradient of a tied embedding is summed; None where one rank has both ends.
-    `balance`: of the routers of a model with experts. `store`: of the weight gradients that a schedule computes later;
-    None where it does not. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it
-    is a list.
+    `group`: None where one rank has all stages. `embedding_group`: the group in which the gradient of a tied embedding
+    is summed; None where one rank has both ends. `store`: of the weight gradients that a schedule computes later; None
+    where it does not. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it is a
+    list.
     """
 
     plan: ParallelPlan
     staged: StageModules
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
-    balance: Balance | None
+    balance: Balance
     store: WeightGradStore | None = None
     running: Slot | None = None
     timed: list[Timed] | None = None
@@ -62,7 +65,7 @@ def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
     losses, fp64: 0 on ranks without the last stage."""
     plan = pipeline.plan.schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
-    for action in plan.actions[pipeline.staged.rank]:
+    for action in plan.actions[pipeline.plan.coords.pp]:
         step.do(action)
     step.finish()
     return step.loss
@@ -103,7 +106,7 @@ class _Step:
     def finish(self) -> None:
         """Everything has been sent; a tied embedding's two gradients are one."""
         if self._watch and self.pipeline.timed is not None:
-            self.pipeline.timed += self._watch.timed(self.staged.rank)
+            self.pipeline.timed += self._watch.timed(self.pipeline.plan.coords.pp)
         for work, _ in self._sent:
             work.wait()
         assert not (self._given or self._outbox or self._kept), "a pipeline step left something behind"
@@ -129,8 +132,7 @@ class _Step:
         hidden, out = self._kept.pop((stage, at))
         gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
         self._fsdp.before_backward(slot)
-        if self.pipeline.balance:
-            self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
+        self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
         with self._collecting(stage, at):
             if out.requires_grad:  # not where all that ran is frozen
                 torch.autograd.backward(out, gradient)
@@ -152,7 +154,7 @@ class _Step:
 
     def _give(self, of: str, stage: int, at: int, tensor: Tensor) -> None:
         """To another stage: of this rank at once, of another when its transfer comes."""
-        if stage in self.staged.own:
+        if stage in self.pipeline.plan.own_stages:
             self._given[of, stage, at] = tensor, None
         else:
             self._outbox[of, stage, at] = tensor.contiguous()
@@ -190,16 +192,70 @@ def _sum_ends(model: nn.Module, pipeline: Pipeline) -> None:
         dist.all_reduce(local(tied.grad), group=pipeline.embedding_group)
 
 
-def _isend(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
+def _isend(tensor: Tensor, group: dist.ProcessGroup | None, peer: int) -> dist.Work:
     work = dist.isend(tensor, group=group, group_dst=peer)
     assert work is not None
     return work
 
 
-def _irecv(buffer: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work:
+def _irecv(buffer: Tensor, group: dist.ProcessGroup | None, peer: int) -> dist.Work:
     work = dist.irecv(buffer, group=group, group_src=peer)
     assert work is not None
     return work
+
+
+# ---- when slots ran --------------------------------------------------------------------------------------------------
+
+Mark = float | torch.cuda.Event
+
+
+class Stopwatch:
+    """When the slots of a step ran on this rank. Starts at zero on all ranks of a group at once, which all make one.
+
+    On a CPU the wall clock measures the slots. On a GPU a slot is only queued, so CUDA events between the slots measure
+    them. The time that a slot waits for hidden states or a gradient ends at its start, and is kept apart.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._is_cuda = device.type == "cuda"
+        dist.barrier(group)
+        self._synchronize()
+        self._slots: list[Slot] = []
+        self._marks: list[Mark] = []
+        self._zero = self._now()
+
+    def asked(self, slot: Slot) -> None:
+        """The rank has come to `slot`, which may have to wait."""
+        self._slots.append(slot)
+        self._marks.append(self._now())
+
+    def mark(self) -> None:
+        """What the slot needs is here; and again, when the slot is done."""
+        self._marks.append(self._now())
+
+    def timed(self, rank: int) -> list[Timed]:
+        """The slots with their seconds since zero. Waits for the device."""
+        self._synchronize()
+        seconds = [self._seconds(mark) for mark in self._marks]
+        of_slots = zip(self._slots, seconds[::3], seconds[1::3], seconds[2::3], strict=True)
+        return [Timed(rank, slot, start, end, start - asked) for slot, asked, start, end in of_slots]
+
+    def _now(self) -> Mark:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _seconds(self, mark: Mark) -> float:
+        if isinstance(self._zero, float) or isinstance(mark, float):
+            assert isinstance(self._zero, float) and isinstance(mark, float)
+            return mark - self._zero
+        return float(self._zero.elapsed_time(mark)) / 1000  # milliseconds
+
+    def _synchronize(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
 
 
 # ---- what FSDP is told -----------------------------------------------------------------------------------------------
@@ -216,7 +272,7 @@ class _Flags:
             for unit in pipeline.plan.units
             if unit.parameters
         ]
-        self._progress = Progress(plan.micro_batches, pipeline.staged.own, self._zero)
+        self._progress = Progress(plan.micro_batches, pipeline.plan.own_stages, self._zero)
 
     def before_backward(self, slot: Slot) -> None:
         """Set what FSDP's hooks do in the backward that comes."""
@@ -240,14 +296,16 @@ class _Flags:
                 fsdp_reduce_now(module)
 
 
-def prefetch_within_stages(model: Any, staged: StageModules) -> None:
+def prefetch_within_stages(model: Any, plan: ParallelPlan) -> None:
     """In backward, FSDP prefetches the layer before, if it belongs to the same stage. By default FSDP would follow the
     order of the last forward, which may have been that of another stage."""
+    if plan.stages.count == 1:
+        return
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
-    for stage in staged.own:
-        layers = [model.get_submodule(name) for name in staged.stages.layers[slice(*staged.stages.splits[stage])]]
+    for stage in plan.own_stages:
+        layers = [model.get_submodule(name) for name in plan.stages.layers[slice(*plan.stages.splits[stage])]]
         for before, layer in pairwise(layers):
             layer.set_modules_to_backward_prefetch([before])
 
@@ -257,18 +315,18 @@ def prefetch_within_stages(model: Any, staged: StageModules) -> None:
 
 def forward_only(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
     """Run `work(stage, hidden)` through all stages, one after the other; what the last gives, on its rank."""
-    staged, hidden = pipeline.staged, None
-    for stage in staged.own:
+    staged, stages, own, hidden = pipeline.staged, pipeline.plan.stages, pipeline.plan.own_stages, None
+    for stage in own:
         before, after = stage - 1, stage + 1
-        if stage and before not in staged.own:
+        if stage and before not in own:
             hidden = staged.empty(ids_BT)
-            _irecv(hidden, pipeline.group, staged.stages.rank_of(before)).wait()
+            _irecv(hidden, pipeline.group, stages.rank_of(before)).wait()
         hidden = work(stage, hidden if stage else None)
         if staged.is_last(stage):
             return hidden
         staged.check(stage, hidden, ids_BT)
-        if after not in staged.own:
-            _isend(hidden.contiguous(), pipeline.group, staged.stages.rank_of(after)).wait()
+        if after not in own:
+            _isend(hidden.contiguous(), pipeline.group, stages.rank_of(after)).wait()
     return None
 
 
@@ -276,7 +334,9 @@ def broadcast_from_last_stage(
     pipeline: Pipeline, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
     """What the last stage's rank has, on all ranks of the pipeline."""
-    source = pipeline.staged.stages.rank_of(pipeline.staged.stages.count - 1)
+    if pipeline.group is None and tensor is not None:
+        return tensor
+    source = pipeline.plan.stages.rank_of(pipeline.plan.stages.count - 1)
     shared = torch.empty(*shape, dtype=dtype, device=device) if tensor is None else tensor.to(dtype).contiguous()
     dist.broadcast(shared, group=pipeline.group, group_src=source)
     return shared

@@ -20,17 +20,16 @@ from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.calls import calls
-from fivefold.parallel.chunks import chunk_sizes
-from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
 from fivefold.parallel.interventions import Intervention, interventions
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
 from fivefold.parallel.memory import StepBytes, step_bytes
-from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, row_blocks
-from fivefold.parallel.shard_rules import gradient_sums, kv_copies, shard_specs
+from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, tokens_by_rank
+from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
 from fivefold.parallel.stage_plan import StagePlan, stage_plan
-from fivefold.parallel.unshards import Unshards, of_micro_batches, of_slots
+from fivefold.parallel.unshards import Unshards, of_slots
 
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
 
@@ -57,20 +56,21 @@ def keeps_gathered(layout: Layout, unit: str) -> bool:
 class ParallelPlan:
     """How a model lies over the ranks of a layout and what a step does, seen from `rank`.
 
-    `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold a parameter. `gradient_sums`: parameters
-    whose gradients tp ranks hold in part -> the axis over which they are summed. `cp_method`: None without context
-    parallelism.
+    `partition`: what tensor parallelism splits. `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold
+    a parameter. `gradient_sums`: parameters whose gradients tp ranks hold in part -> the axis over which they are
+    summed.
     """
 
     facts: ModelFacts
     layout: Layout
     rank: int
     grid: RankGrid
+    partition: Partition
     shards: Mapping[str, ShardSpec]
     stages: StagePlan
     pp_ranks: Mapping[str, tuple[int, ...]]
     gradient_sums: Mapping[str, str]
-    cp_method: CPMethod | None
+    cp_method: CPMethod
 
     # ---- where this rank stands --------------------------------------------------------------------------------------
 
@@ -86,12 +86,12 @@ class ParallelPlan:
     @property
     def data_rank(self) -> int:
         """Which of the `layout.data_ranks` shares of the rows this rank reads."""
-        return self.grid.data_rank(self.rank)
+        return self.coords.dp_replicate * self.layout.dp_shard + self.coords.dp_shard
 
     @property
     def is_first_of_row(self) -> bool:
         """True on the one rank that stands for all that share its rows: what a row has is counted there."""
-        return self.grid.is_first_of_row(self.rank)
+        return self.coords.pp == self.coords.cp == self.coords.tp == 0
 
     @property
     def is_first_copy(self) -> bool:
@@ -104,6 +104,11 @@ class ParallelPlan:
         return self.rank % (self.world // self.layout.pp) == 0
 
     @property
+    def parts_beyond_fsdp(self) -> bool:
+        """Whether other ranks hold parts of the model that FSDP's mesh of this rank does not know of."""
+        return self.layout.tp > 1 or self.layout.pp > 1 or self.grid.experts_apart
+
+    @property
     def owns_loss(self) -> bool:
         """Whether this rank's loss is counted: every tp rank computes the same, and the first stands for them."""
         return self.coords.tp == 0
@@ -113,11 +118,6 @@ class ParallelPlan:
     @property
     def anatomy(self) -> Anatomy:
         return self.facts.anatomy
-
-    @property
-    def partition(self) -> Partition | None:
-        """None without tensor parallelism."""
-        return self.facts.partition if self.layout.tp > 1 else None
 
     @property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
@@ -169,6 +169,17 @@ class ParallelPlan:
     def watches_routers(self) -> bool:
         """Whether all routers give the logits that losses and counts are computed from."""
         return bool(self.facts.experts) and all(each.has_logits for each in self.facts.experts)
+
+    @cached_property
+    def fp32_routers(self) -> tuple[str, ...]:
+        """Routers that compute in fp32 though the model computes in 16 bits: those with a matrix, perhaps of a module
+        inside (Gemma 4), that has a row for each of the experts."""
+        shapes = [(name, each.shape) for name, each in self.facts.parameters.items() if len(each.shape) == 2]
+        return tuple(
+            each.router
+            for each in (self.facts.experts if BYTES[self.layout.precision] == 2 else ())
+            if any(is_within(name, [each.router]) and shape[0] == each.experts for name, shape in shapes)
+        )
 
     @property
     def splits_sequence(self) -> bool:
@@ -267,27 +278,19 @@ class ParallelPlan:
 
     def users(self, unit: Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
-        modules = [
-            each for each in self.stages.stages_of_module if any(is_within(name, [each]) for name in unit.parameters)
-        ]
-        return frozenset(
-            stage for each in modules for stage in self.stages.stages_of_module[each] if stage in self.own_stages
-        )
+        return frozenset(stage for name in unit.parameters for stage in self.stages.users(name)) & {*self.own_stages}
 
     def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
         """How often FSDP gathers and reduces each unit of this rank in a step."""
-        zero = self.layout.zero
-        if self.layout.pp == 1:
-            return of_micro_batches([unit.name for unit in self.units], micro_batches, zero)
         users = {unit.name: self.users(unit) for unit in self.units}
-        return of_slots(
-            self.schedule(micro_batches).orders[self.coords.pp], users, micro_batches, self.own_stages, zero
-        )
+        order = self.schedule(micro_batches).orders[self.coords.pp]
+        return of_slots(order, users, micro_batches, self.own_stages, self.layout.zero)
 
     # ---- the passes --------------------------------------------------------------------------------------------------
 
     def schedule(self, micro_batches: int) -> SchedulePlan:
-        """Of a pipeline. Raises `UserError` where it does not take so many micro batches."""
+        """The order of the passes; without a pipeline, of one stage. Raises `UserError` where it does not take so many
+        micro batches."""
         return _schedule(self.layout, micro_batches)
 
     def slot_duration(self, slot: Slot) -> float:
@@ -306,8 +309,7 @@ class ParallelPlan:
 
         The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
         """
-        ring = self.layout.cp // (self.cp_method.ulysses if self.cp_method else 1)
-        return tuple(row_blocks(tokens * self.layout.cp, ring, rank) for rank in range(ring))
+        return tokens_by_rank(tokens * self.layout.cp, self.layout.cp // self.cp_method.ulysses)
 
     @cached_property
     def interventions(self) -> tuple[Intervention, ...]:
@@ -335,8 +337,6 @@ class ParallelPlan:
             compute_bytes=compute,
             master_bytes=max(compute, 4),
             reduce_bytes=reduce_bytes or max(compute, 4),
-            zero=layout.zero,
-            sequence_parallel=layout.sequence_parallel,
             recompute=Recompute(layout.recompute),
         )
 
@@ -354,9 +354,8 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
 
     Raises `UserError`, with the arithmetic, where the layout does not fit the model.
     """
-    partition = facts.partition
     legality.refuse(legality.violations(layout, limits_of(facts)))
-    shards = shard_specs(facts, layout)
+    partition, shards = partition_of(facts, layout.tp), shard_specs(facts, layout)
     stages = stage_plan(facts, layout)
     pp_ranks = {name: stages.holders(name) for name in shards}
     method = _cp_method(facts, layout)
@@ -366,17 +365,17 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
         kv_copies=kv_copies(facts, layout.tp),
         has_experts=bool(facts.experts),
         embedding_ranks=pp_ranks[tied] if facts.anatomy.tied else (),
-        ulysses=method.ulysses if method else 1,
+        ulysses=method.ulysses,
     )
-    sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else {}
+    sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
-    return ParallelPlan(facts, layout, rank, grid, shards, stages, pp_ranks, own, method)
+    return ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method)
 
 
-def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod | None:
+def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:
     """How the ranks of cp attend, by the attention with the fewest heads."""
     if layout.cp == 1:
-        return None
+        return CPMethod(1, 1)
     of_rank = [_on_tp_rank(shape, layout.tp) for shape in facts.attends.values()]
     query, kv = min(shape.query for shape in of_rank), min(shape.kv for shape in of_rank)
     return heads.context_method(layout.cp_method, layout.cp, query, kv)

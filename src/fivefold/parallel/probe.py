@@ -23,7 +23,6 @@ from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel import passes, plain
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.forward import LossInputs
 from fivefold.parallel.state import state_of
 
 TOLERANCE = 1e-5
@@ -73,12 +72,13 @@ def _first_experts(model: Any) -> int:
 
 
 def _small(model: Any, ranks: int) -> Any:
-    """The model with a layer of each kind and a small vocabulary: two layers at least, or one where two are too large.
-    Raises `UserError` where one is."""
-    for least in (2, 1):
-        config = cut(model.config, ranks=ranks, least=max(least, _first_experts(model)))
-        small = build_meta(config, model_class=type(model))
-        if sum(parameter.numel() for parameter in small.parameters()) <= MOST:
+    """The model with a layer of each kind and a small vocabulary: two layers, or more up to the first with experts; one
+    where two are too large. Raises `UserError` where that is too large as well."""
+    experts = _first_experts(model)
+    for least in (2, experts):
+        small = build_meta(cut(model.config, ranks=ranks, least=least), model_class=type(model))
+        size = sum(parameter.numel() for parameter in small.parameters())
+        if size <= MOST and bool(_first_experts(small)) == bool(experts):
             return small
     raise UserError(
         f"tensor parallel of {type(model).__name__} is not proved, and its layers are too large to try it here",
@@ -135,7 +135,8 @@ def _gradients(model: Any, ids_BT: Tensor, copies: int) -> Tensor:
     labels_BT = nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORE)
     positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
     scale = torch.tensor(1 / (copies * (ids_BT.shape[1] - 1)), dtype=torch.float64, device=ids_BT.device)
-    return copies * passes.gradients(model, [LossInputs(ids_BT, labels_BT, positions_BT, scale=scale)], rows=copies)
+    inputs = passes.LossInputs(ids_BT, labels_BT, positions_BT, scale=scale)
+    return copies * passes.gradients(model, [inputs], rows=copies)
 
 
 def _end_groups(model: Any) -> None:

@@ -12,7 +12,7 @@ apart, so that size and stride say everything. In `pp2.shard2.tp2`, of 8 ranks:
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from fivefold.core.layout import Layout
@@ -95,16 +95,6 @@ class RankGrid:
         pp, dp_replicate = divmod(at, layout.dp_replicate)
         return RankCoords(pp, dp_replicate, dp_shard, cp, tp)
 
-    def data_rank(self, rank: int) -> int:
-        """Which of the `layout.data_ranks` shares of the rows a rank reads."""
-        coords = self.coords(rank)
-        return coords.dp_replicate * self.layout.dp_shard + coords.dp_shard
-
-    def is_first_of_row(self, rank: int) -> bool:
-        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
-        coords = self.coords(rank)
-        return coords.pp == coords.cp == coords.tp == 0
-
     # ---- parts of a parameter ----------------------------------------------------------------------------------------
 
     def shard_index(self, rank: int, over: Over) -> ShardIndex:
@@ -140,6 +130,11 @@ class RankGrid:
         return self.has_experts and (self.layout.ep > 1 or self.layout.etp != self.layout.tp)
 
     # ---- groups ------------------------------------------------------------------------------------------------------
+
+    def size(self, axis: str) -> int:
+        """How many ranks an axis has, or the world; 1 of an axis that has no groups."""
+        named = {"world": self.world, "pp_ends": max(1, len(self.embedding_ranks))}
+        return named[axis] if axis in named else self.axes[axis].size if axis in self.axes else 1
 
     @cached_property
     def axes(self) -> dict[str, Axis]:
@@ -213,6 +208,12 @@ def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0
     chunks = [(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
     own = joined(chunks) if cp > 1 else ((0, length),)
     return narrowed(own, tp_rank * share, (tp_rank + 1) * share)
+
+
+@lru_cache(maxsize=64)
+def tokens_by_rank(length: int, cp: int, tp: int = 1) -> Tokens:
+    """`row_blocks` of each rank of cp, and within it of tp."""
+    return tuple(row_blocks(length, cp, cp_rank, tp, tp_rank) for cp_rank in range(cp) for tp_rank in range(tp))
 
 
 def joined(blocks: Iterable[tuple[int, int]]) -> Blocks:

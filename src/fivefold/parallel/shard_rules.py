@@ -4,35 +4,37 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.models.facts import Experts, FeatureGroups, ModelFacts, Partition
-from fivefold.parallel.expert_features import feature_splits
+from fivefold.models.facts import ORDERS, Experts, FeatureGroups, ModelFacts, Partition, Role
 from fivefold.parallel.ranks import joined
 from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whole
 
 
+def partition_of(facts: ModelFacts, tp: int) -> Partition:
+    """What tensor parallelism over `tp` ranks splits: over one, nothing."""
+    if tp > 1:
+        return facts.partition
+    return replace(facts.partition, roles={}, tp_blocks=(), heads=(), across={}, is_proved=True)
+
+
 def shard_specs(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
-    """The shard of every parameter, in the model's order. `layout` is legal for the model."""
-    return _by_role(facts, layout.tp) | _of_experts(facts, layout)
+    """The shard of every parameter, in the model's order. `layout` is legal for the model. A parameter without a role
+    is whole on every tp rank."""
+    roles = partition_of(facts, layout.tp).roles
+    by_role = {name: _shard(name, each.shape, roles.get(name), layout.tp) for name, each in facts.parameters.items()}
+    return by_role | _of_experts(facts, layout)
 
 
 # ---- by role ---------------------------------------------------------------------------------------------------------
 
 
-def _by_role(facts: ModelFacts, tp: int) -> dict[str, ShardSpec]:
-    shapes, partition = {name: each.shape for name, each in facts.parameters.items()}, facts.partition
-    if tp == 1:
-        return {name: whole(name, shape, 1) for name, shape in shapes.items()}
-    return {name: _shard(name, shape, partition, tp) for name, shape in shapes.items()}
-
-
-def _shard(name: str, shape: tuple[int, ...], partition: Partition, tp: int) -> ShardSpec:
-    role = partition.roles[name]
-    if role.dim is None:
+def _shard(name: str, shape: tuple[int, ...], role: Role | None, tp: int) -> ShardSpec:
+    if role is None or role.dim is None:
         return whole(name, shape, tp)
     if role.groups is None:
         return ShardSpec.along(name, shape, role.dim, [(block,) for block in split_even(shape[role.dim], tp)])
@@ -73,7 +75,7 @@ def _blocks(groups: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
 
 def kv_copies(facts: ModelFacts, tp: int) -> int:
     """How many tp ranks share each key/value head. Raises `UserError` where layers differ in that."""
-    kinds = [kv for _, kv in facts.partition.heads] if tp > 1 else []
+    kinds = [kv for _, kv in partition_of(facts, tp).heads]
     if len({heads.kv_copies(kv, tp) for kv in kinds}) > 1:
         raise UserError(
             f"tp={tp} is more than the {min(kinds)} key/value heads that some layers of {facts.model_class} have, and "
@@ -89,8 +91,8 @@ def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, seque
     Without such a sum the logits and the loss of the first step stay exact. Only gradients and replicas show the error.
     """
     sums = {}
-    for name, spec in specs.items():
-        kind = partition.roles[name].kind
+    for name, role in partition.roles.items():
+        spec, kind = specs[name], role.kind
         if spec.splits and spec.replicas > 1:
             sums[name] = "tp_kv"
         elif kind in ("local", "latent", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
@@ -114,6 +116,32 @@ def _of_experts(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
             splits += [features[leaf]] if leaf in features else []
             specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")
     return specs
+
+
+def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], parts: int) -> dict[str, Split]:
+    """Parameter of a module of experts -> its cut into `parts`, which is legal; `shapes`: of all of its parameters.
+
+    An expert computes `down(act(gate_up(x)))` through I inner features. A rank holds some of these features: the
+    columns of `gate_up_proj` that make them and the rows of `down_proj` that read them. Its result is a partial sum
+    over features. `ExpertFeatures.order` says which columns make a feature. Example: I = 6 over tp2, gate before up.
+    Rank 0 has the features 0 to 2, so the columns 0 to 2 (gate) and 6 to 8 (up).
+
+    Each rank holds `down_proj_bias` for its share of the outputs, and adds it to its partial sum. So every number of
+    the bias lies on one rank and is added once.
+    """
+    features = experts.features
+    assert features is not None, "they are found with the facts"
+    first, made, read = features.first, features.made, features.read
+    size, outputs = shapes["down_proj"][read], shapes["down_proj"][made]
+    blocks = split_even(size, parts)
+    in_first = tuple(ORDERS[features.order][1](block, size) for block in blocks)
+    splits = {
+        first: Split(made, in_first),
+        f"{first}_bias": Split(1, in_first),
+        "down_proj": Split(read, tuple((block,) for block in blocks)),
+        "down_proj_bias": Split(1, tuple((block,) for block in split_even(outputs, parts))),
+    }
+    return {leaf: splits[leaf] for leaf in shapes}
 
 
 def _shapes(facts: ModelFacts, experts: Experts) -> dict[str, tuple[int, ...]]:

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Literal
+
+from fivefold.parallel.ranks import Blocks, Over
 
 Block = tuple[int, int]  # [start, stop) along the sharded dimension, global coordinates
-Blocks = tuple[Block, ...]  # of one rank, in local order
 Region = tuple[slice, ...]
-Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to
 
 
 @dataclass(frozen=True)

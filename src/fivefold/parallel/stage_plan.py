@@ -39,10 +39,14 @@ class StagePlan:
 
     def holders(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold a parameter; of a tied embedding there may be two."""
-        if self.layout.pp == 1:
+        return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.users(name)))
+
+    def users(self, name: str) -> tuple[int, ...]:
+        """The stages in which a parameter gets a gradient."""
+        if self.count == 1:
             return (0,)
         owner = max((each for each in self.stages_of_module if name.startswith(f"{each}.")), key=len)
-        return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.stages_of_module[owner]))
+        return self.stages_of_module[owner]
 
 
 def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:

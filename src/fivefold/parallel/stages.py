@@ -12,7 +12,7 @@ layer keeps those to be sent. The model's own forward does the rest.
 Legend: B rows, T tokens of a row (of this rank, under sequence parallel), D hidden size.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.stage_plan import StagePlan
+from fivefold.parallel.tensor import TensorParallel
 
 # ---- what stands in for a module of another stage --------------------------------------------------------------------
 
@@ -54,10 +55,13 @@ class StageStub(nn.Module):
 
 
 class _Slot(StageStub):
-    """Before a stage's first layer: returns what was received. After its last layer: keeps what it is given."""
+    """Before a stage's first layer (`takes_in`): returns what was received. After its last layer: keeps what it is
+    given."""
 
-    value: Tensor | None = None
-    takes_in = False
+    def __init__(self, original: nn.Module, *, in_tuple: bool, takes_in: bool) -> None:
+        super().__init__(original, in_tuple=in_tuple)
+        self.takes_in = takes_in
+        self.value: Tensor | None = None
 
     def passing(self, hidden: Tensor) -> Tensor:
         if self.takes_in:
@@ -68,18 +72,21 @@ class _Slot(StageStub):
 
 
 class _Zeros(StageStub):
-    """Of an embedding or a linear: zeros as it would give them, [*, features]. `weight` has no numbers; some models
-    (Llama 4) ask it for its device."""
+    """Of an embedding or a linear: zeros as it would give them, [*, features]. `weight`: that of a tied embedding whose
+    head is here; else it has no numbers, but some models (Llama 4) ask it for its device."""
 
-    def __init__(self, original: nn.Module, shape: Callable[[Tensor], Sequence[int]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, original: nn.Module, shape: Callable[[Tensor], Sequence[int]], dtype: torch.dtype,
+        weight: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(original)
         self._shape, self._dtype = shape, dtype
-        self.weight = torch.empty(0, dtype=dtype, device="meta")
+        self.weight: Tensor = torch.empty(0, dtype=dtype, device="meta") if weight is None else weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """The device follows that of the model; the type stays the one it computes in."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if "weight" in vars(self):  # not where the stub holds a tied embedding
+        if not isinstance(self.weight, nn.Parameter):
             self.weight = fn(self.weight).to(self._dtype)
         return self
 
@@ -93,44 +100,25 @@ class _Zeros(StageStub):
 
 @dataclass
 class StageModules:
-    """The stages of this rank in its model.
+    """The stages of this rank in its model, and what is put into the model while one runs: `views`, and of them `slots`
+    before its first layer and after its last."""
 
-    `tokens(T)`: how many of T tokens a rank's hidden states have.
-    """
-
-    stages: StagePlan
-    rank: int
+    plan: ParallelPlan
     model: nn.Module
     dtype: torch.dtype
-    own_tokens: Callable[[int], int]
-    tokens: Callable[[int], int]
-    hidden_size: int
+    tensor: TensorParallel
+    context: ContextParallel
     views: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
     slots: dict[int, tuple[_Slot | None, _Slot | None]] = field(default_factory=dict)
 
-    @property
-    def own(self) -> tuple[int, ...]:
-        """The stages of this rank, in their order."""
-        return self.stages.stages_of(self.rank)
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The layers of this rank."""
-        return self.stages.layers_of(self.rank)
-
-    @property
-    def has_ends(self) -> tuple[bool, bool]:
-        """Whether the first stage is here, and whether the last one is."""
-        return 0 in self.own, self.stages.count - 1 in self.own
-
     def is_last(self, stage: int) -> bool:
         """Whether the loss is computed there."""
-        return stage == self.stages.count - 1
+        return stage == self.plan.stages.count - 1
 
     def shape(self, ids_BT: Tensor) -> tuple[int, int, int]:
         """Of the hidden states of a micro batch between stages, [B, T, D]."""
         rows, length = ids_BT.shape
-        return rows, self.tokens(self.own_tokens(length)), self.hidden_size
+        return rows, self.tensor.share(self.context.share(length)), self.plan.facts.hidden_size
 
     def empty(self, ids_BT: Tensor) -> Tensor:
         """Memory for them."""
@@ -169,27 +157,34 @@ def _given_out(slot: _Slot | None) -> Tensor:
 
 
 def install(
-    model: nn.Module, plan: ParallelPlan, *, dtype: torch.dtype, own_tokens: Callable[[int], int],
-    tokens: Callable[[int], int],
-) -> StageModules:  # fmt: skip
+    model: nn.Module, plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, *, dtype: torch.dtype
+) -> StageModules:
     """Put stand-ins into `model`, in place, where other ranks have the modules."""
-    stages, anatomy, in_tuples = plan.stages, plan.anatomy, plan.facts.in_tuples
-    staged = StageModules(stages, plan.coords.pp, model, dtype, own_tokens, tokens, plan.facts.hidden_size)
+    stages, anatomy, in_tuples, own = plan.stages, plan.anatomy, plan.facts.in_tuples, set(plan.own_stages)
+    staged = StageModules(plan, model, dtype, tensor, context)
     originals = {path: model.get_submodule(path) for path in stages.stages_of_module}
-    shared = stages.stages_of_module[anatomy.embedding] if anatomy.tied else ()
+    is_here = {path: not own.isdisjoint(where) for path, where in stages.stages_of_module.items()}
+
+    def slot(layer: int, *, takes_in: bool) -> _Slot:
+        path = anatomy.layers[layer]
+        return _Slot(originals[path], in_tuple=path in in_tuples, takes_in=takes_in)
 
     def stand_in(path: str) -> nn.Module:
-        original = originals[path]
+        original: Any = originals[path]
         if isinstance(original, nn.Embedding):
-            split = tokens if path == anatomy.embedding else (lambda length: length)
-            return _Zeros(original, lambda x: (*x.shape[:-1], split(x.shape[-1]), original.embedding_dim), dtype)
+            share = tensor.share if path == anatomy.embedding else (lambda length: length)
+            # Where only the head of a tied embedding is, its weight keeps the embedding's name in the stand-in.
+            weight = original.weight if is_here[path] and 0 not in own else None
+            return _Zeros(
+                original, lambda x: (*x.shape[:-1], share(x.shape[-1]), original.embedding_dim), dtype, weight
+            )
         if path not in stages.layers and (dims := hf_internals.linear_dims(original)) is not None:
-            features = original.weight.shape[dims[0]]  # type: ignore[index]
+            features = original.weight.shape[dims[0]]
             return _Zeros(original, lambda x: (*x.shape[:-1], features), dtype)
         return StageStub(original, in_tuple=path in in_tuples)
 
     stand_ins = {path: stand_in(path) for path in originals}
-    for stage in staged.own:
+    for stage in plan.own_stages:
         # A tied embedding is at work in the first stage only; in the last one the head has its weight.
         view = {
             path: originals[path]
@@ -198,30 +193,17 @@ def install(
             for path, where in stages.stages_of_module.items()
         }
         first, last = stages.splits[stage]
-        taken = _slot(anatomy.layers[first - 1], originals, in_tuples, takes_in=True) if first else None
-        given = None if staged.is_last(stage) else _slot(anatomy.layers[last], originals, in_tuples, takes_in=False)
-        for layer, slot in ((first - 1, taken), (last, given)):
-            if slot:
-                view[anatomy.layers[layer]] = slot
+        taken = slot(first - 1, takes_in=True) if first else None
+        given = None if staged.is_last(stage) else slot(last, takes_in=False)
+        for layer, each in ((first - 1, taken), (last, given)):
+            if each:
+                view[anatomy.layers[layer]] = each
         staged.views[stage], staged.slots[stage] = view, (taken, given)
-    at_rest = {
-        path: originals[path] if set(where) & set(staged.own) else stand_ins[path]
-        for path, where in stages.stages_of_module.items()
-    }
-    if shared and staged.own[0] != 0 and set(shared) & set(staged.own):
-        # Only the head is here: the weight keeps the embedding's name in a module that does not look it up.
-        holder = stand_ins[anatomy.embedding]
-        vars(holder).pop("weight", None)
-        holder.register_parameter("weight", originals[anatomy.embedding].weight)  # type: ignore[arg-type]
-        at_rest[anatomy.embedding] = holder
+    at_rest = {path: original if is_here[path] else stand_ins[path] for path, original in originals.items()}
+    if 0 not in own and is_here.get(anatomy.embedding):
+        at_rest[anatomy.embedding] = stand_ins[anatomy.embedding]
     _place(model, at_rest)
     return staged
-
-
-def _slot(path: str, originals: Mapping[str, nn.Module], in_tuples: Collection[str], *, takes_in: bool) -> _Slot:
-    slot = _Slot(originals[path], in_tuple=path in in_tuples)
-    slot.takes_in = takes_in
-    return slot
 
 
 def _place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

@@ -3,8 +3,10 @@
 `parallelize` leaves it at `model.fivefold`. What a layout is says the plan; here is what runs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,18 +23,41 @@ from fivefold.parallel.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class ParallelState:
-    """One parallelized model on this rank."""
+    """One parallelized model on this rank. Every model has each of these; a fold of one rank does nothing."""
 
     plan: ParallelPlan
     mesh: Mesh
-    tensor: tensor.TensorParallel | None
-    context: context.ContextParallel | None
+    tensor: tensor.TensorParallel
+    context: context.ContextParallel
     experts: expert.ExpertParallel
-    pipeline: pipeline.Pipeline | None  # None without pipeline parallelism
+    pipeline: pipeline.Pipeline
     reduce_dtype: torch.dtype
-    balance: balancing.Balance | None  # of routers
+    balance: balancing.Balance  # of routers
     compiled: Compiled | None = None  # None where blocks run as they are
     guard: Guard = field(default_factory=Guard)
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Inside, every rank has whole rows: generation takes single tokens, and its cache holds all of them."""
+        with _temporarily(self.tensor, sequence_parallel=False), _temporarily(self.context, is_on=False):
+            yield
+
+    @contextmanager
+    def chunked_head(self) -> Iterator[None]:
+        """Inside, logits stay split by vocabulary and where their tokens are."""
+        with _temporarily(self.tensor, head_in_chunks=True), _temporarily(self.context, head_in_chunks=True):
+            yield
+
+
+@contextmanager
+def _temporarily(fold: Any, **values: bool) -> Iterator[None]:
+    """Inside, these attributes of `fold` have these values; afterwards those from before."""
+    before = {name: getattr(fold, name) for name in values}
+    vars(fold).update(values)
+    try:
+        yield
+    finally:
+        vars(fold).update(before)
 
 
 def state_of(model: nn.Module) -> ParallelState:

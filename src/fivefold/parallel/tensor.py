@@ -13,9 +13,8 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +26,18 @@ from fivefold.models.facts import TPInput
 from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.mappings import (
-    CopyToTensorParallel,
-    GatherFeatures,
-    GatherFromSequence,
-    GatherVocabulary,
-    ReduceFromTensorParallel,
-    ReduceScatterToSequence,
+    copy_to_tensor_parallel,
     feature_indices,
+    gather_features,
+    gather_from_sequence,
+    gather_vocabulary,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence,
 )
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.shard_rules import feature_blocks
 from fivefold.parallel.sharding import Block, ShardSpec
-from fivefold.parallel.temporarily import temporarily
 
 # ---- placing them in a model ---------------------------------------------------------------------------------------
 
@@ -47,62 +46,77 @@ from fivefold.parallel.temporarily import temporarily
 class TensorParallel:
     """The tensor parallel fold of one model on this rank: its group, and whether activations are split by sequence.
 
-    `sequence_parallel` is the one thing that changes during a run: generation works on single tokens.
+    Every model has one. `group` is None where tp is 1: then everything passes as it is. `sequence_parallel` and
+    `head_in_chunks` change during a run: generation works on single tokens, and the chunked loss gathers once and keeps
+    logits split by `vocabulary`.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     size: int
     sequence_parallel: bool
     vocabulary: tuple[Block, ...]
     head_in_chunks: bool = False
-    sums: dict[str, str] = field(default_factory=dict)  # parameter name -> axis its gradient is summed over
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks have the same activations."""
+        return self.size > 1 and not self.sequence_parallel
+
+    @property
+    def row_groups(self) -> list[dist.ProcessGroup]:
+        """The group of the ranks that have other tokens of the same rows, if there are any."""
+        return [self.group] if self.group is not None and self.sequence_parallel else []
+
+    def share(self, tokens: int) -> int:
+        """Of so many tokens of a row, how many have their hidden states here."""
+        return tokens // self.size if self.sequence_parallel else tokens
 
     def enter(self, x_BTD: Tensor) -> Tensor:
         """Into a column-parallel region: all tokens on every rank. Tokens [N, D] without rows are gathered rank after
         rank, and `leave` returns each rank its own."""
+        if self.group is None:
+            return x_BTD
         if x_BTD.ndim == 2:
             return self.enter(x_BTD.unsqueeze(0)).squeeze(0)
-        copy = GatherFromSequence if self.sequence_parallel else CopyToTensorParallel
-        return copy.apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return (gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel)(x_BTD, self.group)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Out of a row-parallel region: partial sums added up."""
+        if self.group is None:
+            return x_BTD
         if x_BTD.ndim == 2:
             return self.leave(x_BTD.unsqueeze(0)).squeeze(0)
-        reduce = ReduceScatterToSequence if self.sequence_parallel else ReduceFromTensorParallel
-        return reduce.apply(x_BTD, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor_parallel)(
+            x_BTD, self.group
+        )
 
-    def whole_logits(self, logits: Tensor) -> Tensor:
-        """Logits over the whole vocabulary from every rank's share."""
-        return GatherVocabulary.apply(logits, self.group, self.vocabulary)  # type: ignore[no-any-return,no-untyped-call]
-
-    def whole_sequences(self) -> AbstractContextManager[None]:
-        """Generation: activations replicated, so that a single token can be processed."""
-        return temporarily(self, sequence_parallel=False)
-
-    def chunked_head(self) -> AbstractContextManager[None]:
-        """The chunked loss gathers once and keeps logits split by vocabulary."""
-        return temporarily(self, head_in_chunks=True)
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce numbers that have no gradient over the ranks of tp, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, op, group=self.group)
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup, linears: Linears = PLAIN
+    model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup | None, linears: Linears = PLAIN
 ) -> TensorParallel:
     """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
     rows multiply."""
-    rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.facts.partition
-    looked_up, vocabulary = (
-        tuple(rows[0] for rows, _ in plan.shards[name].held) for name in (anatomy.embedding_weight, plan.head_weight)
-    )
-    fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary, sums=dict(plan.gradient_sums))
+    rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.partition
+    vocabulary = tuple(rows[0] for rows, *_ in plan.shards[plan.head_weight].held)
+    fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary)
+    if group is None:
+        return fold
     _cut_parameters(model, plan.shards, rank)
-    embedding = cast(nn.Embedding, model.get_submodule(anatomy.embedding))
-    _replace_forward(embedding, _vocabulary_lookup(embedding, looked_up[rank], fold))
+    embedding: Any = model.get_submodule(anatomy.embedding)
+    own_rows = plan.shards[anatomy.embedding_weight].held[rank][0][0]
+    embedding.forward = _vocabulary_lookup(embedding, own_rows, fold)
     head = model.get_submodule(anatomy.head)
     first = model.get_submodule(partition.to_logits)  # the head, or what changes hidden states for it
     first.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
-    head.register_forward_hook(lambda _, args, logits: logits if fold.head_in_chunks else fold.whole_logits(logits))
+    head.register_forward_hook(
+        lambda _, args, logits: logits if fold.head_in_chunks else gather_vocabulary(logits, group, vocabulary)
+    )
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
     for region in partition.tp_blocks:
         for entry in region.entries:
@@ -113,7 +127,7 @@ def apply_tensor_parallel(
             _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
     for name, groups in partition.across.items():
         module = model.get_submodule(name)
-        _replace_forward(module, _over_all_features(module.forward, feature_blocks(groups, size), fold))
+        module.forward = _over_all_features(module.forward, feature_blocks(groups, size), fold)
     return fold
 
 
@@ -122,11 +136,6 @@ def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply |
     row."""
     is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
     linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
-
-
-def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    """On this instance only; hooks and names stay."""
-    module.forward = forward
 
 
 def _cut_parameters(model: nn.Module, specs: Mapping[str, ShardSpec], rank: int) -> None:
@@ -206,7 +215,7 @@ def _over_all_features(
     mine = feature_indices(blocks[fold.rank])
 
     def forward(x_BTF: Tensor) -> Tensor:
-        out = plain(GatherFeatures.apply(x_BTF, fold.group, blocks))  # type: ignore[no-untyped-call]
+        out = plain(gather_features(x_BTF, fold.group, blocks))
         return out[..., mine.to(out.device)]
 
     return forward
@@ -251,15 +260,14 @@ def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel
 # ---- once a step ----------------------------------------------------------------------------------------------------
 
 
-def sum_partial_gradients(model: nn.Module, fold: TensorParallel, kv_replicas: dist.ProcessGroup | None) -> None:
+def sum_partial_gradients(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:
     """Add up the gradients that tp ranks hold in part, one flat all-reduce per group, after FSDP's reduction."""
-    for axis, group in (("tp", fold.group), ("tp_kv", kv_replicas)):
-        gradients = [
-            local(p.grad) for name, p in model.named_parameters() if fold.sums.get(name) == axis and p.grad is not None
-        ]
+    for axis in ("tp", "tp_kv"):
+        own = [parameter for name, parameter in model.named_parameters() if plan.gradient_sums.get(name) == axis]
+        gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]
         if not gradients:
             continue
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=group)
+        dist.all_reduce(flat, group=mesh.groups[axis])
         for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))

@@ -23,18 +23,11 @@ class Unshards:
     reductions: int
 
 
-def of_micro_batches(units: Sequence[str], micro_batches: int, zero: int) -> dict[str, Unshards]:
-    """The table at the top: of micro batches one after the other, each through the whole model."""
-    reductions = 1 if zero == 1 else micro_batches
-    if zero < 3:
-        return {name: Unshards(1, 0, reductions) for name in units}
-    return {name: Unshards(micro_batches, micro_batches if name else 0, reductions) for name in units}
-
-
 def of_slots(
     order: Sequence[Slot], users: Mapping[str, frozenset[int]], micro_batches: int, own: Sequence[int], zero: int
 ) -> dict[str, Unshards]:
-    """Of a pipeline rank, whose slots come in `order`. `users`: unit -> its stages here; `own`: all stages here.
+    """The table at the top, of a rank whose slots come in `order`. `users`: unit -> its stages here; `own`: all stages
+    here.
 
     The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.
     """

@@ -3,25 +3,31 @@
 The data is prepared here, before any process group exists, so that nobody waits in a collective for a tokenizer.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.terminal import say
+from fivefold.core.terminal import say, shown
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import put_aside
+from fivefold.launch.failure import one_voice, put_aside, said_once
 from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.model import check_model
-from fivefold.launch.report_once import one_voice, said_once
-from fivefold.launch.restart import with_restarts
+from fivefold.launch.processes import Workers
 from fivefold.launch.worker import execute
-from fivefold.launch.workers import gpus, start_workers, worker_count
+from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count
 from fivefold.launch.world import device_kind, find_world, join
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fivefold.data import Progress
 
 BODY = "fivefold.training.run:on_worker"
 Prove = Callable[[RunConfig, Layout], object]  # raises where a layout is not proved
@@ -47,10 +53,13 @@ def run(
         check_model(config, layout=layout)
         if prove and world is None:
             prove(config, layout)
-        _prepare(config, show=world is None or world.is_first)
     is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
     if world is None:
-        return _start(claim_fresh(config) if is_fresh else config, workers, listener)
+        with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
+            _prepare(config, show=True)
+            return _start(claim_fresh(config) if is_fresh else config, crew, listener)
+    with one_voice(world):
+        _prepare(config, show=world.is_first)
     from fivefold import checkpoint  # imports torch
 
     here = find_world(config.train.device) or world
@@ -70,15 +79,15 @@ def _workers(config: RunConfig, nproc: int | None) -> int:
     return worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
 
 
-def _start(config: RunConfig, workers: int, listener: Listener | None) -> Path:
+def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:
     """Start workers on this machine, and again as long as that helps."""
     kind = device_kind(config.train.device)
-    print(f"starting {workers} worker{'s' if workers > 1 else ''} on {kind} ...", flush=True)
+    print(f"starting {crew.count} worker{'s' if crew.count > 1 else ''} on {kind} ...", flush=True)
     logs, patience = open_folder(config), config.train.collective_timeout
     with following(listener, logs) as told:
         request = {"config": config.to_yaml(), "device": kind, "may_be_unseen": True, **told}
         with_restarts(
-            lambda: start_workers(BODY, request, workers=workers, logs=logs, patience=patience),
+            lambda: start_workers(crew, request, logs=logs, patience=patience),
             most=config.train.max_restarts,
             steps=lambda: (last_logged_step(config), last_saved_step(config)),
             say=partial(_tell_restart, config),
@@ -95,7 +104,38 @@ def _tell_restart(config: RunConfig, text: str) -> None:
 
 def _prepare(config: RunConfig, *, show: bool) -> None:
     from fivefold.data import prepare
-    from fivefold.launch.preparing import Preparing
 
-    with Preparing() if show else nullcontext() as progress:
+    with preparing() if show else nullcontext() as progress:
         prepare(config, progress=progress)
+
+
+@contextmanager
+def preparing(console: "Console | None" = None) -> "Iterator[Progress]":
+    """What is told of the stages of preparing data: a bar for each on a terminal, else a line; none when cached."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    console = console or Console(file=sys.stdout)
+    percentage = TextColumn("{task.percentage:>3.0f}%")
+    bars = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), percentage,
+        TimeRemainingColumn(compact=True), console=console, transient=True,
+    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+
+    def show(stage: str, done: int, total: int) -> None:
+        stage = shown(stage)
+        if console.is_terminal:
+            bars.start()
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage)
+            bars.update(tasks[stage], completed=done, total=total)
+        elif stage not in tasks:
+            tasks[stage] = TaskID(0)
+            console.print(f"{stage} ...", highlight=False, markup=False, soft_wrap=True)
+
+    try:
+        yield show
+    finally:
+        if tasks and console.is_terminal:
+            bars.stop()

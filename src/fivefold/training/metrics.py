@@ -36,7 +36,7 @@ def row(job: "Trainer", result: "StepResult", rate: float, *, seconds: float, wa
         "perf/step_seconds": seconds,
         "perf/data_wait_pct": 100 * waited / seconds,
         "perf/elapsed_seconds": job.log.seconds_before + time.monotonic() - job.began,
-        **({} if result.balance is None else result.balance.metrics()),
+        **result.balance.metrics(),
     }
 
 

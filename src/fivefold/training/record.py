@@ -37,7 +37,7 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
             "model": state.plan.anatomy.model_class, "parameters": parameters,
             "collectives": declared, "holds": state.plan.by_rank(),
         }  # fmt: skip
-        if state.pipeline:
+        if state.plan.layout.pp > 1:
             plan = state.plan.schedule(state.plan.layout.accumulation(config.train.global_batch_size))
             about["timeline"] = {
                 "simulated": plan.simulate(state.plan.slot_duration).to_json(),
@@ -51,7 +51,7 @@ def timing(model: Any, config: RunConfig, *, step: int, of_start: int) -> Iterat
     """Around a step (`of_start`: how many this start has done with it): what is timed of it is added. Every rank calls
     this."""
     pipeline = state_of(model).pipeline
-    if pipeline is None or of_start != TIMED:
+    if pipeline.plan.layout.pp == 1 or of_start != TIMED:
         yield
         return
     pipeline.timed = []

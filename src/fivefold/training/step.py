@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes
-from fivefold.parallel.balance import BalanceOptions, BalanceResult, dropped
+from fivefold.parallel.balance import BalanceResult, dropped
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.forward import LossInputs
+from fivefold.parallel.passes import LossInputs
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import norms, scale_
 from fivefold.training.flops import squared_lengths
@@ -34,7 +34,7 @@ class StepResult:
     squared_lengths: int  # of the documents, for the FLOPs of attention
     skipped: bool  # loss or gradient was not finite: nothing was updated
     stop: bool  # a rank was asked to stop
-    balance: BalanceResult | None = None  # of a model with experts
+    balance: BalanceResult
 
 
 def train_step(
@@ -61,8 +61,7 @@ def train_step(
         for group in optimizer.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
         optimizer.step()
-        if state.balance and done.balance:
-            state.balance.move_biases(model, done.balance)
+        state.balance.move_biases(model, done.balance)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
         summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance
@@ -90,7 +89,7 @@ class _Done:
     tokens: int
     squared_lengths: int
     stops: int
-    balance: BalanceResult | None
+    balance: BalanceResult
 
 
 def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = False) -> _Done:
@@ -99,10 +98,9 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
     device = next(model.parameters()).device
     targets, tokens, squared, rows, stops = _count(batch, state, device, stop).tolist()
     scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
-    if state.balance:
-        state.balance.begin_step(rows)
+    state.balance.begin_step(rows)
     loss = gradients(model, batch, scale)
-    balance = state.balance.end_step() if state.balance else None
+    balance = state.balance.end_step()
     if not state.plan.owns_loss:
         loss.zero_()
     if not targets:
@@ -221,7 +219,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
     shape = state.plan.step_shape(
         rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize
     )
-    options = state.balance.options if state.balance else BalanceOptions()
+    options = state.balance.options
     return replace(shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None)
 
 
@@ -230,4 +228,4 @@ def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[
     was measured."""
     state = state_of(model)
     found = summed(state.plan.calls(replace(shape, optimizer=optimizer)))
-    return total([*found, *(dropped(state.balance, shape, state.plan.layers) if state.balance else ())])
+    return total([*found, *dropped(state.balance, shape, state.plan.layers)])

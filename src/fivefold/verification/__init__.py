@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import COMPUTE, Layout
+from fivefold.launch.failure import one_voice
 from fivefold.launch.model import check_model
-from fivefold.launch.report_once import one_voice
 from fivefold.launch.world import find_world
 
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.legality import layers_for
 from fivefold.core.terminal import say
+from fivefold.launch.failure import WorkerDied, said_once
 from fivefold.launch.memory import GIB, room
-from fivefold.launch.processes import kept_if_one_dies
-from fivefold.launch.report_once import said_once
-from fivefold.launch.restart import WorkerDied
+from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import World, cores, device_kind, find_world, join, leave, threads_per_worker
 from fivefold.models import hf_internals
@@ -82,7 +81,8 @@ def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
         request = replace(request, scratch=str(scratch))
         body = {"verify": asdict(request), "device": kind}
         try:
-            start_workers("fivefold.verification.launch:on_worker", body, workers=workers, logs=kept / "logs")
+            with Workers("fivefold.verification.launch:on_worker", count=workers) as crew:
+                start_workers(crew, body, logs=kept / "logs")
         except WorkerDied:
             shutil.rmtree(scratch)  # models and references are large
             raise

@@ -130,14 +130,13 @@ class Observer:
     @property
     def micro_batches(self) -> tuple[int, int]:
         """How many passes were seen, and how many a global batch has: in a pipeline, as many for each stage here."""
-        piped = self._state.pipeline
-        return self._passes, len(self._rows) * (len(piped.staged.own) if piped else 1)
+        return self._passes, len(self._rows) * len(self._state.plan.own_stages)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def _begin(self, *_: Any) -> None:
         if not self._inside:
-            slot = self._state.pipeline.running if self._state.pipeline else None
+            slot = self._state.pipeline.running
             self._micro_batch = slot.micro_batch if slot else self._passes
             self._is_later_stage = slot is not None and slot.stage > 0
             self._passes, self._inside, self._seen = self._passes + 1, True, set()
@@ -227,8 +226,7 @@ class Observer:
 
     def _is_shared(self, name: str) -> bool:
         """Several ranks compute it (key/value heads fewer than tp, latents): each has a part of its gradient."""
-        partition = self._state.plan.partition
-        roles = [partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")] if partition else []
+        roles = [self._state.plan.partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")]
         if any(role and role.kind == "latent" for role in roles):
             return True
         features = self._reference.about["features"][f"output/{name}"]

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, hf_internals, merged
-from fivefold.parallel import capacity, expert, expert_features, ops, plan, shard_rules, tensor
+from fivefold.parallel import capacity, expert, plan, shard_rules, tensor
 from fivefold.parallel.capacity import Shares
+from fivefold.parallel.mappings import gather, mapping
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training
@@ -198,7 +199,10 @@ def experts_left_out_of_the_norm() -> Any:
     expects=[("gradient, (raw|reduced)", r"experts")],
 )
 def tokens_sent_by_every_tp_rank() -> Any:
-    return patch.object(expert.ExpertParallel, "_is_replicated", property(lambda self: False))
+    def send_all(self: Any, module: Any, number: int, *given: Tensor) -> Tensor:
+        return expert.routed(*given, number, partial(self.compute, module))
+
+    return patch.object(expert.ExpertParallel, "_share", send_all)
 
 
 @fault(
@@ -226,8 +230,8 @@ def expert_biases_added_twice() -> Any:
     expects=OF_EXPERTS,
 )
 def gate_and_up_cut_as_one() -> Any:
-    contiguous = {"gate, then up": expert_features.ORDERS["gate beside up"]}
-    return patch.object(expert_features, "ORDERS", contiguous)
+    contiguous = {"gate, then up": shard_rules.ORDERS["gate beside up"]}
+    return patch.object(shard_rules, "ORDERS", contiguous)
 
 
 @fault(
@@ -238,7 +242,7 @@ def gate_and_up_cut_as_one() -> Any:
     expects=OF_EXPERTS,
 )
 def down_bias_added_by_every_part() -> Any:
-    plain, plain_mlp = shard_rules.feature_splits, expert.expert_mlp
+    plain, plain_mlp, plain_sums = shard_rules.feature_splits, expert.expert_mlp, plan.gradient_sums
 
     def splits(held: Any, shapes: Any, parts: int) -> dict[str, Split]:
         whole = ((0, shapes["down_proj_bias"][1]),)
@@ -247,12 +251,19 @@ def down_bias_added_by_every_part() -> Any:
     def from_the_first(*args: Any, biased_from: int, **options: Any) -> Tensor:
         return plain_mlp(*args, **options)
 
+    def sums(*args: Any, **options: Any) -> dict[str, str]:
+        return {name: axis for name, axis in plain_sums(*args, **options).items() if "down_proj_bias" not in name}
+
     @contextmanager
-    def both() -> Iterator[None]:
-        with patch.object(shard_rules, "feature_splits", splits), patch.object(expert, "expert_mlp", from_the_first):
+    def all_three() -> Iterator[None]:
+        with (
+            patch.object(shard_rules, "feature_splits", splits),
+            patch.object(expert, "expert_mlp", from_the_first),
+            patch.object(plan, "gradient_sums", sums),
+        ):
             yield
 
-    return both()
+    return all_three()
 
 
 @fault(
@@ -269,28 +280,17 @@ def weights_gradient_of_own_features() -> Any:
         enter = tensor.TensorParallel.enter
         width = given[-1].shape[-1]
 
+        def cut(grad: Tensor, group: Any) -> Tensor:
+            return grad.chunk(group.size(), 1)[group.rank()]
+
         def of_weights(fold: Any, x: Tensor) -> Tensor:
-            is_weights = fold.sequence_parallel and x.is_floating_point() and x.shape[-1] == width
-            return CutsBack.apply(x, fold.group) if is_weights else enter(fold, x)  # type: ignore[no-any-return,no-untyped-call]
+            is_weights = x.ndim == 3 and fold.sequence_parallel and x.is_floating_point() and x.shape[-1] == width
+            return mapping(gather, cut)(x, fold.group) if is_weights else enter(fold, x)
 
         with patch.object(tensor.TensorParallel, "enter", of_weights):
             return plain(self, module, number, *given)
 
     return patch.object(expert.ExpertParallel, "_add_up", add_up)
-
-
-class CutsBack(torch.autograd.Function):
-    """A gather whose backward keeps this rank's block of its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.at = dist.get_rank(group), x.shape[1]
-        return ops.gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        rank, length = ctx.at
-        return grads[0].narrow(1, rank * length, length), None
 
 
 @fault(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE
-from fivefold.parallel import forward, loss
+from fivefold.parallel import loss, passes
+from fivefold.parallel.tensor import TensorParallel
 from fivefold.training import step
 from fivefold.verification import proof_case
 from tests.verification.faults.fault import Model, fault
@@ -28,10 +28,10 @@ def _cross_entropy(instead: Callable[..., Any]) -> Any:
 def _all_reduce(instead: Callable[..., None]) -> Any:
     """The collectives of the loss are `instead(tensor, op, group)`."""
 
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        instead(tensor, op, group)
+    def all_reduce(fold: TensorParallel, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        instead(tensor, op, fold.group)
 
-    return patch.object(loss, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp))
+    return patch.object(TensorParallel, "all_reduce", all_reduce)
 
 
 @fault(
@@ -115,14 +115,14 @@ def _rounded(values: Tensor) -> Tensor:
     expects=LOSS,
 )
 def soft_cap_of_logits_lost() -> Any:
-    plain = forward.head_only
+    plain = passes.head_only
 
     def head_only(model: Any, anatomy: Any) -> Any:
         manager = plain(model, anatomy)
         head = model.get_submodule(anatomy.head)
         return _Entered(manager, lambda hidden: head(hidden))
 
-    return patch.object(forward, "head_only", head_only)
+    return patch.object(passes, "head_only", head_only)
 
 
 class _Entered:
@@ -245,7 +245,7 @@ def head_gradient_of_a_tied_embedding_doubled() -> Any:
     expects=[("losses of .* steps", r"step 2"), ("gradient, raw", r"embed_tokens")],
 )
 def tied_head_keeps_its_first_values() -> Any:
-    plain = forward.head_only
+    plain = passes.head_only
     kept: dict[int, Tensor] = {}
 
     def head_only(model: Any, anatomy: Any) -> Any:
@@ -257,4 +257,4 @@ def tied_head_keeps_its_first_values() -> Any:
 
         return _Entered(plain(model, anatomy), logits)
 
-    return patch.object(forward, "head_only", head_only)
+    return patch.object(passes, "head_only", head_only)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fivefold.parallel import apply, pipeline
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.forward import LossInputs
+from fivefold.parallel.passes import LossInputs
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stages import StageModules
 from fivefold.training import step
@@ -109,7 +109,7 @@ def tied_copies_drift() -> Any:
         gradient = local(dict(model.named_parameters())[piped.plan.tied].grad)
         own = gradient.clone()
         plain(model, piped)
-        if piped.staged.rank:
+        if piped.plan.coords.pp:
             gradient.copy_(own)
 
     return patch.object(pipeline, "_sum_ends", first_only)
@@ -156,7 +156,7 @@ def labels_of_the_next_micro_batch() -> Any:
     expects=[("output", r"layers\.1\.self_attn")],
 )
 def documents_of_the_next_micro_batch() -> Any:
-    return _inputs(lambda piped, inputs: _with_next(["cu_seqlens"], inputs) if piped.staged.rank else inputs)
+    return _inputs(lambda piped, inputs: _with_next(["cu_seqlens"], inputs) if piped.plan.coords.pp else inputs)
 
 
 @fault(
@@ -187,8 +187,8 @@ def gradients_scaled_by_the_schedule() -> Any:
 def layer_between_stages_skipped() -> Any:
     plain = apply.install
 
-    def install(model: Any, plan: ParallelPlan, **options: Any) -> StageModules:
-        staged = plain(model, plan, **options)
+    def install(model: Any, plan: ParallelPlan, *folds: Any, **options: Any) -> StageModules:
+        staged = plain(model, plan, *folds, **options)
         for stage, view in staged.views.items():
             if stage:
                 skipped = view[plan.anatomy.layers[plan.stages.splits[stage][0]]]
@@ -211,7 +211,7 @@ def layer_types_shifted() -> Any:
     @contextmanager
     def running(self: Any, stage: int, hidden: Any) -> Iterator[Any]:
         config = self.model.config
-        types, first = config.layer_types, self.stages.splits[stage][0]
+        types, first = config.layer_types, self.plan.stages.splits[stage][0]
         config.layer_types = [*types[:first], *types[: len(types) - first]]
         try:
             with plain(self, stage, hidden) as given:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import data, forward
+from fivefold.parallel import data, passes, pipeline
 from fivefold.parallel.state import ParallelState
 from fivefold.training import step
 from fivefold.training.step import local_gradients, squared_norm
@@ -33,15 +33,15 @@ def _gradients(after: Callable[[Any, Sequence[MicroBatch]], None]) -> Any:
 
 
 def _before_each(prepare: Callable[[Any, int], None]) -> Any:
-    """`prepare(model, index)` happens before each micro batch."""
-    plain, count = data.prepare_micro_batch, [0]
+    """`prepare(model, index)` happens before the backward of each micro batch."""
+    plain = pipeline._Flags.before_backward
 
-    def prepare_micro_batch(model: Any, layout: Any, *, last: bool) -> None:
-        plain(model, layout, last=last)
-        prepare(model, count[0])
-        count[0] = 0 if last else count[0] + 1
+    def before_backward(flags: Any, slot: Any) -> None:
+        plain(flags, slot)
+        root, _ = flags._units[-1]  # the model's own unit
+        prepare(root, slot.micro_batch)
 
-    return patch.object(data, "prepare_micro_batch", prepare_micro_batch)
+    return patch.object(pipeline._Flags, "before_backward", before_backward)
 
 
 # ---- the loss's share ------------------------------------------------------------------------------------------------
@@ -109,13 +109,13 @@ def mean_of_micro_batches() -> Any:
     expects=[("gradient of output", r"0\.25 times")],
 )
 def micro_batches_scaled_twice() -> Any:
-    plain = forward.loss_sum
+    plain = passes.run_stage
 
-    def loss_sum(model: Any, inputs: Any, **options: Any) -> Tensor:
-        exact = plain(model, inputs, **options)
+    def run_stage(*args: Any, **options: Any) -> Tensor:
+        exact = plain(*args, **options)
         return exact.detach() * 0.75 + exact * 0.25  # the same loss, of a quarter's gradient
 
-    return patch.object(forward, "loss_sum", loss_sum)
+    return patch.object(passes, "run_stage", run_stage)
 
 
 @fault(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fivefold.ops import linear as seam
 from fivefold.ops.linear import Multiply
-from fivefold.parallel import mappings, ops, plan, shard_rules, tensor
-from fivefold.parallel.sharding import split_even
+from fivefold.parallel import mappings, plan, shard_rules, tensor
+from fivefold.parallel.mappings import gather, gather_blocks, identity, mapping, sum_all
+from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor import TensorParallel
 from tests.verification.faults.fault import Model, fault
 
@@ -116,10 +117,10 @@ def latent_norm_gradients_not_summed() -> Any:
     expects=[("gradient of output", r"^model\.norm")],  # backward comes first to what the head reads
 )
 def input_gradient_of_a_column_not_reduced() -> Any:
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
+    def cut(grad: Tensor, group: Any) -> Tensor:
+        return grad.chunk(group.size(), 1)[group.rank()].contiguous()
 
-    return patch.object(mappings.GatherFromSequence, "backward", staticmethod(backward))
+    return patch.object(tensor, "gather_from_sequence", mapping(gather, cut))
 
 
 @fault(
@@ -129,7 +130,7 @@ def input_gradient_of_a_column_not_reduced() -> Any:
     expects=[("gradient of output", r"^model\.norm")],
 )
 def copied_input_gradient_not_reduced() -> Any:
-    return patch.object(mappings.CopyToTensorParallel, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
+    return patch.object(tensor, "copy_to_tensor_parallel", mapping(identity, identity))
 
 
 @fault(
@@ -139,18 +140,7 @@ def copied_input_gradient_not_reduced() -> Any:
     expects=[("gradient of output", r"down_proj input.* 2 times")],
 )
 def gradient_of_a_sum_summed_again() -> Any:
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ops.sum_all(grads[0], ctx.group), None
-
-    def forward(ctx: Any, x_BTD: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return ops.sum_all(x_BTD, group)
-
-    class Sum(torch.autograd.Function):
-        pass
-
-    Sum.forward, Sum.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign,assignment]
-    return patch.object(tensor, "ReduceFromTensorParallel", Sum)
+    return patch.object(tensor, "reduce_from_tensor_parallel", mapping(sum_all, sum_all))
 
 
 @fault(
@@ -161,10 +151,10 @@ def gradient_of_a_sum_summed_again() -> Any:
     expects=[("gradient of output", r"[qk]_proj")],
 )
 def gathered_features_keep_their_own_gradient() -> Any:
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][..., ctx.mine], None, None
+    def cut(grad: Tensor, group: Any, blocks: Any) -> Tensor:
+        return grad[..., mappings.feature_indices(blocks[group.rank()])]
 
-    return patch.object(mappings.GatherFeatures, "backward", staticmethod(backward))
+    return patch.object(tensor, "gather_features", mapping(gather_blocks, cut))
 
 
 # ---- what ranks compute ---------------------------------------------------------------------------------------------
@@ -205,8 +195,8 @@ def row_outputs_averaged() -> Any:
     expects=[("output", r"embed_tokens")],
 )
 def embedding_of_other_ranks_not_masked() -> Any:
-    def lookup(embedding: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        start, stop = fold.vocabulary[fold.rank]
+    def lookup(embedding: Any, own: Block, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        start, stop = own
         plain = embedding.forward
         return lambda ids_BT: fold.leave(plain(torch.where((ids_BT >= start) & (ids_BT < stop), ids_BT - start, 0)))
 
@@ -221,8 +211,8 @@ def embedding_of_other_ranks_not_masked() -> Any:
     expects=[("output", r"embed_tokens")],
 )
 def embedding_scale_lost() -> Any:
-    def lookup(embedding: Any, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-        start, stop = fold.vocabulary[fold.rank]
+    def lookup(embedding: Any, own: Block, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
+        start, stop = own
 
         def forward(ids_BT: Tensor) -> Tensor:
             mine = (ids_BT >= start) & (ids_BT < stop)

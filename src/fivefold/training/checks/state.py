@@ -1,6 +1,6 @@
 """Weights and optimizer state at rest: copies are equal to the last bit, and everything is a number."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import inf
 
@@ -52,19 +52,16 @@ def _copies(state: ParallelState, names: Sequence[str]) -> Iterator[tuple[str, d
 
     Ranks that differ in both axes are compared through a third.
     """
-    mesh, layout = state.mesh, state.plan.layout
-    if layout.tp > 1:
-        specs, own = [state.plan.shards[name] for name in names], state.plan.coords.tp
-        alike = [
-            [rank == own if spec.over != "tp" else spec.held[rank] == spec.held[own] for spec in specs]
-            for rank in range(layout.tp)
-        ]
-        yield "tp", mesh.tp_group, torch.tensor(alike)
-    if layout.dp_replicate > 1:
-        yield "dp_replicate", mesh.replicate_group, torch.ones(layout.dp_replicate, len(names), dtype=torch.bool)
-    if mesh.embedding_group is not None:
-        alike = [[len(state.plan.pp_ranks[name]) > 1 for name in names]] * dist.get_world_size(mesh.embedding_group)
-        yield "pp", mesh.embedding_group, torch.tensor(alike)
+    specs, own = [state.plan.shards[name] for name in names], state.plan.coords.tp
+    alike: dict[str, Callable[[int], list[bool]]] = {
+        "tp": lambda rank: [rank == own if s.over != "tp" else s.held[rank] == s.held[own] for s in specs],
+        "dp_replicate": lambda _: [True] * len(names),
+        "pp_ends": lambda _: [len(state.plan.pp_ranks[name]) > 1 for name in names],
+    }
+    for axis, of_rank in alike.items():
+        group = state.mesh.groups.get(axis)
+        if group is not None:
+            yield axis.removesuffix("_ends"), group, torch.tensor([of_rank(rank) for rank in range(group.size())])
 
 
 def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
