@@ -38,10 +38,10 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The seconds of the dearest files, and whether the run kept to its aim. It does not fail: machines are noisy."""
-    reports = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, [])]
     seconds: Counter[str] = Counter()
-    for each in reports:
-        seconds[each.nodeid.partition("::")[0]] += each.duration
+    for kind in ("", "passed", "failed", "error"):  # "": of what a test stands on
+        for each in terminalreporter.stats.get(kind, []):
+            seconds[each.nodeid.partition("::")[0]] += each.duration
     told = [f"{spent:7.1f}s {file}" for file, spent in seconds.most_common(DEAREST) if spent >= 1]
     if told:
         terminalreporter.section(f"dearest {len(told)} files")
