@@ -128,6 +128,50 @@ def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: py
     assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2}  # one moment divides old from new
 
 
+class Cached:
+    """`os`, with a note of what a loss of power would lose: files and names that were not synchronised since."""
+
+    def __init__(self) -> None:
+        self.lost: set[Path] = set()  # a folder: names in it
+        self.unsafe: list[str] = []  # renames that would have put a name on what is not on the disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+        self.lost.add(path.parent)
+
+    def open(self, path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            self.lost |= {path, path.parent}
+        return os.open(path, flags, *mode)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+        self.lost.discard(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.unsafe += [f"{path.name} in {new.name}" for path in self.lost if path.is_relative_to(old)]
+        os.rename(old, new)
+        self.lost.add(new.parent)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names descriptors by /proc")
+@pytest.mark.parametrize("keep", (1, None))
+def test_what_takes_the_name_of_a_step_is_on_the_disk(
+    tmp_path: Path, keep: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power has the old step or the new one, too. (A kill loses nothing that was written.)"""
+    folder = tmp_path / "checkpoints" / step_folder(1)
+    monkeypatch.setattr(files, "os", disk := Cached())
+    save_at(folder, 1, keep)
+    if keep is None:
+        save_at(folder, 2, keep)
+    assert not disk.unsafe
+    assert not disk.lost
+
+
 def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
     """The step that is saved again because its first copy is damaged: an older valid one is there at every moment."""
 

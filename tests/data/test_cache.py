@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from itertools import product
@@ -101,6 +102,12 @@ def test_a_builder_that_fails_leaves_nothing_and_a_dead_one_is_cleared_away(tmp_
     with pytest.raises(UserError, match="no"):
         cache.entry(folder, read=Path.exists, build=fail)
     assert [path.name for path in folder.parent.iterdir()] == ["entry.lock"]
+
+
+def test_an_entry_is_as_readable_as_any_other_folder(tmp_path: Path) -> None:
+    """It is built in a folder that is its builder's alone, and a cache may be of several users."""
+    cache.entry(tmp_path / "made" / "entry", read=Path.exists, build=lambda folder, damage: None)
+    assert stat.S_IMODE((tmp_path / "made" / "entry").stat().st_mode) == 0o755
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

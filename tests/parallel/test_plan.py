@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from transformers import LlamaConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import TYPICAL, Slot
-from fivefold.models import discover
+from fivefold.models import discover, facts_store
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
@@ -90,6 +91,20 @@ def test_facts_depend_on_config_class_and_what_is_trained() -> None:
     model.config.rope_parameters = dict(model.config.rope_parameters) | {"rope_theta": 5.0}
     keys.add(discover._key(model))
     assert len(keys) == 4
+
+
+def test_facts_depend_on_the_code_that_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of `models/`, or of `torch_internals.py`, that is another gives names under which nothing is kept."""
+    home = Path(facts_store.__file__).parent
+    shutil.copytree(home, tmp_path / home.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(home.parent / "torch_internals.py", tmp_path)
+    monkeypatch.setattr(facts_store, "__file__", str(tmp_path / home.name / "facts_store.py"))
+    monkeypatch.setattr(facts_store, "_code", facts_store._code.__wrapped__)
+    names = [tuple(facts_store.about_code())]
+    for file in (tmp_path / home.name / "pairs.py", tmp_path / "torch_internals.py"):
+        file.write_text(file.read_text() + "# another\n")
+        names.append(tuple(facts_store.about_code()))
+    assert len(set(names)) == 3
 
 
 class Adapted(nn.Module):

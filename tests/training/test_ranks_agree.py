@@ -72,3 +72,15 @@ def test_several_ranks(tmp_path: Path) -> None:
     trees = [run_file(tmp_path), *[run_file(tmp_path, train__seed=8)] * 3]
     trees = [tree | {"layout": {"dp_shard": 4}} for tree in trees]
     assert refusals(trees) == {"train.seed is 7 on rank 0, and 8 on rank 1, 2, 3"}
+
+
+def test_a_key_that_rank_0_does_not_know() -> None:
+    """As in another version of the program."""
+    assert run_ranks(2, with_more_on_rank_1) == ["log.new is None on rank 0, and 1 on rank 1"] * 2
+
+
+def with_more_on_rank_1() -> str:
+    fields = {"train.seed": 7} | ({"log.new": 1} if dist.get_rank() else {})
+    with patch.object(preflight, "_fields", lambda *_: fields), pytest.raises(UserError) as caught:
+        preflight.check_ranks_agree(None, None)  # type: ignore[arg-type]
+    return caught.value.what
