@@ -38,6 +38,17 @@ def gradients_of(model: Any) -> Arrays:
     return {name: (torch.zeros_like(p) if p.grad is None else p.grad).numpy() for name, p in model.named_parameters()}
 
 
+def evaluated(layout: str) -> tuple[float, float, list[bool]]:
+    """(the loss of a batch forward only, that of a step on it, the model's modes after each kind of evaluation)."""
+    model = ff.parallelize(build("llama"), layout)
+    batch, modes = share(0, model.data_rank, model.data_ranks), []
+    for mode in (False, True):
+        model.train(mode)
+        loss = ff.evaluate(model, batch)
+        modes.append(model.training)
+    return loss, ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch).loss, modes
+
+
 def freeze(model: Any, what: str) -> None:
     """`what`: the first half of the model, or all but its head, or all but its embedding."""
     kept = {"but the head": ("lm_head",), "but the embedding": ("embed_tokens",)}.get(

@@ -33,6 +33,13 @@ def test_frozen_parameters_stay(layout: str, what: str, late: bool) -> None:
         assert not odd, "frozen, and has a gradient"
 
 
+@pytest.mark.parametrize("layout", ["shard2", "tp2", "cp2", "pp2"])
+def test_an_evaluation_has_the_loss_of_a_step_and_leaves_the_mode(layout: str) -> None:
+    for evaluated, trained, modes in run_ranks(2, edges.evaluated, layout):
+        assert evaluated == pytest.approx(trained, rel=1e-5)
+        assert modes == [False, True]
+
+
 @pytest.mark.parametrize("layout", ["shard2", "tp2"])
 def test_a_step_without_targets_or_with_infinities_changes_nothing(layout: str) -> None:
     assert all(run_ranks(2, edges.skipped, layout))

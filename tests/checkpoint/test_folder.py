@@ -8,7 +8,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, find_checkpoint, newest, steps
-from fivefold.checkpoint.manifest import signed
+from fivefold.checkpoint.manifest import Slice, TensorRecord, joined, signed
 from fivefold.core.errors import UserError
 from tests.checkpoint.ranks import restore_error, save_on_bad_disk, save_steps, save_twice
 from tests.parity import Case
@@ -192,3 +192,10 @@ def test_find_checkpoint(run: Path) -> None:
         find_checkpoint(run / "absent")
     with pytest.raises(UserError, match="holds no checkpoint yet"):
         find_checkpoint(run / "checkpoints")
+
+
+def test_slices_of_a_tensor_stand_in_order_whoever_wrote_them() -> None:
+    """So that the same layout writes the same manifest, whatever the order of its ranks."""
+    halves = [TensorRecord((4, 2), "float32", (Slice((at, 0), (2, 2), f"weight-{at}", "key", "sum"),)) for at in (2, 0)]
+    (record,) = joined(("weight", "head", half) for half in halves)["weight"].values()
+    assert [one.offset for one in record.slices] == [(0, 0), (2, 0)]

@@ -5,6 +5,7 @@
 
 import time
 from collections import ChainMap
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -74,6 +75,19 @@ def test_a_rank_has_its_own_layers_and_nothing_else(case: Case) -> None:
     both = first & last
     assert both == ({"model.embed_tokens.weight"} if case.tied else set())
     assert numbers + more == sum(whole.values()) + sum(whole[name] for name in both)
+
+
+def stands_in(case: Case) -> bool:
+    """Whether what stands for the embedding while the last stage runs has the weight of the head."""
+    model = build(case)
+    staged = state_of(model).pipeline.staged
+    with staged.running(1, torch.zeros(1)) if 1 in staged.views else nullcontext():
+        return model.get_submodule("model.embed_tokens").weight is model.lm_head.weight
+
+
+def test_a_tied_embedding_is_where_its_head_is() -> None:
+    """Llama 4 asks its embedding for the device, in every stage: what stands for it must not stay on meta."""
+    assert run_ranks(2, stands_in, Case("pp2", tied=True))[1]
 
 
 def losses(case: Case) -> tuple[float, float]:
