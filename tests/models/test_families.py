@@ -19,7 +19,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
-from fivefold.models.forwards import check_lengths
+from fivefold.models.forwards import check_lengths, check_slices
 from fivefold.models.partition import derive
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, SafetensorsFolder, stored_tensors
@@ -368,3 +368,11 @@ def whole_logits(case: Case, count: int) -> Any:
     with exact(), torch.no_grad():
         logits = model(input_ids=ids, position_ids=torch.arange(count)[None], use_cache=False).logits
     return logits[0].numpy()
+
+
+def test_a_part_of_a_row_may_have_the_positions_whose_table_never_changes() -> None:
+    """Positions count from 0: the last one of a document of `ORIGINAL` tokens is `ORIGINAL` - 1."""
+    config = hf_config(roped("single", "longrope"))
+    check_slices(config, torch.arange(ORIGINAL))
+    with pytest.raises(UserError, match="rope type longrope"):
+        check_slices(config, torch.arange(ORIGINAL + 1))

@@ -20,6 +20,7 @@ from transformers import (
     Qwen2MoeConfig,
     Starcoder2Config,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from fivefold.core.errors import UserError
 from fivefold.models.anatomy import Anatomy
@@ -210,6 +211,21 @@ def test_a_projection_that_is_used_twice_is_refused(monkeypatch):
         return self.down_proj(self.up_proj(x)) + self.down_proj(self.gate_proj(x))
 
     assert partition_of(changed(monkeypatch, forward)).refusal
+
+
+def test_heads_that_are_read_in_another_order_are_refused(monkeypatch):
+    """A rank's columns of `o_proj` would be those of another rank's heads."""
+    plain = LlamaAttention.forward
+
+    def forward(self, *args, **kwargs):
+        project = self.o_proj.forward
+        with monkeypatch.context() as inside:
+            inside.setattr(self.o_proj, "forward", lambda x: project(x.unflatten(-1, (6, 8)).flip(-2).flatten(-2)))
+            return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    refusal = partition_of(build_meta(tiny.llama())).refusal
+    assert "does not read the heads of attention one after the other" in refusal
 
 
 @pytest.mark.parametrize("where", ["before", "inside"])

@@ -90,6 +90,8 @@ def test_lists_of_layer_numbers_count_anew() -> None:
     config = AutoConfig.for_model("qwen2_moe", num_hidden_layers=6, mlp_only_layers=[1, 4])
     assert fewer_layers(config).mlp_only_layers == [1]
     assert fewer_layers(config, 5).mlp_only_layers == [1, 4]
+    late = AutoConfig.for_model("qwen2_moe", num_hidden_layers=6, mlp_only_layers=[3, 5])
+    assert fewer_layers(late).mlp_only_layers == [1]  # of the layers 0 and 3
     config = AutoConfig.for_model("qwen2_moe", num_hidden_layers=6, mlp_only_layers=[0, 1, 5])
     small = fewer_layers(config)
     assert (small.num_hidden_layers, small.mlp_only_layers) == (2, [0])
