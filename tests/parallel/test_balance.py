@@ -12,9 +12,12 @@ from transformers import AutoConfig
 
 from fivefold.checkpoint.live import gathered
 from fivefold.config import BalanceSection, RunConfig
+from fivefold.core.heads import CPMethod
 from fivefold.data.batch import IGNORE
 from fivefold.parallel.balance import BIAS, BalanceOptions, configure
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.state import state_of
+from fivefold.parallel.tensor import TensorParallel
 from fivefold.training.model import balance_options
 from tests import parity
 from tests.parity import Case, build, documents, gradient_error, outcome, reference
@@ -190,3 +193,13 @@ def test_auto_follows_the_config_under_whatever_name(values: dict[str, Any], loa
     assert balance_options(RunConfig.model_construct(balance=BalanceSection()), own).load == 0.0
     own.output_router_logits = True
     assert balance_options(RunConfig.model_construct(balance=BalanceSection()), own).load == load
+
+
+def test_only_ranks_with_other_tokens_of_a_row_are_asked_for_them() -> None:
+    """With `+nosp` all tp ranks have the same tokens: summed over them, each would count twice."""
+    group: Any = object()
+    for given, splits, expected in ((group, True, [group]), (group, False, []), (None, False, [])):
+        size = 1 if given is None else 2
+        assert TensorParallel(given, 0, size, splits, vocabulary=()).row_groups == expected
+    assert ContextParallel(group, 0, 2, CPMethod(2, 1), None, None).row_groups == [group]
+    assert ContextParallel(None, 0, 1, CPMethod(1, 1), None, None, is_on=False).row_groups == []
