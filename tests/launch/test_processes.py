@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -117,6 +118,20 @@ def test_a_process_without_standard_output_starts_workers_too(tmp_path: Path, mo
     with Workers("tests.launch.shell:run", count=1) as crew:
         start_workers(crew, {"device": "cpu"}, logs=tmp_path)
     assert crew.codes == {0: 0}
+
+
+def test_workers_are_forked_where_standard_output_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text('{"device": "cpu"}')
+    start = {"request": str(tmp_path / "request.json"), "places": [{"RANK": "0"}]}
+    reports, theirs = os.pipe()
+    subprocess.run(
+        [sys.executable, "-m", "fivefold.launch.fork_server", "tests.launch.shell:run", str(theirs)],
+        input=f"{json.dumps(start)}\n".encode(), env={**os.environ, "SCRIPT": "exit 3", "PYTHONPATH": str(ROOT)},
+        pass_fds=[theirs], preexec_fn=lambda: os.close(1), timeout=60, check=True,
+    )  # fmt: skip
+    os.close(theirs)
+    with os.fdopen(reports) as told:
+        assert json.loads(told.read().splitlines()[-1]) == [0, 3]
 
 
 def test_what_is_ignored_stays_ignored(tmp_path: Path) -> None:
