@@ -26,11 +26,11 @@ NOT_RUN = {
     "srun --nodes 2 --ntasks-per-node 8 fivefold train notes.yaml": "needs Slurm; its variables have tests in launch/",
 }
 
-# The first of each kind; a command that is no `fivefold` is always a process. (tests/verification/test_command.py has a
-# proof as a process.)
+# The first of each kind; a command that is no `fivefold` is always a process.
 PROCESSES = {
     ".venv/bin/fivefold train",
     "fivefold train notes.yaml",
+    "fivefold verify notes.yaml --quick --layouts shard2.tp2 --html verify.html",
     'fivefold generate runs/notes --prompt "The " --max-new-tokens 20',
     "fivefold export runs/notes notes-model",
 }
