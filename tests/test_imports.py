@@ -111,3 +111,23 @@ except SystemExit:
         + "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_files_and_names_of_the_architecture_page_are_there() -> None:
+    """A file under the root, `docs/`, `src/fivefold/` or one room of it; a name anywhere in the code. What has a space
+    is a command or a line of code; a file with a word in capitals is one to write."""
+    top = ROOT.parents[1]
+    page = (top / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = [
+        file for folder in ("src", "tests") for file in sorted((top / folder).rglob("*.py")) if file != Path(__file__)
+    ]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    folders = [top, ROOT, *(ROOT / room for room in ORDER)]
+    for word in re.findall(r"`([^`\n]+)`", page):
+        if " " in word or ("/" in word and re.search("NAME|VERB", word)):
+            continue
+        if "/" in word or word.endswith((".py", ".md", ".toml")):
+            assert any((folder / word).exists() for folder in folders), f"{word} is no file"
+        else:
+            leaf = word.partition("(")[0].rpartition(".")[2]
+            assert leaf in code, f"{word} is nowhere in the code"

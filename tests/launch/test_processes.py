@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +18,7 @@ import pytest
 
 from fivefold.launch import processes
 from fivefold.launch.processes import Workers, scratch_folder
+from fivefold.launch.workers import start_workers
 from tests.launch.test_workers import ROOT
 
 DEAF = 'trap "" TERM INT; touch "$FIVEFOLD_WORKERS/ready-$RANK"; exec sleep 30'
@@ -79,6 +82,56 @@ def test_ctrl_c_in_the_terminal_reaches_workers_by_way_of_the_launcher_alone(tmp
         assert not {os.getsid(0), os.getpgid(0)} & {
             group for pid in started.ids for group in (os.getsid(pid), os.getpgid(pid))
         }
+
+
+def test_workers_start_again_after_the_process_that_forks_them_was_killed(tmp_path: Path) -> None:
+    with workers("exit 3", tmp_path) as started:
+        started._server.kill()
+        started._server.wait()
+        for _ in started.turns():
+            pass
+        with started.started(tmp_path / "request.json", tmp_path):
+            for _ in started.turns():
+                pass
+            assert started.codes == {0: 3}
+
+
+def test_workers_are_heard_by_a_process_with_a_thousand_open_files(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        with workers("exit 3", tmp_path) as started:
+            for _ in started.turns():
+                pass
+            assert started.codes == {0: 3}
+    finally:
+        for each in many:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_process_without_standard_output_starts_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setenv("SCRIPT", "exit 0")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with Workers("tests.launch.shell:run", count=1) as crew:
+        start_workers(crew, {"device": "cpu"}, logs=tmp_path)
+    assert crew.codes == {0: 0}
+
+
+def test_workers_are_forked_where_standard_output_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text('{"device": "cpu"}')
+    start = {"request": str(tmp_path / "request.json"), "places": [{"RANK": "0"}]}
+    reports, theirs = os.pipe()
+    subprocess.run(
+        [sys.executable, "-m", "fivefold.launch.fork_server", "tests.launch.shell:run", str(theirs)],
+        input=f"{json.dumps(start)}\n".encode(), env={**os.environ, "SCRIPT": "exit 3", "PYTHONPATH": str(ROOT)},
+        pass_fds=[theirs], preexec_fn=lambda: os.close(1), timeout=60, check=True,
+    )  # fmt: skip
+    os.close(theirs)
+    with os.fdopen(reports) as told:
+        assert json.loads(told.read().splitlines()[-1]) == [0, 3]
 
 
 def test_what_is_ignored_stays_ignored(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from fivefold.core.streams import make_usable
 from fivefold.launch import worker
 from fivefold.launch.world import LAUNCHER
 
@@ -29,6 +30,7 @@ from fivefold.launch.world import LAUNCHER
 def serve(body: str, reports: int) -> None:
     """Fork as the launcher says, until it closes standard input; in a worker, return when its work is done."""
     worker.die_with_parent()
+    make_usable()  # the launcher's standard output may be closed
     gc.disable()  # a quarter of the time of these imports, which leave nothing to collect
     with warnings.catch_warnings(record=True) as warned, suppress(Exception):
         import_module(body.partition(":")[0])  # what fails here fails in the worker too, which tells of it

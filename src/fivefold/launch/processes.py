@@ -52,6 +52,8 @@ class Workers:
     def __enter__(self) -> "Workers":
         self._reports, theirs = os.pipe()
         os.set_blocking(self._reports, False)
+        self._heard = select.poll()  # `select` takes no descriptor from 1024 on, and Python code may have as many open
+        self._heard.register(self._reports, select.POLLIN)
         command = [sys.executable, "-m", "fivefold.launch.fork_server", self.body, str(theirs)]
         # In a session of its own: Ctrl-C in the terminal comes to this process alone.
         self._server = subprocess.Popen(
@@ -76,6 +78,10 @@ class Workers:
         them.
         """
         self.signals, self.ids, self._codes = [], [], {}
+        if self._server.poll() is not None:  # something has killed it, which ended the workers before these
+            self.__exit__()
+            self.__enter__()
+            self._codes = {}
         places = [worker_environment(rank, self.count, folder) for rank in range(self.count)]
         start = {"request": str(request), "places": places}
         assert self._server.stdin is not None
@@ -140,7 +146,7 @@ class Workers:
 
     def _listen(self, seconds: float = 0) -> None:
         """Hear what the process that forks has to say, for so long at most; nothing more when all have ended."""
-        if len(self._codes) == self.count or not select.select([self._reports], [], [], seconds)[0]:
+        if len(self._codes) == self.count or not self._heard.poll(1000 * seconds):
             return
         told = os.read(self._reports, _PIPE_BYTES)  # lines are written whole, and no more fits into a pipe
         for numbers in map(json.loads, told.splitlines()):

@@ -180,5 +180,5 @@ def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
 
 
 def _show_cursor() -> None:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):  # closed when this process began: None
         sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")
