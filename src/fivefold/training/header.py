@@ -8,6 +8,7 @@ from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
 from fivefold.core.units import human, many
 from fivefold.launch.world import multiplies_bf16
+from fivefold.parallel.data import PRECISION_OF
 from fivefold.parallel.state import state_of
 from fivefold.training import schedule
 
@@ -21,13 +22,14 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/
 
 def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
-    config, layout, world = job.config, state_of(job.model).plan.layout, job.world
+    state, config, world = state_of(job.model), job.config, job.world
+    layout = state.plan.layout
     on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
     device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
     scheduler, warmup = config.scheduler, many(int(config.scheduler.warmup_steps), "step")
-    name = state_of(job.model).plan.anatomy.model_class
+    name = state.plan.anatomy.model_class
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
         ("model", f"{name} {human(job.costs.parameters)} parameters, {config.model.init} weights"),
@@ -40,7 +42,8 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
         ),
         (
             "compute",
-            f"{layout.precision}, reduced in {config.precision.reduce}{', blocks compiled' if compiled else ''}",
+            f"{layout.precision}, reduced in {PRECISION_OF[state.reduce_dtype]}"
+            f"{', blocks compiled' if compiled else ''}",
         ),
         *_mfu_lines(job),
     ]
