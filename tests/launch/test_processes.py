@@ -122,7 +122,7 @@ def test_a_process_without_standard_output_starts_workers_too(tmp_path: Path, mo
 
 def test_workers_are_forked_where_standard_output_is_closed(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text('{"device": "cpu"}')
-    start = {"request": str(tmp_path / "request.json"), "places": [{"RANK": "0"}]}
+    start = {"request": str(tmp_path / "request.json"), "places": [{"RANK": "0"}], "unseen": False}
     reports, theirs = os.pipe()
     subprocess.run(
         [sys.executable, "-m", "fivefold.launch.fork_server", "tests.launch.shell:run", str(theirs)],

@@ -128,6 +128,9 @@ def test_the_death_of_the_process_that_forks_is_that_of_its_workers(tmp_path: Pa
     os.kill(server, signal.SIGKILL)
     _, err = starter.communicate(timeout=40)
     assert starter.returncode == 1 and "rank 0 was killed by SIGKILL" in err
+    deadline = time.monotonic() + 10  # they were sent SIGKILL, which the kernel heeds when it comes to it
+    while any(is_alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not any(is_alive(pid) for pid in workers)
 
 

@@ -66,6 +66,11 @@ def let_go() -> None:
         sys.stdout.flush()
 
 
+def is_lost() -> bool:
+    """Whether standard output was found unwritable inside `unseen_if_need_be`."""
+    return isinstance(sys.stdout, _Forgiving) and sys.stdout.is_lost
+
+
 @contextmanager
 def unseen_if_need_be() -> Iterator[None]:
     """Inside, what cannot be printed is lost, once said in the log, and nothing ends for it: the work goes on."""
@@ -84,10 +89,10 @@ class _Forgiving:
     """A text stream that goes quiet when the one behind it fails."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name, self._is_lost = stream, name, False
+        self._stream, self._name, self.is_lost = stream, name, False
 
     def write(self, text: str) -> int:
-        if not self._is_lost:
+        if not self.is_lost:
             try:
                 self._stream.write(text)
             except (OSError, ValueError) as error:
@@ -95,14 +100,14 @@ class _Forgiving:
         return len(text)
 
     def flush(self) -> None:
-        if not self._is_lost:
+        if not self.is_lost:
             try:
                 self._stream.flush()
             except (OSError, ValueError) as error:
                 self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        self._is_lost = True
+        self.is_lost = True
         with suppress(OSError, ValueError, AttributeError):  # what waits in its buffer would fail again at the end
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -115,7 +120,7 @@ class _Forgiving:
             )
 
     def isatty(self) -> bool:
-        return not self._is_lost and self._stream.isatty()
+        return not self.is_lost and self._stream.isatty()
 
     def fileno(self) -> int:
         return self._stream.fileno()

@@ -4,8 +4,9 @@ It imports once what every worker runs, while the launcher still prepares the da
 importing torch and transformers takes each process seconds, and many files of a disk that machines may share. It runs
 nothing of theirs before. A process that Python code started cannot be forked as safely: it may have threads and a GPU.
 
-Standard input has a line of JSON for each start: `{"request": FILE, "places": [the environment of each rank]}`. The
-descriptor REPORTS is told the ids of the processes, then `[rank, exit code]` of each that ends.
+Standard input has a line of JSON for each start: `{"request": FILE, "places": [the environment of each rank], "unseen":
+whether nobody reads standard output any more}`. The descriptor REPORTS is told the ids of the processes, then
+`[rank, exit code]` of each that ends.
 """
 
 from fivefold.core import interrupts
@@ -22,7 +23,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from fivefold.core.streams import make_usable
+from fivefold.core.streams import let_go, make_usable
 from fivefold.launch import worker
 from fivefold.launch.world import LAUNCHER
 
@@ -39,6 +40,8 @@ def serve(body: str, reports: int) -> None:
     os.environ[LAUNCHER] = str(os.getpid())
     for line in sys.stdin:
         start, ranks = json.loads(line), dict[int, int]()
+        if start["unseen"]:  # the launcher has said so: this process had the same standard output before
+            let_go()
         sys.stdout.flush()
         for rank, place in enumerate(start["places"]):
             pid = os.fork()

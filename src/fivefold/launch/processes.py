@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fivefold.core import streams
 from fivefold.launch.failure import WorkerDied
 from fivefold.launch.world import server_environment, worker_environment
 
@@ -83,7 +84,7 @@ class Workers:
             self.__enter__()
             self._codes = {}
         places = [worker_environment(rank, self.count, folder) for rank in range(self.count)]
-        start = {"request": str(request), "places": places}
+        start = {"request": str(request), "places": places, "unseen": streams.is_lost()}
         assert self._server.stdin is not None
         with self._hearing():
             try:
