@@ -51,6 +51,14 @@ class Workers:
         self._codes: dict[int, int] = {}
 
     def __enter__(self) -> "Workers":
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _open(self) -> None:
+        """Start the process that forks."""
         self._reports, theirs = os.pipe()
         os.set_blocking(self._reports, False)
         self._heard = select.poll()  # `select` takes no descriptor from 1024 on, and Python code may have as many open
@@ -62,9 +70,9 @@ class Workers:
             start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def _close(self) -> None:
+        """End it, and with it those that it has forked."""
         self._server.kill()
         self._server.communicate()
         while len(self._codes) < self.count:  # it may have forked some of which nothing was heard yet
@@ -78,11 +86,10 @@ class Workers:
         Signals that this process is sent meanwhile are noted and passed on, and the workers decide what becomes of
         them.
         """
-        self.signals, self.ids, self._codes = [], [], {}
         if self._server.poll() is not None:  # something has killed it, which ended the workers before these
-            self.__exit__()
-            self.__enter__()
-            self._codes = {}
+            self._close()
+            self._open()
+        self.signals, self.ids, self._codes = [], [], {}
         places = [worker_environment(rank, self.count, folder) for rank in range(self.count)]
         start = {"request": str(request), "places": places, "unseen": streams.is_lost()}
         assert self._server.stdin is not None

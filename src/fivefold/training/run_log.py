@@ -108,11 +108,10 @@ class HeldFolder:
     removes is made again."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self._lock = run_dir, None
+        self.run_dir = run_dir
+        self._lock: FolderLock | None = None
         self._files: dict[str, bytes] = {}
         self._is_lost = False
-
-    _lock: FolderLock | None
 
     def take(self) -> None:
         """Keep other runs from writing to it. Raises `UserError` when one does already."""
