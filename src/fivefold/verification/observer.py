@@ -77,6 +77,7 @@ class Observer:
         self._is_later_stage = False  # of a pipeline, in the pass under way
         self._raw: dict[str, Tensor] = {}
         self._hooked: set[int] = set()
+        self._splits: dict[tuple[str, int], ShardSpec | None] = {}  # what `_split_of` has found
         self._nodes: list[Any] = []  # of the graph; alive, or their hooks would go with them
         self.distances: Distances = {}
         self.types: dict[str, str] = {}
@@ -136,10 +137,17 @@ class Observer:
 
     def _begin(self, *_: Any) -> None:
         if not self._inside:
-            slot = self._state.pipeline.running
-            self._micro_batch = slot.micro_batch if slot else self._passes
-            self._is_later_stage = slot is not None and slot.stage > 0
+            self._micro_batch, stage = self._place()
+            self._is_later_stage = stage > 0
             self._passes, self._inside, self._seen = self._passes + 1, True, set()
+
+    def _place(self) -> tuple[int, int]:
+        """(micro batch, stage) of the pass that begins. Forward only, a micro batch passes all stages here before the
+        next one comes."""
+        if slot := self._state.pipeline.running:
+            return slot.micro_batch, slot.stage
+        stages = self._state.plan.own_stages
+        return self._passes // len(stages), stages[self._passes % len(stages)]
 
     def _end(self, *_: Any) -> None:
         self._inside = False
@@ -234,6 +242,12 @@ class Observer:
         return spec is not None and spec.replicas > 1
 
     def _split_of(self, name: str, features: int) -> ShardSpec | None:
+        """The shard of the linear whose split gives a module its part of `features`; kept, for every micro batch asks."""
+        if (name, features) not in self._splits:
+            self._splits[name, features] = self._found_split(name, features)
+        return self._splits[name, features]
+
+    def _found_split(self, name: str, features: int) -> ShardSpec | None:
         module = name.removesuffix(" input")
         own = self._own_split(module, 1 if name.endswith(" input") else 0)
         if own is not None and own.shape[own.splits[0].dim] == features:

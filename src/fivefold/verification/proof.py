@@ -204,16 +204,14 @@ class Proof:
         module = name.rpartition(".")[0]
         added = 0.25 + PLANTED * self.compare.allowed(f"output/{module}")
         first_holder = next(rank for rank in range(self.layout.world) if self.state.plan.regions(name, rank))
+        planted = [local(dict(self.model.named_parameters())[name]).detach()] if dist.get_rank() == first_holder else []
+        before = [part.clone() for part in planted]
+        for part in planted:
+            part.add_(added)
         with Observer(self.model, self.reference, self.case.documents(0)) as observer:
-            if dist.get_rank() == first_holder:
-                part = local(dict(self.model.named_parameters())[name]).detach()
-                before = part.clone()
-                part.add_(added)
-                self._gradients()
-                part.copy_(before)
-            else:
-                self._gradients()
-        self._drop_gradients()
+            self._outputs()
+        for part, values in zip(planted, before, strict=True):
+            part.copy_(values)
         first = next((row for row in self.compare.judged("output", observer.distances) if not row.ok), None)
         if first is None:
             row = Row(CONTROL, 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
@@ -280,6 +278,16 @@ class Proof:
             loss.zero_()
         dist.all_reduce(loss)
         return loss
+
+    def _outputs(self) -> None:
+        """Compute what modules compute of the first batch: forward only, unless a capacity drops tokens, which it does
+        in training alone."""
+        if self.case.capacity_factor is None:
+            with exactly(self.layout.precision):
+                training.mean_loss(self.model, self._batch(0))
+        else:
+            self._gradients()
+            self._drop_gradients()
 
     def _step(self, step: int) -> training.StepResult:
         batch = self._batch(step)
