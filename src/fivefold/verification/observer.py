@@ -242,7 +242,7 @@ class Observer:
         return spec is not None and spec.replicas > 1
 
     def _split_of(self, name: str, features: int) -> ShardSpec | None:
-        """The shard of the linear whose split gives a module its part of `features`; kept, for every micro batch asks."""
+        """The shard of the linear whose split gives a module its part of `features`. Kept: every micro batch asks."""
         if (name, features) not in self._splits:
             self._splits[name, features] = self._found_split(name, features)
         return self._splits[name, features]

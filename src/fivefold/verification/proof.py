@@ -3,8 +3,9 @@
 Everything runs through the functions that train; this file only looks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ class Proof:
         told = everywhere({key: value.tolist() for key, value in state.items() if value.ndim == 0})
         numbers = {key: torch.tensor(value) for rank in told for key, value in rank.items()}
         keys = dict.fromkeys(key for rank in everywhere([*state]) for key in rank if key not in numbers)
-        whole = {key: self._gathered(key.partition("/")[2], state.get(key)) for key in keys}
+        whole = self._gathered(state, [*keys])
         save(self.model, self.optimizer, folder / "step-000001", Metadata(step=1, state={}))
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
@@ -331,15 +332,20 @@ class Proof:
             found |= {f"{kind}/{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
         return found
 
-    def _gathered(self, name: str, tensor: Tensor | None) -> Tensor:
-        """All of a tensor that lies as parameter `name`, on rank 0. None: this rank has none of it."""
-        dtype = master_dtype(self.layout.precision)
-        whole = torch.zeros(self.state.plan.shards[name].shape, dtype=dtype, device=self._device)
-        if tensor is not None and self.state.plan.is_owner(name):
-            for region, place in self.state.plan.regions(name):
-                whole[region] = local(tensor)[place]
-        dist.all_reduce(whole)
-        return whole.cpu()
+    def _gathered(self, state: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:
+        """All of the tensors of `keys`, of which each rank has its part in `state` or nothing, on rank 0."""
+        shapes = [self.state.plan.shards[key.partition("/")[2]].shape for key in keys]
+        sizes = [prod(shape) for shape in shapes]
+        flat = torch.zeros(sum(sizes), dtype=master_dtype(self.layout.precision), device=self._device)
+        parts = zip(keys, torch.split(flat, sizes), shapes, strict=True)
+        whole = {key: part.view(shape) for key, part, shape in parts}
+        for key in state.keys() & whole.keys():
+            name = key.partition("/")[2]
+            if self.state.plan.is_owner(name):
+                for region, place in self.state.plan.regions(name):
+                    whole[key][region] = local(state[key])[place]
+        dist.all_reduce(flat)  # at once: a small collective costs each rank more than what it sends
+        return {key: tensor.cpu() for key, tensor in whole.items()}
 
     def _norm(self) -> str:
         """The last parameter that is a norm's whose output is compared: where a fault is planted. (The head computes in
