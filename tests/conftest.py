@@ -13,8 +13,8 @@ import torch  # noqa: E402
 AIM_MINUTES = 12  # of `make test` with lint and types, on two idle cores
 DEAREST = 10  # files that are told
 STARTED = time.monotonic()
-# Files that take long, the longest first. Three processes share the files out as they come: these come before the others,
-# so that no process is left alone with one of them at the end.
+# Files that take long, the longest first. Three processes share the files out as they come: these come before the
+# others, so that no process is left alone with one of them at the end.
 LONG = (
     "parallel/test_matrix.py", "test_readme.py", "verification/test_faults.py", "launch/test_restart.py",
     "training/test_checks.py", "verification/test_command.py", "parallel/test_families.py",

@@ -46,8 +46,10 @@ UNLISTED = {"bos_token_id": None, "eos_token_id": None}  # family "none": a case
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a few steps. `layout` is a text; `family` a key of FAMILIES. The second of two steps sees the update of
-    the first, and makes one from what the optimizer kept."""
+    """One run of a few steps. `layout` is a text; `family` a key of FAMILIES.
+
+    The second of two steps sees the update of the first, and makes one from what the optimizer kept.
+    """
 
     layout: str
     family: str = "llama"
