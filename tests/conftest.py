@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     seconds: Counter[str] = Counter()
     for kind in ("", "passed", "failed", "error"):  # "": of what a test stands on
         for each in terminalreporter.stats.get(kind, []):
-            seconds[each.nodeid.partition("::")[0]] += each.duration
+            seconds[each.nodeid.partition("::")[0]] += getattr(each, "duration", 0.0)  # not of a collection
     told = [f"{spent:7.1f}s {file}" for file, spent in seconds.most_common(DEAREST) if spent >= 1]
     if told:
         terminalreporter.section(f"dearest {len(told)} files")

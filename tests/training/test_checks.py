@@ -223,8 +223,9 @@ NOT_FINITE = [("weight", "nan"), ("exp_avg", "inf"), ("exp_avg_sq", "nan")]
 NOT_FINITE += [("weight", "inf"), ("exp_avg", "nan"), ("exp_avg_sq", "inf")]  # in a campaign
 
 
-@pytest.mark.parametrize(("kind", "how"), first_of_each(NOT_FINITE, lambda case: case[0]))
-def test_what_is_not_a_number(rows: PackedRows, kind: str, how: str) -> None:
+@pytest.mark.parametrize("case", first_of_each(NOT_FINITE, lambda case: case[0]), ids="-".join)
+def test_what_is_not_a_number(rows: PackedRows, case: tuple[str, str]) -> None:
+    kind, how = case
     label = UP if kind == "weight" else f"{kind} of {UP}"
     plant = partial(checked.changed, name=UP, on=[1, 3], how=how, kind=kind)
     assert texts(found("shard2.tp2+mb2+fp32", rows, plant)) == [f"finite: {label} is not finite on ranks 1, 3"]
