@@ -103,17 +103,17 @@ class Trainer:
         layout = config.layout.resolve(world.size)
         legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
-        costs = flops.Costs.of(facts_of(model))
+        facts = facts_of(model)
+        costs = flops.Costs.of(facts)
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
-        scarce = preflight.check_memory(model, config, layout, world)
+        scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
-        chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
-            reduce=config.precision.reduce, loss_chunks=chunks, compile_blocks=compiled,
+            reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
         )  # fmt: skip
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
         optimizer = build_optimizer(model, config.optimizer)

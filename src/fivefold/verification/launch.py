@@ -189,13 +189,13 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         config, asked.folder / "model", thin=asked.thin, memory=(machine.free if machine else UNKNOWN) // 2,
         vocabulary=8 * max(layout.tp for layout in layouts) + 3, layers=max(map(layers_for, layouts)), seed=asked.seed,
     )  # fmt: skip
-    options, chunks = config.optimizer.model_dump(exclude_none=True), config.memory.loss_chunks
+    options = config.optimizer.model_dump(exclude_none=True)
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
     return ProofCase(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
         rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
-        reduce=config.precision.reduce, loss_chunks=None if chunks == "auto" else chunks,
+        reduce=config.precision.reduce, loss_chunks=config.memory.chunks,
         capacity_factor=config.balance.capacity_factor,
     )  # fmt: skip
 
