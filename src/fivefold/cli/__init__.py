@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         code = _say(error, debug="--debug" in given)
     except Exception as error:
-        if is_closed_pipe(error):
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            code = INTERRUPTED  # of an interrupt inside `__set_name__` Python 3.11 makes a RuntimeError
+        elif is_closed_pipe(error):
             code = CLOSED_PIPE  # whoever asked has read enough
         elif is_unwritable(error):
             code = _say(RunFailed(f"standard output cannot be written: {error}"), debug="--debug" in given)
