@@ -20,7 +20,8 @@ from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.stages import StageStub
 from fivefold.parallel.state import state_of
 from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
-from fivefold.verification.reference_tensors import Distance, ReferenceTensors
+from fivefold.verification.reference_tensors import ReferenceTensors
+from fivefold.verification.results import Distance
 
 Distances = dict[str, Distance]
 
