@@ -78,7 +78,7 @@ def run_file(model: str, best: Estimate) -> str:
     """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's."""
     layout, workload = best.layout, best.workload
     return (
-        f"# on {best.cluster.text} expected: {best.step_seconds:.3g} s a step, {best.reserved / 2**30:.1f} GiB a device\n"
+        f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / 2**30:.1f} GiB a device\n"
         f"model: {{name_or_path: {json.dumps(model)}}}\n"
         f"data: {{seq_length: {workload.seq_length}}}\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
