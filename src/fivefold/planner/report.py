@@ -34,8 +34,8 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[Ranked]):
-    """`estimates`: those of the rows, in order. `notes`: sentences about all of them. `timeline`: the slots of the first
-    one's pipeline, as `Timeline.to_json` has them; None where it has none."""
+    """`estimates`: those of the rows, in order. `notes`: sentences about all. `timeline`: the slots of the first one's
+    pipeline, as `Timeline.to_json` has them; None where it has none."""
 
     estimates: tuple[Estimate, ...] = ()
     notes: tuple[str, ...] = ()
