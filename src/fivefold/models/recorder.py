@@ -203,8 +203,8 @@ class Recorder:
         return self._record("linear", name, (x,), self._drawn(*x.shape[:-1], features))
 
     def _embedding(self, name: str, features: int, /, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._outside(name)
         if self._block is None:
+            self._outside(name)
             self._trace.places.append(ids)
         return self._drawn(*ids.shape, features).requires_grad_(self._block is None)
 
