@@ -336,6 +336,38 @@ class ModelFacts:
         """Weights of the head that a token is multiplied with, tied or not."""
         return sum(matmul.weights for matmul in self.outside if matmul.name == self.anatomy.head)
 
+    def only(self, layers: Sequence[str]) -> "ModelFacts":
+        """Of the same model without its other layers.
+
+        Example: of 80 layers that are alike, the first stands for all; what is asked of it is answered 80 times faster.
+        """
+        dropped = frozenset(self.anatomy.layers) - set(layers)
+
+        def names_dropped(value: Any) -> bool:
+            """Whether a value is about a layer that goes."""
+            if isinstance(value, str):
+                parts = value.split(".")
+                return any(".".join(parts[:size]) in dropped for size in range(1, len(parts) + 1))
+            if isinstance(value, tuple):
+                return any(map(names_dropped, value))
+            if is_dataclass(value) and not isinstance(value, type):
+                return any(names_dropped(getattr(value, each.name)) for each in fields(value))
+            return False
+
+        def kept(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: each for name, each in value.items() if not names_dropped(name)}
+            if isinstance(value, tuple):
+                return tuple(each for each in value if not names_dropped(each))
+            if isinstance(value, Anatomy | Partition):
+                return replace(value, **{each.name: kept(getattr(value, each.name)) for each in fields(value)})
+            return value
+
+        of_layers = (each.name for each in fields(self) if each.name not in ("costs", "kinds"))
+        named = {name: kept(getattr(self, name)) for name in of_layers}
+        own = [number for number, layer in enumerate(self.anatomy.layers) if layer not in dropped]
+        return replace(self, **named, kinds=tuple(self.kinds[number] for number in own))
+
     def with_layers(self, layers: Sequence[str]) -> "ModelFacts":
         """Of the same model with more layers, all like the last one of these.
 

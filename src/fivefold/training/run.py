@@ -30,6 +30,7 @@ from fivefold.generation.decode import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.models.discover import facts_of
+from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.state import state_of
@@ -80,7 +81,7 @@ class Trainer:
     keeper: CheckpointManager
     log: RunLog
     memory: PeakMemory
-    costs: flops.Costs
+    costs: Costs
     total_steps: int
     step: int = 0  # steps done
     start: int = 0  # of them, before this start
@@ -104,7 +105,7 @@ class Trainer:
         legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
         facts = facts_of(model)
-        costs = flops.Costs.of(facts)
+        costs = Costs.of(facts)
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
