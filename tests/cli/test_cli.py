@@ -1,6 +1,7 @@
 """The command line: fast, one voice for errors, and each verb one call."""
 
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -325,6 +326,24 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "LOOKS", (torchless,))
     assert run("doctor") == 1
     assert "pip install 'torch>=2.11'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [ImportError("libtorch_cpu.so: no such file"), OSError("libcudart.so.13: no file")])
+def test_a_torch_that_does_not_load_is_missing(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Its version, which needs no import, says nothing of that."""
+
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "torch":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert run("doctor", "--json", "-") == 1
+    report = json.loads(capsys.readouterr().out)
+    found = [(row["state"], row["found"]) for row in report["rows"] if row["what"] == "torch" and row["state"] != "ok"]
+    assert found == [("missing", f"does not load: {error}")]
 
 
 @pytest.mark.parametrize(
