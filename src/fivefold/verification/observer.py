@@ -202,15 +202,18 @@ class Observer:
         if tokens is None:
             return False
         distance = self.distances.setdefault(key, Distance())
+        found, expected = [], []
         for b, row in enumerate(rows):
             at = 0
             for start, end in tokens:
                 stop = min(end, tokens_of(self._documents[row]))
                 if start < stop:
-                    found = values_BTF[b if values_BTF.shape[0] > 1 else 0, at : at + stop - start]
-                    expected = self._reference.read(key, (slice(row, row + 1), slice(start, stop)))[0]
-                    distance.add(found, torch.cat([expected[:, slice(*block)] for block in blocks], dim=-1))
+                    found.append(values_BTF[b if values_BTF.shape[0] > 1 else 0, at : at + stop - start])
+                    whole = self._reference.read(key, (slice(row, row + 1), slice(start, stop)))[0]
+                    expected.append(torch.cat([whole[:, slice(*block)] for block in blocks], dim=-1))
                 at += end - start
+        if found:  # else this rank's tokens are all padding
+            distance.add(torch.cat(found), torch.cat(expected))
         return True
 
     def _tokens(self, length: int) -> Sequence[Block] | None:
