@@ -359,7 +359,10 @@ def test_the_first_step_of_a_start_every_few_those_saved_and_the_last_are_checke
     assert [at for _, at in run_ranks(2, checked.train_and_note, never)] == [[], []]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4}])
+OTHER_LAYOUTS = [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4}]
+
+
+@pytest.mark.parametrize("layout", every(OTHER_LAYOUTS, 3))  # the matrix loads under each what another has saved
 def test_a_run_resumed_under_another_layout_passes(tmp_path: Path, layout: dict[str, int]) -> None:
     tree = run_file(tmp_path, train__max_steps=7, train__check_every=1, checkpoint__every=3, train__micro_batch_size=1)
     assert isinstance(train(tree, stop_at=6).error, Stopped)
