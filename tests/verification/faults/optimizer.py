@@ -196,6 +196,45 @@ def rate_set_after_the_update() -> Any:
 
 
 @fault(
+    "the learning rate of a step is set in the first group alone: norms and biases keep that of the run file",
+    known="a schedule of param_groups[0]",
+    layout="shard2",
+    expects=[("update", r"norm|bias")],
+)
+def rate_of_the_first_group() -> Any:
+    plain = torch.optim.AdamW.step
+
+    def step(self: Any, *args: Any) -> Any:
+        for group in self.param_groups[1:]:
+            group["lr"] = self.defaults["lr"]
+        return plain(self, *args)
+
+    step.hooked = True  # type: ignore[attr-defined]
+    return patch.object(torch.optim.AdamW, "step", step)
+
+
+@fault(
+    "Muon's weights decay by the decay alone, not by rate times decay",
+    known="decay taken for what the rate has been multiplied into",
+    layout="shard2",
+    model=Model(optimizer="muon"),
+    expects=[("update", r"_proj\.weight")],
+)
+def muon_decays_without_the_rate() -> Any:
+    plain = muon.Muon.step
+
+    def step(self: Any, closure: Any = None) -> None:
+        own = self._own
+        decay = own["weight_decay"]
+        own["weight_decay"] = decay / own["lr"]
+        plain(self, closure)
+        own["weight_decay"] = decay
+
+    step.hooked = True  # type: ignore[attr-defined]
+    return patch.object(muon.Muon, "step", step)
+
+
+@fault(
     "the step count stays at 1: every step is corrected like the first",
     known="a count that is made again every step",
     layout="shard2",
