@@ -68,7 +68,7 @@ class Proof:
     def stages(self) -> tuple[Callable[[], None], ...]:
         """All that is compared, in the order in which a step computes it."""
         return (
-            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.control,
+            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.evaluation, self.control,
             self.first_step, self.trajectory, self.replicas, self.coverage,
         )  # fmt: skip
 
@@ -153,6 +153,13 @@ class Proof:
                 found = list(decode(self.model, ids, max_new_tokens=len(tokens)))
                 different += sum(a != b for a, b in zip(found, tokens.tolist(), strict=True))
         self.compare.numbers({"tokens, continuations": different / expected.numel()})
+
+    def evaluation(self) -> None:
+        """The loss of the first batch, as evaluation computes it."""
+        with exactly(self.layout.precision):
+            loss = training.mean_loss(self.model, self._batch(0))
+        expected = float(self.reference.whole("evaluated"))
+        self.compare.numbers({"loss, evaluated": relative_number(loss, expected)})
 
     def first_step(self) -> None:
         """One optimizer step: gradients after clipping, the update, the moments, the collectives."""
@@ -324,8 +331,13 @@ class Proof:
 
     def _counts(self, result: training.StepResult) -> None:
         """What a step divides its loss by is what its documents have."""
-        tokens = sum(map(tokens_of, self.case.documents(0)))
-        counts = {"targets": (result.targets, self.case.targets(0)), "tokens": (result.tokens, tokens)}
+        documents = self.case.documents(0)
+        squares = sum(len(each.tokens) ** 2 for row in documents for each in row if len(each.targets))
+        counts = {
+            "targets": (result.targets, self.case.targets(0)),
+            "tokens": (result.tokens, sum(map(tokens_of, documents))),
+            "squared lengths": (result.squared_lengths, squares),
+        }
         wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
         self.compare.count("counts of a step", wrong)
 

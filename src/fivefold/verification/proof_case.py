@@ -21,6 +21,7 @@ from fivefold.data.batch import MicroBatch, Piece, assemble
 
 ROW = 61  # tokens of a row, unless asked otherwise
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1  # the rate is large enough for every weight to move by many ulps
+CHUNKS = 3  # of the loss, unless the run file says how many: a small proof would have one, and a run has many
 BIAS_RATE = 1e-3  # of what load moves a router's bias by: DeepSeek-V3's own
 # Documents of each row, as parts of the row's length; 0 is a document of 2 tokens, -1 of 1. A whole row's goes on.
 _ROWS: tuple[tuple[float, ...], ...] = (
@@ -46,7 +47,7 @@ class ProofCase:
     seed: int
     optimizer: OptimizerSection
     reduce: str = "fp32"  # as the run file has it, like the pieces of the loss
-    loss_chunks: int | None = None
+    loss_chunks: int | None = CHUNKS
     thin: bool = False
     cuts: tuple[str, ...] = ()
     prompts: int = 3

@@ -154,7 +154,17 @@ class Reference:
                 for row, start, ids, _ in self._sequences(batch):
                     logits = self.model(input_ids=ids[None]).logits[0]
                     self.tensors["logits"][row, start : start + len(ids)] = logits.cpu()
+        if seen:
+            self.tensors["evaluated"] = self._evaluated()
         return summed / count
+
+    def _evaluated(self) -> Tensor:
+        """The loss of the first batch from its logits, in which no capacity drops anything."""
+        summed = torch.zeros((), dtype=torch.float64)
+        for row, start, _, targets in self._sequences(self.case.documents(0)):
+            logits = self.tensors["logits"][row, start : start + len(targets)].to(master_dtype(self.precision))
+            summed += F.cross_entropy(logits, targets.cpu(), reduction="sum")
+        return summed / self.case.targets(0)
 
     def _sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Of each document its row, where it starts there, its tokens and its targets."""

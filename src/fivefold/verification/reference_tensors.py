@@ -6,6 +6,7 @@
 | `output/M` | output of module M over the packed rows [G, T, ...]; `M input` what a module was given |
 | `backward/M` | gradient of the loss with respect to that output |
 | `logits` | [G, T, V] |
+| `evaluated` | the loss of the first batch without gradients, fp64 |
 | `gradient/P`, `clipped/P`, `update/P` | of the first step: gradient before and after clipping, change of the weight |
 | `second/P` | of the second step: gradient that the optimizer is given, which no clipping may have changed |
 | `load/M` | of the first step: tokens that router M sends to each expert [E] |

@@ -377,29 +377,14 @@ def padding_counted_as_load() -> Any:
 @fault(
     "what a layer computes again in backward is counted as load again",
     known="a counter in a forward that recompute runs twice",
-    layout="shard2+full",
+    layout="pp2+full",
     model=DEEPSEEK,
     expects=[("load of experts", r"mlp\.gate: 2 times")],
 )
 def load_counted_again_in_backward() -> Any:
-    plain = Balance._note
+    plain = Balance.begin_micro_batch
 
-    def note(self: Balance, name: str, *given: Any, **options: Any) -> Any:
-        before = self._seen.get(name)
-        found = plain(self, name, *given, **options)
-        if before is not None:
-            self._seen[name] = self._seen[name] + before
-        return found
+    def begin(self: Balance, tokens_B: Tensor | None, *, again: bool = False) -> None:
+        plain(self, tokens_B)
 
-    return patch.object(Balance, "_note", note)
-
-
-@fault(
-    "the gradient of the loss for uneven load is left out",
-    known="an auxiliary loss that is logged and not added",
-    layout="shard2.ep2",
-    model=MIXTRAL,
-    expects=[("gradient of output", r"mlp\.gate")],
-)
-def balance_loss_without_gradient() -> Any:
-    return patch.object(balance.AuxLossScaler, "apply", lambda weights, loss: weights)
+    return patch.object(Balance, "begin_micro_batch", begin)

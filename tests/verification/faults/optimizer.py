@@ -202,15 +202,18 @@ def rate_set_after_the_update() -> Any:
     expects=[("update", r"norm|bias")],
 )
 def rate_of_the_first_group() -> Any:
-    plain = torch.optim.AdamW.step
+    plain = adamw.RULE.build
 
-    def step(self: Any, *args: Any) -> Any:
-        for group in self.param_groups[1:]:
-            group["lr"] = self.defaults["lr"]
-        return plain(self, *args)
+    def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+        def forget(of: torch.optim.Optimizer, *_: Any) -> None:
+            for group in of.param_groups[1:]:
+                group["lr"] = options.learning_rate
 
-    step.hooked = True  # type: ignore[attr-defined]
-    return patch.object(torch.optim.AdamW, "step", step)
+        made = plain(model, options)
+        made.register_step_pre_hook(forget)
+        return made
+
+    return _adamw(build)
 
 
 @fault(
@@ -221,17 +224,18 @@ def rate_of_the_first_group() -> Any:
     expects=[("update", r"_proj\.weight")],
 )
 def muon_decays_without_the_rate() -> Any:
-    plain = muon.Muon.step
+    plain = muon.RULE.build
 
-    def step(self: Any, closure: Any = None) -> None:
-        own = self._own
-        decay = own["weight_decay"]
-        own["weight_decay"] = decay / own["lr"]
-        plain(self, closure)
-        own["weight_decay"] = decay
+    def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+        def divided(of: torch.optim.Optimizer, *_: Any) -> None:
+            own = of.param_groups[0]
+            own["weight_decay"] = options.weight_decay / own["lr"]
 
-    step.hooked = True  # type: ignore[attr-defined]
-    return patch.object(muon.Muon, "step", step)
+        made = plain(model, options)
+        made.register_step_pre_hook(divided)
+        return made
+
+    return patch.object(muon.RULE, "build", build)
 
 
 @fault(
