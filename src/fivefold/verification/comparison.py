@@ -10,8 +10,18 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.state import ParallelState
 from fivefold.verification.observer import Distances
-from fivefold.verification.reference_tensors import Distance, ReferenceTensors
-from fivefold.verification.results import ALWAYS, SMALL, WORDS, LayoutResult, Row, Tolerances, judge, kind_of
+from fivefold.verification.reference_tensors import ReferenceTensors
+from fivefold.verification.results import (
+    ALWAYS,
+    SMALL,
+    WORDS,
+    Distance,
+    LayoutResult,
+    Row,
+    Tolerances,
+    judge,
+    kind_of,
+)
 
 
 class Comparison:

@@ -14,8 +14,8 @@ from fivefold.models.discover import facts_of
 from fivefold.parallel.balance import movable_biases
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
-from fivefold.verification.reference_tensors import Distance, logit_distances, save_reference_tensors
-from fivefold.verification.results import FACTOR, SMALL, kind_of, relative
+from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
+from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative
 
 
 def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
@@ -44,6 +44,7 @@ def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
     save_reference_tensors(
         reference.tensors, path, floors=floors, limits=reference.limits, token_dims=reference.token_dims,
         dtypes=reference.dtypes, features=features, values=values, routers=routers, row_length=case.row_length,
+        losses=reference.tensors["losses"].tolist(),
     )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ from fivefold.verification.comparison import Comparison, relative_number
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
 from fivefold.verification.proof_case import LEARNING_RATE, ProofCase, micro_batches, row_numbers, tokens_of
-from fivefold.verification.reference_tensors import Distance, ReferenceTensors, logit_distances
-from fivefold.verification.results import CONTROL, LayoutResult, Row
+from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
+from fivefold.verification.results import CONTROL, Distance, LayoutResult, Row
 
 PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
 
