@@ -114,8 +114,9 @@ class Comparison:
         """Every key that a proof compares, under the word for its kind."""
         asked: dict[str, list[str]] = {}
         for key in self._reference.recorded():
-            is_input = key.startswith("output/") and key.endswith(" input")
-            asked.setdefault("input" if is_input else WORDS[kind_of(key)], []).append(key)
+            kind = kind_of(key)
+            is_input = kind == "output" and key.endswith(" input")
+            asked.setdefault("input" if is_input else WORDS.get(kind, kind), []).append(key)
         said = {row.what for row in self.found.rows} | {*self.found.not_told}
         numbers = [*ALWAYS, *self._reference.numbers()]
         return asked | {what: [what] for what in numbers if what not in said}
