@@ -181,16 +181,6 @@ def evaluated_targets_counted_on_every_tensor_rank() -> Any:
     return patch.object(step, "mean_loss", mean_loss)
 
 
-@fault(
-    "parameters stay gathered after an evaluation: what changes them next is not computed with",
-    known="an evaluation that leaves parameters gathered",
-    layout="shard2",
-    expects=[("control.*", r"does not compute with it")],
-)
-def parameters_stay_gathered_after_evaluation() -> Any:
-    return patch.object(step, "reshard", lambda model: None)
-
-
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
