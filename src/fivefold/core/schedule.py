@@ -9,9 +9,9 @@ record; a new schedule is a function that yields slots, and a record.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
@@ -20,8 +20,7 @@ Kind = Literal["F", "B", "I", "W"]
 TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
 
 
-@dataclass(frozen=True, order=True)
-class Slot:
+class Slot(NamedTuple):
     """A micro batch on a stage, forward or backward."""
 
     stage: int
@@ -77,7 +76,7 @@ class Timeline:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: slots as objects with rank, stage, kind, micro_batch, start, end, waited."""
         slots = [
-            {"rank": t.rank, **asdict(t.slot), "start": t.start, "end": t.end, "waited": t.waited} for t in self.slots
+            {"rank": t.rank, **t.slot._asdict(), "start": t.start, "end": t.end, "waited": t.waited} for t in self.slots
         ]
         return {"ranks": self.ranks, "span": self.span, "bubble": self.bubble, "slots": slots}
 
@@ -182,6 +181,7 @@ class SchedulePlan:
 # ---- how layers are cut into stages ----------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
 def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Layers of each stage: the cuts of `costs` whose dearest stage is the cheapest, and then the most even.
 

@@ -123,6 +123,12 @@ class Estimate:
         return self.flops / self.step_seconds / self.layout.world / peak
 
 
+def padded(length: int, layout: Layout) -> int:
+    """Tokens of a row under a layout."""
+    multiple = layout.row_multiple
+    return -(-length // multiple) * multiple
+
+
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
 
 
@@ -135,18 +141,16 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     return Step(prices, layout, workload).estimate()
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
     return SchedulePlan.of(layout, micro_batches)
 
 
-def _saturated(layout: Layout, micro_batches: int) -> int:
-    """As many micro batches as show what a pipeline rank ever holds at once, and how often it gathers: beyond 3 pp they
-    only repeat. In rounds of pp they stay whole rounds."""
-    enough = 3 * layout.pp + 2 * layout.schedule.multiple(layout.pp)
-    if micro_batches <= enough:
-        return micro_batches
-    return enough - enough % layout.schedule.multiple(layout.pp)
+def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
+    """As many micro batches as show what repeats with more of them: `rounds` times pp, and a whole round more."""
+    multiple = layout.schedule.multiple(layout.pp)
+    enough = rounds * layout.pp + 2 * multiple
+    return micro_batches if micro_batches <= enough else enough - enough % multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,8 +166,8 @@ class Flow:
     forward: Numbers
     backward: Numbers
     reductions: Numbers
-    counts: tuple[Unshards, ...]
-    counted: int
+    counts: tuple[Unshards, ...] = ()
+    counted: int = 0
 
 
 @lru_cache(maxsize=16384)
@@ -176,24 +180,29 @@ def _in_flight(pipeline: Layout, count: int) -> Numbers:
 
 
 @lru_cache(maxsize=16384)
-def flow(pipeline: Layout, micro_batches: int) -> Flow:
-    """Of a pipeline, and its ZeRO stage. Where backwards are whole, FSDP does the same on every rank."""
-    count, pp = _saturated(pipeline, micro_batches), pipeline.pp
-    plan = _schedule(replace(pipeline, zero=3), count)
-    ranks = range(pp if plan.record.splits_backward else 1)
+def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flow:
+    """Of a pipeline, and its ZeRO stage. `at_least`: of reductions no more than there are for certain; to count them is
+    dear where gradients of weights come apart."""
+    count, pp, alone = _saturated(pipeline, micro_batches, rounds=3), pipeline.pp, replace(pipeline, zero=3)
+    plan = _schedule(alone, count)
+    splits = plan.record.splits_backward
+    ranks = range(pp if splits and not at_least else 1)  # where backwards are whole, FSDP does the same on every rank
     counts = [_of_rank(plan, rank, pipeline.zero) for rank in ranks] * (pp // len(ranks))
     of_stages = [counts[plan.rank_of(stage)] for stage in range(plan.stages)]
     forward, backward, reductions = (
         np.array([getattr(each, name) for each in of_stages]) / count for name in ("forward", "backward", "reductions")
     )
-    in_flight = _in_flight(replace(pipeline, zero=3), count)
+    if splits and at_least:
+        reductions = np.full(plan.stages, 1 / count)
+    in_flight = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
     return Flow(in_flight, forward, backward, reductions, tuple(counts), count)
 
 
 def _of_rank(plan: SchedulePlan, rank: int, zero: int) -> Unshards:
     """Of a unit that one stage of a rank uses."""
     own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-    return of_slots(plan.orders[rank], {"layer": frozenset(own[:1])}, plan.micro_batches, own, zero)["layer"]
+    order = tuple(plan.record.order(plan, rank))
+    return of_slots(order, {"layer": frozenset(own[:1])}, plan.micro_batches, own, zero)["layer"]
 
 
 # ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
@@ -273,7 +282,7 @@ def passes(work: Work, sent: Sent, stages: Stages, of: Flow, *, overlaps: bool) 
 
 
 def least_span(
-    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: Numbers | int, transfer: Numbers | float,
+    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: Places, transfer: Numbers | float,
     *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
     """No schedule is shorter: each rank has all of its work, waits until the first micro batch has passed the stages
@@ -304,17 +313,22 @@ class Edges:
     the last one's reduction. `replicas`, `last`: all-reduces over replicas, of all units and of the last. `reductions`:
     one of each unit. `sums`: gradients that ranks hold in part."""
 
-    update: float
-    ends: float
-    replicas: float
-    last: float
-    reductions: float
-    sums: float
+    update: Numbers | float
+    ends: Numbers | float
+    replicas: Numbers | float
+    last: Numbers | float
+    reductions: Numbers | float
+    sums: Numbers | float
+
+    def at(self, places: Places) -> "Edges":
+        """Those at some places of the last dimension."""
+        return Edges(*(np.asarray(getattr(self, each.name))[..., places] for each in fields(self)))
 
     def seconds(self, backward: Numbers) -> Numbers:
         """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
-        hidden: Numbers = np.maximum(0.0, backward - self.reductions)
-        return self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
+        hidden = np.maximum(0.0, backward - self.reductions)
+        found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
+        return found
 
 
 @dataclass(frozen=True)
@@ -340,8 +354,7 @@ class Step:
     @cached_property
     def tokens(self) -> int:
         """Of a row, padded."""
-        multiple = self.layout.row_multiple
-        return -(-self.workload.seq_length // multiple) * multiple
+        return padded(self.workload.seq_length, self.layout)
 
     @cached_property
     def prices(self) -> Prices:
@@ -407,7 +420,7 @@ class Step:
     @cached_property
     def after(self) -> float:
         """Seconds of the busiest rank beside the passes."""
-        return self.edges.update + self.edge_seconds
+        return float(self.edges.update) + self.edge_seconds
 
     @cached_property
     def transfer(self) -> float:
@@ -416,7 +429,7 @@ class Step:
 
     @cached_property
     def grid(self) -> RankGrid:
-        return grid_of(self.prices, self.layout)
+        return self.price_list.grid(self.layout)
 
     def span(self) -> float:
         """Seconds from the first slot of the pipeline to the end of the last."""
@@ -451,7 +464,7 @@ class Step:
             bubble = span - float(total.sum()) * self.micro_batches
             yield Item("time", "bubble", bubble, f"pipeline rank {rank} waits for others")
         held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
-        yield Item("time", "optimizer", self.edges.update, f"{held:,} parameters")
+        yield Item("time", "optimizer", float(self.edges.update), f"{held:,} parameters")
         why = "first gather, last reduction, sums over ranks"
         yield Item("time", "edges of the step", self.edge_seconds, why)
 
@@ -462,7 +475,7 @@ class Step:
 
     @cached_property
     def edges(self) -> Edges:
-        return edges_of(self.price_list, self.prices, self.shards, self.content, self.layout)
+        return edges_of(self.price_list, self.shards, self.content, self.layout)
 
     @cached_property
     def edge_seconds(self) -> float:
@@ -476,7 +489,7 @@ class Step:
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item; the last two are not tensors."""
         content = self.stages.contents[rank]
-        found = resting_bytes(self.price_list, self.prices, self.shards, content, self.layout.zero)
+        found = resting_bytes(self.price_list, self.shards, content, self.layout.zero)
         found["saved activations"] = float(saved_bytes(self.work, self.stages, self.flow.in_flight)[rank])
         found["logits"] = self.prices.logits if content.has_head else 0
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
@@ -513,11 +526,9 @@ class Step:
         )
 
 
-def resting_bytes(
-    price_list: PriceList, prices: Prices, shards: Shards, content: Content, zero: int
-) -> dict[str, float]:
+def resting_bytes(price_list: PriceList, shards: Shards, content: Content, zero: int) -> dict[str, float]:
     """Of a pipeline rank by item: what does not depend on the micro batch."""
-    shape, of_rank = prices.shape, shards.of(content)
+    shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
@@ -531,7 +542,7 @@ def resting_bytes(
     }
 
 
-def edges_of(price_list: PriceList, prices: Prices, shards: Shards, content: Content, layout: Layout) -> Edges:
+def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
     """Of a pipeline rank."""
     cluster, of_rank = price_list.cluster, shards.of(content)
     units = [(unit, count) for shard, count in of_rank for unit in shard.units]
@@ -540,7 +551,7 @@ def edges_of(price_list: PriceList, prices: Prices, shards: Shards, content: Con
         (seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls else 0.0, count)
         for unit, count in units
     ]
-    sums = sum(seconds(cluster, price_list.span(prices.plan.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
+    sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
     if shards.tied and layout.pp > 1 and content.has_embedding != content.has_head:
         call = Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
         sums += seconds(cluster, price_list.span(Axis(2, layout.world // layout.pp * (layout.pp - 1))), call)
@@ -573,11 +584,6 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
     call = Call(axis="pp", kind="send", bytes=size, phase="forward")
     return seconds(price_list.cluster, price_list.span(Axis(pp, price_list.cluster.world // pp)), call)
-
-
-def grid_of(prices: Prices, layout: Layout) -> RankGrid:
-    """The ranks of a layout, with what the model adds to them."""
-    return replace(prices.plan.grid, layout=layout)
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
