@@ -15,6 +15,8 @@ from fivefold.planner.estimate import (
     Flow,
     Sent,
     Work,
+    busiest,
+    durations,
     edges_of,
     flow,
     least_span,
@@ -22,13 +24,13 @@ from fivefold.planner.estimate import (
     resting_bytes,
     runtime_bytes,
     saved_bytes,
+    schedule_plan,
     transfer_seconds,
 )
 from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
 
 AT_ONCE = 2**17  # numbers of an array: what a processor's cache holds
-ROUNDING = 1e-9  # of sums in another order
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class Bounding:
 
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
+    _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
     _resting: dict[tuple[int, int, Content], float] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
@@ -133,10 +136,10 @@ class Bounding:
             self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
         return self._edges[key]
 
-    def flow(self, rows: Rows) -> Flow:
+    def flow(self, rows: Rows, *, at_least: bool) -> Flow:
         """[layout, stage]."""
         pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
-        flows = [flow(replace(rows.pipeline, zero=zero), count, at_least=True) for zero, count in pairs.T.tolist()]
+        flows = [flow(replace(rows.pipeline, zero=zero), count, at_least=at_least) for zero, count in pairs.T.tolist()]
         return Flow(
             np.stack([each.in_flight for each in flows])[inverse],
             np.stack([each.forward for each in flows])[inverse],
@@ -146,32 +149,60 @@ class Bounding:
 
     def transfer(self, pp: int) -> Numbers:
         """Of hidden states between pipeline ranks, for each micro batch of `Space.works`."""
-        prices = self.space.prices
-        return np.array([transfer_seconds(prices, each, pp) for _, _, each in self.space.works])
+        if pp not in self._transfer:
+            prices, works = self.space.prices, self.space.works
+            self._transfer[pp] = np.array([transfer_seconds(prices, each, pp) for _, _, each in works])
+        return self._transfer[pp]
 
     # ---- what is computed --------------------------------------------------------------------------------------------
 
     def _of(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
         """Bytes of the fullest rank, and the least seconds."""
-        prices, work, of = self.space.prices, self.work.at(rows.work), self.flow(rows)
-        engine, numbers = prices.engine, self.shards[rows.place]
-        contents = tuple(dict.fromkeys(stages.contents))
-        of_rank = np.array([contents.index(each) for each in stages.contents])
-        has_head = np.array([each.has_head for each in stages.contents])
-
-        tensors = self.resting(numbers, rows.zero, contents)[:, of_rank] + saved_bytes(work, stages, of.in_flight)
-        tensors += self.logits[rows.work][:, None] * has_head
-        needs = tensors.max(axis=1) * engine.slack + self.runtime[rows.place]
-
-        forward, backward = passes(work, self.sent.at(numbers), stages, of, overlaps=engine.overlaps_data)
+        of = self.flow(rows, at_least=True)
+        forward, backward = self._passes(rows, stages, of)
         transfer = self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
         span = least_span(forward, backward, stages, rows.micro_batches, transfer, splits_backward=splits)
+        after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
+        return self._needs(rows, stages, of.in_flight), span + after
 
-        busy = (forward + backward) @ stages.ranks.T
-        edges = self.edges(rows.place, contents).at(of_rank)
-        after = edges.update + edges.seconds(backward @ stages.ranks.T * engine.overlaps_data)
-        is_busiest = busy >= busy.max(axis=1, keepdims=True) * (1 - ROUNDING)
-        return needs, span + np.where(is_busiest, after, np.inf).min(
-            axis=1
-        ) + prices.world_seconds + engine.step_seconds
+    def _needs(self, rows: Rows, stages: Stages, in_flight: Numbers) -> Numbers:
+        work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
+        tensors = self.resting(self.shards[rows.place], rows.zero, stages.distinct)[:, number]
+        tensors = tensors + saved_bytes(work, stages, in_flight)
+        tensors += self.logits[rows.work][:, None] * np.array([each.has_head for each in stages.contents])
+        found: Numbers = tensors.max(axis=1) * self.space.prices.engine.slack + self.runtime[rows.place]
+        return found
+
+    def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
+        work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
+        return passes(work, sent, stages, of, overlaps=self.space.prices.engine.overlaps_data)
+
+    def _least_after(self, rows: Rows, stages: Stages) -> Numbers:
+        """Where it is not known which rank is the busiest, or how long its backward is."""
+        prices, edges = self.space.prices, self.edges(rows.place, stages.distinct)
+        found: Numbers = np.min(edges.update + edges.seconds(np.inf), axis=1)
+        return found + prices.world_seconds + prices.engine.step_seconds
+
+    def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
+        """Seconds of the busiest rank beside the passes."""
+        prices, rank = self.space.prices, busiest(forward, backward, stages)
+        each = np.arange(len(rows), dtype=np.int64)
+        content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
+        edges = self.edges(rows.place, stages.distinct).at((each, content))
+        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_data
+        return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
+
+    def seconds(self, rows: Rows) -> Numbers:
+        """Of a step, with the pipeline run slot by slot. All have the same number of micro batches."""
+        pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
+        forward, backward = self._passes(rows, stages, self.flow(rows, at_least=False))
+        of_kind = durations(forward, backward, self.work.at(rows.work), stages)
+        transfer = self.transfer(rows.pp)[rows.work]
+        timings = np.concatenate([*of_kind.values(), transfer[:, None]], axis=1)
+        distinct, inverse = np.unique(timings, axis=0, return_inverse=True)
+        columns = distinct.T
+        split = dict(zip(of_kind, np.split(columns[:-1], len(of_kind)), strict=True))
+        plan = schedule_plan(pipeline, int(rows.micro_batches[0]))
+        span: Numbers = plan.span(split, columns[-1], np.maximum)
+        return span[inverse.reshape(-1)] + self._after(rows, stages, forward, backward)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fivefold.core import legality
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.schedule import SchedulePlan, Slot, Timeline
+from fivefold.core.schedule import Kind, SchedulePlan, Slot, Timeline
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.limits import limits_of
@@ -41,7 +41,8 @@ from fivefold.planner.price import (
     nothing,
 )
 
-Places = NDArray[np.int64] | int
+Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
+ROUNDING = 1e-9  # of sums in another order
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -142,7 +143,8 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
 
 
 @lru_cache(maxsize=256)
-def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
+def schedule_plan(layout: Layout, micro_batches: int) -> SchedulePlan:
+    """Of a layout that says its pipeline alone. It keeps what it has computed."""
     return SchedulePlan.of(layout, micro_batches)
 
 
@@ -172,7 +174,7 @@ class Flow:
 
 @lru_cache(maxsize=16384)
 def _in_flight(pipeline: Layout, count: int) -> Numbers:
-    plan, found = _schedule(pipeline, count), np.zeros(pipeline.stages)
+    plan, found = schedule_plan(pipeline, count), np.zeros(pipeline.stages)
     for order in plan.orders:
         for stage, most in under_way(order).items():
             found[stage] = most
@@ -184,7 +186,7 @@ def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flo
     """Of a pipeline, and its ZeRO stage. `at_least`: of reductions no more than there are for certain; to count them is
     dear where gradients of weights come apart."""
     count, pp, alone = _saturated(pipeline, micro_batches, rounds=3), pipeline.pp, replace(pipeline, zero=3)
-    plan = _schedule(alone, count)
+    plan = schedule_plan(alone, count)
     splits = plan.record.splits_backward
     ranks = range(pp if splits and not at_least else 1)  # where backwards are whole, FSDP does the same on every rank
     counts = [_of_rank(plan, rank, pipeline.zero) for rank in ranks] * (pp // len(ranks))
@@ -281,9 +283,22 @@ def passes(work: Work, sent: Sent, stages: Stages, of: Flow, *, overlaps: bool) 
     return work.forward @ stages.layers.T + before, work.backward @ stages.layers.T + after
 
 
+def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
+    """Seconds of each kind of slot, of each stage."""
+    weights = work.weights @ stages.layers.T
+    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+
+
+def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.int64]":
+    """The pipeline rank with the most to do: the first of those that have it."""
+    work = (forward + backward) @ stages.ranks.T
+    found: NDArray[np.int64] = np.argmax(work >= work.max(axis=-1, keepdims=True) * (1 - ROUNDING), axis=-1)
+    return found
+
+
 def least_span(
-    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: Places, transfer: Numbers | float,
-    *, splits_backward: bool,
+    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: NDArray[np.int64] | int,
+    transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
     """No schedule is shorter: each rank has all of its work, waits until the first micro batch has passed the stages
     before its first, and then the last one still has to come back through them.
@@ -321,10 +336,10 @@ class Edges:
     sums: Numbers | float
 
     def at(self, places: Places) -> "Edges":
-        """Those at some places of the last dimension."""
-        return Edges(*(np.asarray(getattr(self, each.name))[..., places] for each in fields(self)))
+        """Those at some places."""
+        return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
 
-    def seconds(self, backward: Numbers) -> Numbers:
+    def seconds(self, backward: Numbers | float) -> Numbers:
         """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
         hidden = np.maximum(0.0, backward - self.reductions)
         found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
@@ -398,8 +413,7 @@ class Step:
     @cached_property
     def busiest(self) -> int:
         """The pipeline rank with the most to do."""
-        forward, backward = self.passes
-        return int(np.argmax((forward + backward) @ self.stages.ranks.T))
+        return int(busiest(*self.passes, self.stages))
 
     def _totals(self, rank: int) -> Seconds:
         """Of a pipeline rank in one micro batch, by item."""
@@ -423,6 +437,11 @@ class Step:
         return float(self.edges.update) + self.edge_seconds
 
     @cached_property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.span() + self.after
+
+    @cached_property
     def transfer(self) -> float:
         """Seconds of hidden states from one pipeline rank to the next."""
         return transfer_seconds(self.price_list, self.prices, self.layout.pp)
@@ -436,19 +455,21 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        return self.timeline(self.micro_batches).span
+        plan = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches)
+        return float(plan.span(self.durations, self.transfer, max))
+
+    @cached_property
+    def durations(self) -> dict[Kind, list[float]]:
+        """Seconds of a slot of each kind, by stage."""
+        return {kind: each.tolist() for kind, each in durations(*self.passes, self.work, self.stages).items()}
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
-        forward, backward = self.passes
-        weights = self.work.weights @ self.stages.layers.T
-        durations = {"F": forward, "B": backward, "I": backward - weights, "W": weights}
-        of_kind = {kind: each.tolist() for kind, each in durations.items()}
 
         def duration(slot: Slot) -> float:
-            return float(of_kind[slot.kind][slot.stage])
+            return self.durations[slot.kind][slot.stage]
 
-        return _schedule(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
+        return schedule_plan(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""

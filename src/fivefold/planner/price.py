@@ -149,6 +149,11 @@ class Stages:
     first: NDArray[np.int64]
 
     @cached_property
+    def distinct(self) -> tuple[Content, ...]:
+        """Contents that differ."""
+        return tuple(dict.fromkeys(self.contents))
+
+    @cached_property
     def has(self) -> NDArray[np.bool_]:
         """[rank, part]: whether a rank has something of a part."""
         return self.ranks @ self.layers > 0
