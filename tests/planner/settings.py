@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from fivefold.core.layout import Layout
@@ -38,3 +39,9 @@ def sampled(
     found = prices(family, cluster, layers)
     every = list(layouts(Space(found, Workload(2048, batch))))
     return [(found, layout) for layout in random.Random(family + cluster).sample(every, min(count, len(every)))]
+
+
+def with_memory(of: PriceList, *, gib: float) -> PriceList:
+    """The same on devices with other memory, whose runtime takes none of it."""
+    chip = replace(of.cluster.chip, memory_gib=gib, context_gib=0.0, communicator_gib=0.0)
+    return PriceList(of.facts, replace(of.cluster, chip=chip), of.engine)

@@ -152,7 +152,7 @@ def schedule_plan(layout: Layout, micro_batches: int) -> SchedulePlan:
 def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
     """As many micro batches as show what repeats with more of them: `rounds` times pp, and a whole round more."""
     multiple = layout.schedule.multiple(layout.pp)
-    enough = rounds * layout.pp + 2 * multiple
+    enough = rounds * layout.pp + multiple
     return micro_batches if micro_batches <= enough else enough - enough % multiple
 
 
