@@ -5,9 +5,10 @@ with them. Memory is that of the fullest pipeline rank. Time is that of the whol
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,22 +161,27 @@ def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
 class Flow:
     """How micro batches pass a pipeline's stages. `in_flight`: of each stage, the most that wait for their backward.
     `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
-    reduces it: as a mean over micro batches.
+    reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
+    after its last other slot.
     """
 
     in_flight: Numbers
     forward: Numbers
     backward: Numbers
     reductions: Numbers
+    left: Numbers
 
 
 @lru_cache(maxsize=16384)
-def _in_flight(pipeline: Layout, count: int) -> Numbers:
-    plan, found = schedule_plan(pipeline, count), np.zeros(pipeline.stages)
+def _in_flight(pipeline: Layout, count: int) -> tuple[Numbers, Numbers]:
+    """Of each stage: the most micro batches in flight, and the gradients of weights that are left to the end."""
+    plan, found, left = schedule_plan(pipeline, count), np.zeros(pipeline.stages), np.zeros(pipeline.stages)
     for order in plan.orders:
         for stage, most in under_way(order).items():
             found[stage] = most
-    return found
+        for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
+            left[slot.stage] += 1
+    return found, left
 
 
 @lru_cache(maxsize=16384)
@@ -194,8 +200,8 @@ def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flo
     forward, backward, reductions = times / micro_batches
     if splits and at_least:
         reductions = np.full(pipeline.stages, 1 / micro_batches)
-    in_flight = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
-    return Flow(in_flight, forward, backward, reductions)
+    in_flight, left = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
+    return Flow(in_flight, forward, backward, reductions, left)
 
 
 def _times(pipeline: Layout, micro_batches: int, zero: int, ranks: int) -> Numbers:
@@ -205,7 +211,7 @@ def _times(pipeline: Layout, micro_batches: int, zero: int, ranks: int) -> Numbe
     for rank in range(ranks):
         own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
         users = {str(stage): frozenset((stage,)) for stage in (own if ranks > 1 else own[:1])}
-        times = of_slots(tuple(plan.record.order(plan, rank)), users, micro_batches, own, zero)
+        times = of_slots(plan.orders[rank], users, micro_batches, own, zero)
         for stage, each in times.items():
             found[:, int(stage)] = each.forward, each.backward, each.reductions
     return found if ranks > 1 else np.repeat(found[:, :1], pipeline.stages, axis=1)
@@ -301,20 +307,18 @@ def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.
 
 
 def least_span(
-    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: NDArray[np.int64] | int,
+    slots: Mapping[Kind, Numbers], stages: Stages, of: Flow, micro_batches: NDArray[np.int64] | int,
     transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
-    """No schedule is shorter: each rank has all of its work, waits until the first micro batch has passed the stages
-    before its first, and then the last one still has to come back through them.
-
-    With gradients of weights apart, a rank has work left while that one comes back.
-    """
-    ways = forward if splits_backward else forward + backward
-    before = np.cumsum(ways, axis=-1) - ways
-    hops = stages.first * (1 if splits_backward else 2)
-    work = (forward + backward) @ stages.ranks.T
-    waits = before[..., stages.first] + hops * np.expand_dims(transfer, -1)
-    found: Numbers = np.max(work * np.expand_dims(micro_batches, -1) + waits, axis=-1)
+    """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
+    has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
+    while the rank can compute the gradients of weights that are left."""
+    forward, backward, weights = slots["F"], slots["B"], slots["W"]
+    back = slots["I"] if splits_backward else backward
+    hops = stages.first * np.expand_dims(transfer, -1)
+    there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
+    work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
+    found: Numbers = np.max(there + np.maximum(work, work - of.left * weights @ stages.ranks.T + again), axis=-1)
     return found
 
 
@@ -432,7 +436,8 @@ class Step:
     def at_least(self) -> float:
         """No step is shorter. Without a pipeline, none is longer."""
         splits = self.pipeline.schedule.splits_backward
-        span = least_span(*self.passes, self.stages, self.micro_batches, self.transfer, splits_backward=splits)
+        slots = durations(*self.passes, self.work, self.stages)
+        span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
         return float(span) + self.after
 
     @cached_property

@@ -17,7 +17,7 @@ from fivefold.planner.price import Numbers, PriceList
 from fivefold.planner.space import Integers, Space
 
 ALIKE = 1.005  # the ratio of two numbers that nobody tells apart
-FAR = 2.0  # a layout that takes so many times as long is not shown
+FAR = 1.5  # a layout that takes so many times as long is not shown
 NEAR = 0.02  # two layouts whose times are this close are tied: the simpler one comes first
 
 
