@@ -4,30 +4,96 @@
 measurements were made with; `benchmarks/planner_accuracy.py` holds them against those.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fivefold.core.layout import Layout
+from fivefold.models.facts import ModelFacts
+from fivefold.parallel.stage_plan import stage_plan
+
+Splits = tuple[tuple[int, int], ...]  # layers of each stage, first and past the last
+
+
+def as_planned(facts: ModelFacts, pipeline: Layout) -> Splits:
+    """The stages of this runtime."""
+    return stage_plan(facts, pipeline).splits
+
+
+def dealt_until_full(facts: ModelFacts, pipeline: Layout) -> Splits:
+    """nanotron's: layers are dealt in order, and a stage takes them until it has more than its part of all weights that
+    a token is multiplied with, the head's included. The layer that exceeds the part is still its own.
+
+    16 layers of 1 and a head of 4 in 2 stages: 11 layers, for 10 is not more than half of 20; then 5 and the head.
+    """
+    costs = [cost.active for cost in facts.layer_costs]
+    part = (sum(costs) + facts.head_cost) / pipeline.stages
+    bounds, dealt = [0], 0.0
+    for layer, cost in enumerate(costs):
+        dealt += cost
+        if dealt > part * len(bounds) and len(bounds) < pipeline.stages:
+            bounds.append(layer + 1)
+    bounds += [len(costs)] * (pipeline.stages + 1 - len(bounds))
+    return tuple(pairwise(bounds))
+
+
+def evenly(facts: ModelFacts, pipeline: Layout) -> Splits:
+    """Megatron's and torchtitan's: as many layers for each stage; where that leaves some, the first ones have one more."""
+    each, more = divmod(len(facts.anatomy.layers), pipeline.stages)
+    bounds = [stage * each + min(stage, more) for stage in range(pipeline.stages + 1)]
+    return tuple(pairwise(bounds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     """The traits of a trainer.
 
-    `saved_scale`: saved activations over those of the traced layer, which counts every number in the compute type.
+    Memory. `shards`: what is dealt out over data ranks: the parameters with all their state (FSDP), or the optimizer's
+    state alone (ZeRO-1). `over`: the ranks that it is dealt to: those of dp_shard, or all data ranks (Megatron's
+    distributed optimizer). `reduces_in_place`: reduced gradients have no memory besides the unreduced.
+    `fused`: a layer saves what fused kernels save (`compute.fused_saved`), not what the traced layer does.
+    `gathers_again`: under sequence parallelism the input of a column is kept split, and gathered again in backward.
+    `saved_scale`: saved activations over those, which count every number in the compute type.
+    `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
+    `slack`: what the allocator reserves over what is allocated.
+
+    Time. `matmul`: of the best matmul's rate, what the layers' reach; `attention`: the same of attention.
     `traffic`: bytes of memory traffic beside matmuls and attention, forward and backward, for a saved byte.
     `logit_bytes`: traffic of the loss, forward and backward, for a logit.
     `host_seconds`: of Python and launches for a layer and micro batch, forward and backward.
+    `host_across`: more of them for each rank of tp where the pipeline leaves the node.
     `overlaps_data`: FSDP's collectives run beside compute. `overlaps_tensor`: the part of tp's that does.
-    `slack`: what the allocator reserves over what is allocated. `step_seconds`: of a step, whatever its size.
+    `step_seconds`: of a step, whatever its size. `split`: the layers of each pipeline stage.
     """
 
     name: str
+    shards: str = "parameters"
+    over: str = "dp_shard"
+    reduces_in_place: bool = False
+    fused: bool = False
+    gathers_again: bool = False
     saved_scale: float = 1.0
+    logit_memory: float | None = None
+    slack: float
+    matmul: float = 1.0
+    attention: float = 1.0
     traffic: float
     logit_bytes: float
     host_seconds: float
+    host_across: float = 0.0
     overlaps_data: bool
     overlaps_tensor: float = 0.0
-    slack: float
     step_seconds: float
+    split: Callable[[ModelFacts, Layout], Splits] = as_planned
+
+    def laid(self, layout: Layout) -> Layout:
+        """A layout of the trainer in the words of this runtime: its ZeRO stage, and the ranks that share states.
+
+        Megatron's dp_replicate8 is dp_shard8 with zero1.
+        """
+        if self.over == "data":
+            layout = replace(layout, dp_shard=layout.data_ranks, dp_replicate=1)
+        return replace(layout, zero=1) if self.shards == "optimizer" else layout
 
 
 ENGINES = {
@@ -39,6 +105,26 @@ ENGINES = {
         Engine(
             name="fivefold", traffic=3.5, logit_bytes=48, host_seconds=2.4e-3, overlaps_data=True, slack=1.12,
             step_seconds=2e-3,
+        ),
+        # torch's and TransformerEngine's fused kernels, the distributed optimizer, gradients in fp32.
+        Engine(
+            name="megatron", shards="optimizer", over="data", reduces_in_place=True, fused=True, gathers_again=True,
+            split=evenly, matmul=0.85, attention=0.9, traffic=3.5, logit_bytes=24, host_seconds=2.4e-3,
+            overlaps_data=True, slack=1.05, step_seconds=0.02, logit_memory=4,
+        ),
+        Engine(
+            name="torchtitan", split=evenly, matmul=0.85, attention=0.9, traffic=4, logit_bytes=48, host_seconds=2.4e-3,
+            overlaps_data=True, slack=1.1, step_seconds=0.02, logit_memory=10,
+        ),
+        Engine(
+            name="fsdp1", matmul=0.85, attention=0.9, traffic=5, logit_bytes=48, host_seconds=3e-3,
+            overlaps_data=True, slack=1.2, step_seconds=0.02, logit_memory=10,
+        ),
+        # Eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most, collectives one after the other.
+        Engine(
+            name="nanotron", shards="optimizer", reduces_in_place=True, split=dealt_until_full,
+            matmul=0.7, attention=0.46, traffic=6.8, logit_bytes=53, host_seconds=4.2e-3, host_across=2.9e-3,
+            overlaps_data=False, slack=1.05, step_seconds=0.071, logit_memory=10,
         ),
     )
 }  # fmt: skip

@@ -115,6 +115,7 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     layout = layout.resolve(world)
     limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
+    layout = prices.engine.laid(layout)
     return Step(prices, layout, workload).estimate()
 
 
@@ -350,7 +351,7 @@ class Step:
         gathered, waiting = unit_bytes(sizes, self.layout.zero, shape)
         found: dict[str, float] = {
             "parameters": held * shape.master_bytes,
-            "gradients": trained * shape.master_bytes,
+            "gradients": 0 if self.engine.reduces_in_place else trained * shape.master_bytes,
             "optimizer state": trained * shape.master_bytes * OPTIMIZERS[shape.optimizer].per_weight,
             "gathered parameters": gathered,
             "unreduced gradients": waiting,

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import LayerCost, ModelFacts
+from fivefold.models.facts import LayerCost, ModelFacts, Saved
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
 from fivefold.parallel.ranks import Axis, RankGrid
-from fivefold.parallel.stage_plan import stage_plan
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster, Span
-from fivefold.planner.compute import Product, attention_seconds, matmul_seconds, traffic_seconds
+from fivefold.planner.compute import Product, attention_seconds, fused_saved, matmul_seconds, traffic_seconds
 from fivefold.planner.engines import Engine
 from fivefold.planner.links import seconds
 
@@ -103,6 +102,7 @@ class _Pricing:
     plan: ParallelPlan
     shape: StepShape
     prices: "PriceList"
+    across: bool
 
     @property
     def engine(self) -> Engine:
@@ -167,11 +167,13 @@ class _Pricing:
         """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
         attention (FlashAttention computes the scores again)."""
         chip, dtype, recompute = self.chip, self.dtype, self.shape.recompute.wraps(layer)
-        matmuls = sum(matmul_seconds(chip, each, dtype) for each in self.products(layer, cost))
-        attention = attention_seconds(chip, self.attention_flops(cost), dtype)
-        numbers = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence) * self.tokens
-        saved = round(numbers * self.shape.compute_bytes * self.engine.saved_scale)
-        traffic = traffic_seconds(chip, self.engine.traffic * saved) / 3
+        engine = self.engine
+        matmuls = sum(matmul_seconds(chip, each, dtype) for each in self.products(layer, cost)) / engine.matmul
+        attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
+        traced = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence)
+        each = self.tokens * self.shape.compute_bytes
+        saved = round(self._saved(layer, cost) * each * engine.saved_scale)
+        traffic = traffic_seconds(chip, engine.traffic * traced * each) / 3
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
         weights[:3] = matmuls, 0.0, 0.0
@@ -184,9 +186,17 @@ class _Pricing:
         units = tuple(self.unit(unit) for unit in self.plan.units if _is_of(unit.name, layer))
         return LayerPrice(forward, backward, weights, saved, kept if recompute else saved, units, step)
 
+    def _saved(self, layer: str, cost: LayerCost) -> float:
+        """Numbers that a token leaves on a rank."""
+        tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
+        saved = fused_saved(layer, cost, self.plan.partition, self.shape.hidden) if engine.fused else cost.saved
+        if engine.gathers_again and splits:
+            saved = Saved(residual=saved.residual + saved.entered, inside=saved.inside)
+        return saved.on_rank(tp, sequence_parallel=splits)
+
     def _launch(self, forward: Seconds, backward: Seconds, *, recompute: bool) -> None:
         """A device that is done before Python has issued its kernels waits. The two times meet smoothly."""
-        host = self.engine.host_seconds / 3
+        host = (self.engine.host_seconds + self.engine.host_across * self.plan.layout.tp * self.across) / 3
         for seconds_, passes in ((forward, 1), (backward, 2 + recompute)):
             device = seconds_.sum()
             seconds_[ITEMS.index("host")] = (device**4 + (host * passes) ** 4) ** 0.25 - device
@@ -240,13 +250,19 @@ class _Pricing:
         matmuls = sum(
             matmul_seconds(chip, Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)), self.dtype)
             for each in outside
-        )
+        ) / self.engine.matmul
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
         forward, backward, weights = nothing(), nothing(), nothing()
         forward[:3], backward[:3], weights[0] = (matmuls, 0, loss), (2 * matmuls, 0, loss), matmuls
         return LayerPrice(
             forward, backward, weights, step_seconds=self._sent(self.plan.anatomy.head, forward, backward)
         )
+
+    def logits(self, chunk: int) -> int:
+        """Bytes of the loss at once: of one chunk, or of all logits where the trainer does not chunk them."""
+        if self.engine.logit_memory is None:
+            return chunk
+        return round(self.engine.logit_memory * self.tokens * self.plan.vocabulary)
 
     def _outputs(self, module: str, outputs: int) -> int:
         return self.plan.vocabulary if module == self.plan.anatomy.head else outputs
@@ -280,7 +296,7 @@ class PriceList:
     cluster: Cluster
     engine: Engine
     short: ModelFacts = field(init=False)
-    _found: dict[tuple[Layout, int], Prices] = field(init=False, default_factory=dict)
+    _found: dict[tuple[Layout, int, bool], Prices] = field(init=False, default_factory=dict)
     _stages: dict[Layout, tuple[Stage, ...]] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
@@ -291,7 +307,8 @@ class PriceList:
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Under a layout whose pipeline does not matter, for rows of `tokens` tokens, padded. Raises `UserError` where
         the layout does not fit the model."""
-        key = without_pipeline(layout), tokens
+        across = layout.pp > 1 and layout.world > self.cluster.domain
+        key = without_pipeline(layout), tokens, across
         if key not in self._found:
             self._found[key] = self._price(*key)
         return self._found[key]
@@ -306,23 +323,23 @@ class PriceList:
     def stages(self, pipeline: Layout) -> tuple[Stage, ...]:
         """The stages of a layout that says its pipeline alone."""
         if pipeline not in self._stages:
-            plan, kinds = stage_plan(self.facts, pipeline), self.facts.kinds
+            splits, kinds = self.engine.split(self.facts, pipeline), self.facts.kinds
             numbers = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
-            counts = [Counter(numbers[kind] for kind in kinds[first:last]) for first, last in plan.splits]
+            counts = [Counter(numbers[kind] for kind in kinds[first:last]) for first, last in splits]
             self._stages[pipeline] = tuple(
-                Stage(tuple(count.items()), stage == 0, stage == plan.count - 1) for stage, count in enumerate(counts)
+                Stage(tuple(count.items()), stage == 0, stage == len(splits) - 1) for stage, count in enumerate(counts)
             )
         return self._stages[pipeline]
 
-    def _price(self, layout: Layout, tokens: int) -> Prices:
+    def _price(self, layout: Layout, tokens: int, across: bool) -> Prices:
         plan = lower(self.short, layout, 0)
         shape = plan.step_shape(layout.micro_batch_size, tokens, 1)
-        pricing, needs = _Pricing(plan, shape, self), plan.bytes(shape)
+        pricing, needs = _Pricing(plan, shape, self, across), plan.bytes(shape)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         root = next(unit for unit in plan.units if unit.name == "")
         world = [call for call in pricing.calls if call.axis == "world"]
         return Prices(
             plan, shape, tuple(pricing.layer(layer, cost) for layer, cost in costs), pricing.embedding(),
-            pricing.head(), pricing.unit(root), needs.logits, needs.buffers,
+            pricing.head(), pricing.unit(root), pricing.logits(needs.logits), needs.buffers,
             sum(pricing.seconds(call) * call.times for call in world),
         )  # fmt: skip
