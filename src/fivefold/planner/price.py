@@ -18,6 +18,7 @@ from fivefold.core.layout import Layout
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, ModelFacts, Saved
 from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.memory import StepBytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.planner.chips import Chip
@@ -96,13 +97,44 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class _Pricing:
-    """What prices are computed from."""
+class _Lowered:
+    """The plan of a layout, and what a micro batch of rows of `tokens` tokens makes of it, whatever the cluster."""
 
     plan: ParallelPlan
-    shape: StepShape
+    tokens: int
+
+    @cached_property
+    def shape(self) -> StepShape:
+        return self.plan.step_shape(self.plan.layout.micro_batch_size, self.tokens, 1)
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        return self.plan.calls(self.shape)
+
+    @cached_property
+    def needs(self) -> StepBytes:
+        return self.plan.bytes(self.shape)
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """What prices are computed from. `across`: the layout's pipeline leaves the node."""
+
+    lowered: _Lowered
     prices: "PriceList"
     across: bool
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return self.lowered.plan
+
+    @property
+    def shape(self) -> StepShape:
+        return self.lowered.shape
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return self.lowered.calls
 
     @property
     def engine(self) -> Engine:
@@ -111,10 +143,6 @@ class _Pricing:
     @property
     def chip(self) -> Chip:
         return self.prices.cluster.chip
-
-    @cached_property
-    def calls(self) -> tuple[Call, ...]:
-        return self.plan.calls(self.shape)
 
     @property
     def dtype(self) -> str:
@@ -297,12 +325,19 @@ class PriceList:
     engine: Engine
     short: ModelFacts = field(init=False)
     _found: dict[tuple[Layout, int, bool], Prices] = field(init=False, default_factory=dict)
+    _lowered: dict[tuple[Layout, int], "_Lowered"] = field(init=False, default_factory=dict)
     _stages: dict[Layout, tuple[Stage, ...]] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
+
+    def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
+        """The same layouts' prices on another cluster or for another trainer, from the same plans."""
+        other = PriceList(self.facts, cluster, engine)
+        other._lowered = self._lowered
+        return other
 
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Under a layout whose pipeline does not matter, for rows of `tokens` tokens, padded. Raises `UserError` where
@@ -332,9 +367,11 @@ class PriceList:
         return self._stages[pipeline]
 
     def _price(self, layout: Layout, tokens: int, across: bool) -> Prices:
-        plan = lower(self.short, layout, 0)
-        shape = plan.step_shape(layout.micro_batch_size, tokens, 1)
-        pricing, needs = _Pricing(plan, shape, self, across), plan.bytes(shape)
+        if (layout, tokens) not in self._lowered:
+            self._lowered[layout, tokens] = _Lowered(lower(self.short, layout, 0), tokens)
+        lowered = self._lowered[layout, tokens]
+        plan, shape, needs = lowered.plan, lowered.shape, lowered.needs
+        pricing = _Pricing(lowered, self, across)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         root = next(unit for unit in plan.units if unit.name == "")
         world = [call for call in pricing.calls if call.axis == "world"]

@@ -1,0 +1,217 @@
+"""The planner held against published measurements: how far its throughput and its memory are off, and what its choice
+of a layout would have cost.
+
+    python -m benchmarks.planner_accuracy --published DIR            the tables, and results/planner_accuracy.json
+    python -m benchmarks.planner_accuracy --fit nanotron             the constants of a trainer and its cluster, fitted
+
+Constants are fitted on one half of the rows, chosen by a hash of the row, and the tables say both halves. No row is a
+special case.
+"""
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.published import Measured, folder_of, read
+from fivefold.core.errors import UserError
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES, Engine
+from fivefold.planner.estimate import Estimate, Step
+from fivefold.planner.price import PriceList
+
+Vector = NDArray[np.float64]
+
+# What `--fit` may move for each trainer: traits of the engine, and the links of the cluster that its rows ran on.
+FREE = {
+    "nanotron": (
+        "matmul", "attention", "traffic", "logit_bytes", "host_seconds", "host_across", "step_seconds",
+        "inside.fraction", "inside.latency_us", "between.fraction", "between.latency_us", "between.decay",
+    ),
+    "megatron": ("matmul", "attention", "traffic", "host_seconds", "step_seconds"),
+    "fsdp1": ("matmul", "attention", "traffic", "host_seconds"),
+    "torchtitan": ("matmul", "attention", "traffic", "host_seconds"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A row and what the planner says of it. `fits`: it expects no failure; None where no layout can be made of it."""
+
+    row: Measured
+    tokens_per_second: float
+    allocated_gib: float
+    reserved_gib: float
+    fits: bool
+
+
+class Planner:
+    """Estimates rows with one price list for each model, cluster and trainer."""
+
+    def __init__(self, change: Mapping[str, float] | None = None, known: "Planner | None" = None) -> None:
+        self.change, self.known = dict(change or {}), known
+        self.lists = dict[tuple[object, ...], PriceList]()
+
+    def prices(self, row: Measured) -> PriceList:
+        key = (row.shape, row.cluster.text, row.cluster.node, row.engine)
+        if key not in self.lists:
+            engine, cluster = changed(ENGINES[row.engine], row.cluster, self.change)
+            old = self.known.prices(row) if self.known else PriceList(row.shape.facts(), row.cluster, engine)
+            self.lists[key] = old.repriced(cluster, engine)
+        return self.lists[key]
+
+    def step(self, row: Measured) -> Step:
+        prices = self.prices(row)
+        return Step(prices, prices.engine.laid(row.layout), row.workload)
+
+    def predict(self, row: Measured, *, simulated: bool = True) -> Predicted | None:
+        """None where the planner cannot make stages of the layout: more of them than layers."""
+        try:
+            step = self.step(row)
+            estimate = step.estimate(None if simulated or row.layout.pp == 1 else closed_span(step))
+        except (UserError, IndexError, ValueError):
+            return None
+        return Predicted(
+            row, estimate.tokens_per_second_per_device, estimate.allocated / 2**30, estimate.reserved / 2**30,
+            estimate.fits,
+        )  # fmt: skip
+
+
+def closed_span(step: Step) -> float:
+    """The span of 1F1B without its simulation, for fitting: the slowest stage for every micro batch, all stages once."""
+    totals = [float((forward + backward).sum()) for forward, backward, _ in step.passes]
+    return (step.micro_batches - 1) * max(totals) + sum(totals) + 2 * step.transfer * (len(totals) - 1)
+
+
+def changed(engine: Engine, cluster: Cluster, change: Mapping[str, float]) -> tuple[Engine, Cluster]:
+    """The engine and the cluster with other constants: `matmul`, or `between.decay` of a link."""
+    traits = {name: value for name, value in change.items() if "." not in name}
+    links = defaultdict[str, dict[str, float]](dict)
+    for name, value in change.items():
+        if "." in name:
+            side, field = name.split(".")
+            links[side][field] = value
+    sides = {side: replace(getattr(cluster.node, side), **fields) for side, fields in links.items()}
+    return replace(engine, **traits), replace(cluster, node=replace(cluster.node, **sides))  # type: ignore[arg-type]
+
+
+# ---- fitting ---------------------------------------------------------------------------------------------------------
+
+SCALE = 0.05  # of the Cauchy loss: errors far above 5 % pull no more than this one
+
+
+def constants(rows: Sequence[Measured], names: Sequence[str]) -> dict[str, float]:
+    """Those that stand in the code and in the cluster files now."""
+    engine, node = ENGINES[rows[0].engine], rows[0].cluster.node
+    found = {}
+    for name in names:
+        side, _, field = name.rpartition(".")
+        found[name] = float(getattr(getattr(node, side) if side else engine, field))
+    return found
+
+
+def fit(rows: Sequence[Measured], names: Sequence[str], *, rounds: int = 12, show: bool = True) -> dict[str, float]:
+    """Constants with the least Cauchy loss of log throughput: damped Gauss-Newton steps on their logarithms."""
+    basis = Planner()
+    for row in rows:
+        basis.predict(row, simulated=False)
+    now = constants(rows, names)
+
+    def errors(change: Mapping[str, float]) -> Vector:
+        planner = Planner(change, basis)
+        found = [planner.predict(row, simulated=False) for row in rows]
+        return np.array([
+            math.log(each.tokens_per_second / (each.row.tokens_per_second or 1)) if each else 0.0 for each in found
+        ])  # fmt: skip
+
+    def loss(error: Vector) -> float:
+        return float(np.log1p((error / SCALE) ** 2).mean())
+
+    error, damping = errors(now), 1e-2
+    for turn in range(rounds):
+        columns = [(errors({**now, name: now[name] * 1.02}) - error) / math.log(1.02) for name in names]
+        jacobian, weights = np.stack(columns, axis=1), 1 / (1 + (error / SCALE) ** 2)
+        normal, gradient = (jacobian.T * weights) @ jacobian, (jacobian.T * weights) @ error
+        better = False
+        while not better and damping < 1e4:
+            step = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(names))), -gradient)
+            tried = {
+                name: min(now[name] * math.exp(float(np.clip(by, -0.7, 0.7))), 1.0 if "fraction" in name else math.inf)
+                for name, by in zip(names, step, strict=True)
+            }
+            other = errors(tried)
+            better = loss(other) < loss(error) - 1e-6
+            damping = damping / 4 if better else damping * 6
+        if not better:
+            break
+        now, error = tried, other
+        if show:
+            print(f"{turn}: loss {loss(error):.4f}, median {np.median(np.abs(np.expm1(error))):.3%}", flush=True)
+    return now
+
+
+# ---- what is said of a source ----------------------------------------------------------------------------------------
+
+
+def tau(truth: Sequence[float], said: Sequence[float]) -> float:
+    """Kendall's tau-b."""
+    first, second = (np.sign(np.subtract.outer(each, each)) for each in (np.array(truth), np.array(said)))
+    scale = math.sqrt(float((first**2).sum()) * float((second**2).sum()))
+    return float((first * second).sum()) / scale if scale else 1.0
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Over sweeps of at least `LEAST` rows: Kendall's tau, and the part of the best measured throughput that is lost by
+    the predicted best, and by the best of the predicted five."""
+
+    sweeps: int
+    tau: float
+    least_tau: float
+    lost: float
+    most_lost: float
+    lost_of_five: float
+
+
+LEAST = 8
+
+
+def ranking(found: Iterable[Predicted]) -> Ranking | None:
+    sweeps = defaultdict[object, list[tuple[float, float]]](list)
+    for each in found:
+        sweeps[each.row.sweep].append((each.row.tokens_per_second or 0.0, each.tokens_per_second))
+    taus, lost, of_five = [], [], []
+    for pairs in sweeps.values():
+        if len(pairs) < LEAST:
+            continue
+        truth, said = zip(*pairs, strict=True)
+        order = sorted(pairs, key=lambda pair: -pair[1])
+        best = max(truth)
+        taus.append(tau(truth, said))
+        lost.append(1 - order[0][0] / best)
+        of_five.append(1 - max(pair[0] for pair in order[:5]) / best)
+    if not taus:
+        return None
+    return Ranking(
+        len(taus), float(np.mean(taus)), min(taus), float(np.mean(lost)), max(lost), float(np.mean(of_five))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--published", help="folder of the CSV files")
+    parser.add_argument("--fit", choices=sorted(FREE), help="fit the constants of a trainer")
+    options = parser.parse_args()
+    rows, _ = read(folder_of(options.published))
+    if options.fit:
+        own = [row for row in rows if row.engine == options.fit and not row.is_reported and row.regime in ("", "A", "B")]
+        for name, value in fit([row for row in own if row.tokens_per_second], FREE[options.fit]).items():
+            print(f"{name} = {value:.4g}")
+
+
+if __name__ == "__main__":
+    main()
