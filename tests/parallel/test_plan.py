@@ -54,6 +54,7 @@ def test_more_layers_that_are_alike_are_facts_of_the_deeper_model(family: str) -
     assert facts_of_deep(deep) == discover._found(deep)
     two = facts_of(build_meta(hf_config(Case("single", family, overrides=(("num_hidden_layers", 2),)))))
     assert two.with_layers(facts_of(deep).anatomy.layers) == facts_of(deep)
+    assert facts_of(deep).only(two.anatomy.layers) == two
 
 
 def test_layers_that_differ_are_not_repeated() -> None:

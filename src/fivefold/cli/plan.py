@@ -27,6 +27,9 @@ def plan(
         str | None,
         typer.Option(metavar="FILE", help="Write every item as JSON; - prints JSON alone.", show_default=False),
     ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write one offline page.", show_default=False)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Find the layout for a cluster, with its memory and time, before anything runs.
@@ -44,5 +47,9 @@ def plan(
     if write_to:
         planner.write_run_file(write_to, model, report.estimates[0])
     write(report, json=json)
+    if html:
+        from fivefold.planner.page import write_page
+
+        write_page(report, html)
     if not report.ok:
         raise typer.Exit(1)

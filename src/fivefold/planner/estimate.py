@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from fivefold.core import legality
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.schedule import SchedulePlan, Slot
+from fivefold.core.schedule import SchedulePlan, Slot, Timeline
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.limits import limits_of
@@ -286,14 +286,19 @@ class Step:
 
     def span(self) -> float:
         """Seconds from the first slot of the pipeline to the end of the last."""
-        if self.layout.pp == 1:
-            return self.at_least
-        durations = [{"F": f.sum(), "B": b.sum(), "I": b.sum() - w.sum(), "W": w.sum()} for f, b, w in self.passes]
+        return self.at_least if self.layout.pp == 1 else self.timeline(self.micro_batches).span
+
+    def timeline(self, micro_batches: int) -> Timeline:
+        """The pipeline's slots, in seconds, with so many micro batches."""
+        durations = [
+            {"F": float(f.sum()), "B": float(b.sum()), "I": float(b.sum() - w.sum()), "W": float(w.sum())}
+            for f, b, w in self.passes
+        ]
 
         def duration(slot: Slot) -> float:
-            return float(durations[slot.stage][slot.kind])
+            return durations[slot.stage][slot.kind]
 
-        return _schedule(self.pipeline, self.micro_batches).simulate(duration, transfer=self.transfer).span
+        return _schedule(self.pipeline, micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""

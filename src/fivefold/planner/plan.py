@@ -16,7 +16,7 @@ from fivefold.models.facts_store import facts_of_config
 from fivefold.planner import report
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
-from fivefold.planner.estimate import Estimate, Workload
+from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import search
@@ -71,7 +71,15 @@ def planned(
         notes=(f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory",),
         closing=f"\n{report.assumptions(first)}\nnext: fivefold train ... layout={first.layout}",
         details=report.details(estimates),
+        timeline=_timeline(Step(prices, estimates[0].layout, workload)),
     )
+
+
+def _timeline(step: Step) -> Mapping[str, Any] | None:
+    """Of the layout's pipeline, with as few micro batches as show what it does."""
+    if step.layout.pp == 1:
+        return None
+    return step.timeline(min(step.micro_batches, 3 * step.layout.pp)).to_json()
 
 
 def run_file(model: str, best: Estimate) -> str:

@@ -3,9 +3,9 @@
 The terminal shows it in 80 columns; JSON has every item of every layout. No torch.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from fivefold.planner.estimate import Estimate, Item
 from fivefold.report.table import Report
@@ -34,10 +34,12 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[Ranked]):
-    """`estimates`: those of the rows, in their order."""
+    """`estimates`: those of the rows, in order. `notes`: sentences about all. `timeline`: the slots of the first one's
+    pipeline, as `Timeline.to_json` has them; None where it has none."""
 
     estimates: tuple[Estimate, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    timeline: Mapping[str, Any] | None = None
 
     def show(self, console: "Console") -> None:
         """The ranking, and under it the first layout item by item."""
