@@ -83,8 +83,8 @@ class Planner:
 
 def closed_span(step: Step) -> float:
     """The span of 1F1B without its simulation, for fitting: the slowest stage for every micro batch, all stages once."""
-    totals = [float((forward + backward).sum()) for forward, backward, _ in step.passes]
-    return (step.micro_batches - 1) * max(totals) + sum(totals) + 2 * step.transfer * (len(totals) - 1)
+    totals = sum(step.passes)
+    return float((step.micro_batches - 1) * totals.max() + totals.sum() + 2 * step.transfer * (len(totals) - 1))
 
 
 def changed(engine: Engine, cluster: Cluster, change: Mapping[str, float]) -> tuple[Engine, Cluster]:

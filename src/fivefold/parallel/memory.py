@@ -67,8 +67,13 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         unreduced=unreduced,
         saved=_saved(plan, shape),
         logits=_logits(plan, shape),
-        buffers=4 * sum(map(prod, plan.buffers.values())),
+        buffers=buffer_bytes(plan.buffers),
     )
+
+
+def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
+    """Of the routers' buffers, in fp32; `buffers`: their shapes."""
+    return 4 * sum(map(prod, buffers.values()))
 
 
 def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:

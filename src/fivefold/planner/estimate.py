@@ -4,9 +4,13 @@ Prices of single layers (`price.py`) are added up to the stages of the pipeline,
 with them. Memory is that of the fullest pipeline rank. Time is that of the whole step.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.core import legality
 from fivefold.core.layout import Layout
@@ -15,16 +19,29 @@ from fivefold.core.schedule import SchedulePlan, Slot, Timeline
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.memory import under_way, unit_bytes
-from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.memory import buffer_bytes, under_way, unit_bytes
+from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.engines import Engine
 from fivefold.planner.links import seconds
-from fivefold.planner.price import ITEMS, LayerPrice, PriceList, Prices, Seconds, Stage, UnitPrice, nothing
+from fivefold.planner.price import (
+    ITEMS,
+    Content,
+    LayerPrice,
+    Numbers,
+    PriceList,
+    Prices,
+    Seconds,
+    Shard,
+    Shards,
+    Stages,
+    nothing,
+)
 
+Places = NDArray[np.int64] | int
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -115,8 +132,7 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     layout = layout.resolve(world)
     limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
-    layout = prices.engine.laid(layout)
-    return Step(prices, layout, workload).estimate()
+    return Step(prices, prices.engine.laid(layout), workload).estimate()
 
 
 @lru_cache(maxsize=4096)
@@ -133,19 +149,172 @@ def _saturated(layout: Layout, micro_batches: int) -> int:
     return enough - enough % layout.schedule.multiple(layout.pp)
 
 
-@lru_cache(maxsize=16384)
-def _in_flight(layout: Layout, micro_batches: int, rank: int) -> dict[int, int]:
-    return under_way(_schedule(layout, _saturated(layout, micro_batches)).orders[rank])
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, the most that wait for their backward.
+
+    `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
+    reduces it: as a mean over micro batches. `counts`: the same of each pipeline rank, with as many micro batches as
+    `counted`.
+    """
+
+    in_flight: Numbers
+    forward: Numbers
+    backward: Numbers
+    reductions: Numbers
+    counts: tuple[Unshards, ...]
+    counted: int
 
 
 @lru_cache(maxsize=16384)
-def _unshards(layout: Layout, micro_batches: int, rank: int) -> dict[str, Unshards]:
-    """Counts for one micro batch, of a unit that one stage uses and of the model's own, as (times of a step) / m."""
-    count = _saturated(layout, micro_batches)
-    plan = _schedule(layout, count)
+def _in_flight(pipeline: Layout, count: int) -> Numbers:
+    plan, found = _schedule(pipeline, count), np.zeros(pipeline.stages)
+    for order in plan.orders:
+        for stage, most in under_way(order).items():
+            found[stage] = most
+    return found
+
+
+@lru_cache(maxsize=16384)
+def flow(pipeline: Layout, micro_batches: int) -> Flow:
+    """Of a pipeline, and its ZeRO stage. Where backwards are whole, FSDP does the same on every rank."""
+    count, pp = _saturated(pipeline, micro_batches), pipeline.pp
+    plan = _schedule(replace(pipeline, zero=3), count)
+    ranks = range(pp if plan.record.splits_backward else 1)
+    counts = [_of_rank(plan, rank, pipeline.zero) for rank in ranks] * (pp // len(ranks))
+    of_stages = [counts[plan.rank_of(stage)] for stage in range(plan.stages)]
+    forward, backward, reductions = (
+        np.array([getattr(each, name) for each in of_stages]) / count for name in ("forward", "backward", "reductions")
+    )
+    in_flight = _in_flight(replace(pipeline, zero=3), count)
+    return Flow(in_flight, forward, backward, reductions, tuple(counts), count)
+
+
+def _of_rank(plan: SchedulePlan, rank: int, zero: int) -> Unshards:
+    """Of a unit that one stage of a rank uses."""
     own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-    users = {"layer": frozenset(own[:1]), "": frozenset(own[-1:])}
-    return of_slots(plan.orders[rank], users, count, own, layout.zero)
+    return of_slots(plan.orders[rank], {"layer": frozenset(own[:1])}, plan.micro_batches, own, zero)["layer"]
+
+
+# ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
+#
+# The last dimension of an array counts parts (kinds of layers, embedding, head), stages, or pipeline ranks. Dimensions
+# before it, if there are any, count layouts.
+
+
+def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+    """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
+    are taken to be alike: a layer's parameters are gathered while the one before it runs."""
+    forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
+    ahead, both, again, after = (
+        np.maximum(0.0, each) @ stages.layers.T
+        for each in (
+            sent.gather - forward, sent.gather + sent.reduce - backward, sent.gather - backward, sent.reduce - backward
+        )
+    )  # fmt: skip
+    together: Numbers = np.minimum(of.backward, of.reductions)
+    exposed: Numbers = together * both + (of.backward - together) * again + (of.reductions - together) * after
+    return of.forward * ahead, exposed
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights; bytes kept until
+    backward, and besides while a layer is computed again."""
+
+    forward: Numbers
+    backward: Numbers
+    weights: Numbers
+    kept: Numbers
+    again: Numbers
+
+    @staticmethod
+    def of(prices: Sequence[Prices]) -> "Work":
+        """[one for each of prices, part]."""
+
+        def each(value: Callable[[LayerPrice], float]) -> Numbers:
+            return np.array([[value(part) for part in price.parts] for price in prices])
+
+        return Work(
+            each(lambda part: part.forward.sum()), each(lambda part: part.backward.sum()),
+            each(lambda part: part.weights.sum()), each(lambda part: part.kept), each(lambda part: part.again),
+        )  # fmt: skip
+
+    def at(self, places: Places) -> "Work":
+        """Those at some places."""
+        return Work(*(getattr(self, each.name)[places] for each in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Of each part: seconds of one gather of its units, and of one reduction."""
+
+    gather: Numbers
+    reduce: Numbers
+
+    @staticmethod
+    def of(shards: Sequence[Shards]) -> "Sent":
+        """[one for each of shards, part]. The head is in the model's own unit, which stays gathered."""
+        units = [[each.units for each in (*shard.layers, shard.embedding, Shard())] for shard in shards]
+        return Sent(
+            np.array([[sum(unit.gather_seconds for unit in part) for part in each] for each in units]),
+            np.array([[sum(unit.reduce_seconds for unit in part) for part in each] for each in units]),
+        )
+
+    def at(self, places: Places) -> "Sent":
+        """Those at some places."""
+        return Sent(self.gather[places], self.reduce[places])
+
+
+def passes(work: Work, sent: Sent, stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+    """Seconds of a micro batch's forward and backward in each stage."""
+    before, after = data_seconds(work, sent, stages, of, overlaps=overlaps)
+    return work.forward @ stages.layers.T + before, work.backward @ stages.layers.T + after
+
+
+def least_span(
+    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: Numbers | int, transfer: Numbers | float,
+    *, splits_backward: bool,
+) -> Numbers:  # fmt: skip
+    """No schedule is shorter: each rank has all of its work, waits until the first micro batch has passed the stages
+    before its first, and then the last one still has to come back through them.
+
+    With gradients of weights apart, a rank has work left while that one comes back.
+    """
+    ways = forward if splits_backward else forward + backward
+    before = np.cumsum(ways, axis=-1) - ways
+    hops = stages.first * (1 if splits_backward else 2)
+    work = (forward + backward) @ stages.ranks.T
+    waits = before[..., stages.first] + hops * np.expand_dims(transfer, -1)
+    found: Numbers = np.max(work * np.expand_dims(micro_batches, -1) + waits, axis=-1)
+    return found
+
+
+def saved_bytes(work: Work, stages: Stages, in_flight: Numbers) -> Numbers:
+    """Of each pipeline rank: what forward passes leave behind; with recompute, one layer's tensors besides while it is
+    computed again."""
+    kept = (work.kept @ stages.layers.T * in_flight) @ stages.ranks.T
+    again: Numbers = np.max(np.where(stages.has, np.expand_dims(work.again, -2), 0.0), axis=-1)
+    return kept + again
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What a pipeline rank does once a step, in seconds. `update`: the optimizer. `ends`: the first unit's gather and
+    the last one's reduction. `replicas`, `last`: all-reduces over replicas, of all units and of the last. `reductions`:
+    one of each unit. `sums`: gradients that ranks hold in part."""
+
+    update: float
+    ends: float
+    replicas: float
+    last: float
+    reductions: float
+    sums: float
+
+    def seconds(self, backward: Numbers) -> Numbers:
+        """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
+        hidden: Numbers = np.maximum(0.0, backward - self.reductions)
+        return self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
 
 
 @dataclass(frozen=True)
@@ -178,12 +347,17 @@ class Step:
     def prices(self) -> Prices:
         return self.price_list.of(self.layout, self.tokens)
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return self.price_list.stages(self.pipeline)
+    @cached_property
+    def shards(self) -> Shards:
+        return self.price_list.shards(self.layout)
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(number for number in range(len(self.stages)) if _rank_of(self.pipeline, number) == rank)
+    @cached_property
+    def stages(self) -> Stages:
+        return self.price_list.stages(replace(self.pipeline, zero=3))
+
+    @cached_property
+    def flow(self) -> Flow:
+        return flow(self.pipeline, self.micro_batches)
 
     @property
     def cluster(self) -> Cluster:
@@ -193,116 +367,79 @@ class Step:
     def engine(self) -> Engine:
         return self.price_list.engine
 
-    @property
-    def is_tied(self) -> bool:
-        return self.price_list.facts.anatomy.tied
-
-    # ---- what a stage is made of -------------------------------------------------------------------------------------
-
-    def parts(self, stage: Stage) -> Iterator[tuple[LayerPrice, int]]:
-        """The prices of a stage, and how often each counts."""
-        for kind, count in stage.kinds:
-            yield self.prices.layers[kind], count
-        if stage.has_embedding:
-            yield self.prices.embedding, 1
-        if stage.has_head:
-            yield self.prices.head, 1
-
-    def units(self, rank: int) -> Iterator[tuple[UnitPrice, int]]:
-        """The FSDP units of a pipeline rank; the model's own is the last. A tied embedding is part of it, and on both
-        ends of a pipeline."""
-        own = [self.stages[stage] for stage in self.stages_of(rank)]
-        for price, count in (part for stage in own for part in self.parts(stage)):
-            yield from ((unit, count) for unit in price.units)
-        if any(stage.has_head or (stage.has_embedding and self.is_tied) for stage in own):
-            yield self.prices.root, 1
-
     # ---- time --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def passes(self) -> tuple[tuple[Seconds, Seconds, Seconds], ...]:
-        """Of each stage: forward, backward, and of the backward that for weights, in one micro batch, with FSDP."""
-        found = []
-        for number, stage in enumerate(self.stages):
-            forward, backward, weights = nothing(), nothing(), nothing()
-            counts = _unshards(self.pipeline, self.micro_batches, _rank_of(self.pipeline, number))["layer"]
-            times = tuple(each / _saturated(self.pipeline, self.micro_batches) for each in _counts(counts))
-            for price, count in self.parts(stage):
-                forward += price.forward * count
-                backward += price.backward * count
-                weights += price.weights * count
-                before, after = self._exposed(price, times)
-                forward[_DATA] += before * count
-                backward[_DATA] += after * count
-            found.append((forward, backward, weights))
-        return tuple(found)
+    def work(self) -> Work:
+        return Work.of([self.prices]).at(0)
 
-    def _exposed(self, price: LayerPrice, times: tuple[float, ...]) -> tuple[float, float]:
-        """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of a layer. Neighbours
-        are taken to be alike: a layer's parameters are gathered while the one before it runs."""
-        gather, reduce = (
-            sum(getattr(unit, kind) for unit in price.units) for kind in ("gather_seconds", "reduce_seconds")
-        )
-        forward, backward = (price.forward.sum(), price.backward.sum()) if self.engine.overlaps_data else (0.0, 0.0)
-        first, again, reductions = times
-        together = min(again, reductions)
-        after = together * max(0.0, gather + reduce - backward)
-        after += (again - together) * max(0.0, gather - backward) + (reductions - together) * max(
-            0.0, reduce - backward
-        )
-        return first * max(0.0, gather - forward), after
+    @cached_property
+    def sent(self) -> Sent:
+        return Sent.of([self.shards]).at(0)
+
+    @cached_property
+    def passes(self) -> tuple[Numbers, Numbers]:
+        """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
+        return passes(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+
+    @cached_property
+    def busiest(self) -> int:
+        """The pipeline rank with the most to do."""
+        forward, backward = self.passes
+        return int(np.argmax((forward + backward) @ self.stages.ranks.T))
 
     def _totals(self, rank: int) -> Seconds:
         """Of a pipeline rank in one micro batch, by item."""
-        total = nothing()
-        for stage in self.stages_of(rank):
-            total += self.passes[stage][0] + self.passes[stage][1]
-        return total
-
-    @cached_property
-    def busiest(self) -> tuple[int, Seconds]:
-        """The pipeline rank with the most to do, and what."""
-        return max(((rank, self._totals(rank)) for rank in range(self.layout.pp)), key=lambda each: each[1].sum())
+        found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
+        for part, count in zip(self.prices.parts, layers, strict=True):
+            found += (part.forward + part.backward) * count
+        before, after = data_seconds(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+        found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
+        return found
 
     @cached_property
     def at_least(self) -> float:
-        """No step is shorter: the busiest rank works without a gap."""
-        return float(self.micro_batches * self.busiest[1].sum())
+        """No step is shorter. Without a pipeline, none is longer."""
+        splits = self.pipeline.schedule.splits_backward
+        span = least_span(*self.passes, self.stages, self.micro_batches, self.transfer, splits_backward=splits)
+        return float(span) + self.after
+
+    @cached_property
+    def after(self) -> float:
+        """Seconds of the busiest rank beside the passes."""
+        return self.edges.update + self.edge_seconds
 
     @cached_property
     def transfer(self) -> float:
         """Seconds of hidden states from one pipeline rank to the next."""
-        if self.layout.pp == 1:
-            return 0.0
-        shape, tp = self.prices.shape, self.layout.tp if self.layout.sequence_parallel else 1
-        call = Call(axis="pp", kind="send", bytes=shape.hidden_bytes // tp, phase="forward")
-        return seconds(self.cluster, self.price_list.span(self.grid, "pp"), call)
+        return transfer_seconds(self.price_list, self.prices, self.layout.pp)
 
     @cached_property
     def grid(self) -> RankGrid:
-        return RankGrid(
-            self.layout, embedding_ranks=(0, self.layout.pp - 1) if self.layout.pp > 1 and self.is_tied else ()
-        )
+        return grid_of(self.prices, self.layout)
 
     def span(self) -> float:
         """Seconds from the first slot of the pipeline to the end of the last."""
-        return self.at_least if self.layout.pp == 1 else self.timeline(self.micro_batches).span
+        if self.layout.pp == 1:
+            forward, backward = self.passes
+            return float(forward[0] + backward[0]) * self.micro_batches
+        return self.timeline(self.micro_batches).span
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
-        durations = [
-            {"F": float(f.sum()), "B": float(b.sum()), "I": float(b.sum() - w.sum()), "W": float(w.sum())}
-            for f, b, w in self.passes
-        ]
+        forward, backward = self.passes
+        weights = self.work.weights @ self.stages.layers.T
+        durations = {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+        of_kind = {kind: each.tolist() for kind, each in durations.items()}
 
         def duration(slot: Slot) -> float:
-            return durations[slot.stage][slot.kind]
+            return float(of_kind[slot.kind][slot.stage])
 
-        return _schedule(self.pipeline, micro_batches).simulate(duration, transfer=self.transfer)
+        return _schedule(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
-        rank, total = self.busiest
+        rank, total = self.busiest, self._totals(self.busiest)
         whys = {
             "matmuls": f"{self.micro_batches} micro batches of {self.layout.micro_batch_size} x {self.tokens} tokens",
             "host": "Python and launches beyond the device's time", "data": "FSDP's collectives that outlast compute",
@@ -311,81 +448,46 @@ class Step:
             if amount:
                 yield Item("time", name, float(amount) * self.micro_batches, whys.get(name, ""))
         if self.layout.pp > 1:
-            yield Item("time", "bubble", span - self.at_least, f"pipeline rank {rank} waits for others")
-        units = [(unit, count) for unit, count in self.units(rank)]
-        held = sum(unit.trained * count for unit, count in units)
-        yield Item("time", "optimizer", traffic_seconds(self.cluster.chip, UPDATE_BYTES * held), f"{held:,} parameters")
-        yield Item("time", "edges of the step", self._edges(units), "first gather, last reduction, sums over ranks")
+            bubble = span - float(total.sum()) * self.micro_batches
+            yield Item("time", "bubble", bubble, f"pipeline rank {rank} waits for others")
+        held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
+        yield Item("time", "optimizer", self.edges.update, f"{held:,} parameters")
+        why = "first gather, last reduction, sums over ranks"
+        yield Item("time", "edges of the step", self.edge_seconds, why)
 
-    def _edges(self, units: Sequence[tuple[UnitPrice, int]]) -> float:
+    @property
+    def content(self) -> Content:
+        """What the busiest rank has of the model."""
+        return self.stages.contents[self.busiest]
+
+    @cached_property
+    def edges(self) -> Edges:
+        return edges_of(self.price_list, self.prices, self.shards, self.content, self.layout)
+
+    @cached_property
+    def edge_seconds(self) -> float:
         """What no compute hides at the ends of a step: the first unit's gather, the last one's reduction, sums of
         gradients over replicas beyond one backward, and the sums over all ranks."""
-        ends = max((unit.gather_seconds + unit.reduce_seconds for unit, _ in units), default=0.0)
-        replicas = sum(unit.replicate_seconds * count for unit, count in units)
-        reductions = sum(unit.reduce_seconds * count for unit, count in units)
-        rank, _ = self.busiest
-        backward = sum(self.passes[stage][1].sum() for stage in self.stages_of(rank)) * self.engine.overlaps_data
-        last = max((unit.replicate_seconds for unit, _ in units), default=0.0)
-        exposed = max(last, replicas - max(0.0, backward - reductions))
-        sums = sum(
-            price.step_seconds * count
-            for stage in self.stages_of(rank)
-            for price, count in self.parts(self.stages[stage])
-        )
-        tied = 0.0
-        if len(self.grid.embedding_ranks) > 1:
-            call = Call(
-                axis="pp_ends",
-                kind="all_reduce",
-                bytes=self.prices.root.held * self.prices.shape.master_bytes,
-                phase="step",
-            )
-            tied = seconds(self.cluster, self.cluster.tier_of(self.grid.members("pp_ends", 0)), call)
-        return float(ends + exposed + sums + tied + self.prices.edges + self.engine.step_seconds)
+        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_data
+        return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.engine.step_seconds
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item; the last two are not tensors."""
-        shape, chip = self.prices.shape, self.cluster.chip
-        units = [unit for unit, count in self.units(rank) for _ in range(count)]
-        held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
-        sizes = [(unit.gathered, unit.reduced) for unit in units]
-        if not any(self.stages[stage].has_head or (stage == 0 and self.is_tied) for stage in self.stages_of(rank)):
-            sizes.append((0, 0))  # the model's own unit is empty here
-        gathered, waiting = unit_bytes(sizes, self.layout.zero, shape)
-        found: dict[str, float] = {
-            "parameters": held * shape.master_bytes,
-            "gradients": 0 if self.engine.reduces_in_place else trained * shape.master_bytes,
-            "optimizer state": trained * shape.master_bytes * OPTIMIZERS[shape.optimizer].per_weight,
-            "gathered parameters": gathered,
-            "unreduced gradients": waiting,
-            "saved activations": self._saved(rank),
-            "logits": self.prices.logits if any(self.stages[stage].has_head for stage in self.stages_of(rank)) else 0,
-            "router buffers": self.prices.buffers,
-        }
+        content = self.stages.contents[rank]
+        found = resting_bytes(self.price_list, self.prices, self.shards, content, self.layout.zero)
+        found["saved activations"] = float(saved_bytes(self.work, self.stages, self.flow.in_flight)[rank])
+        found["logits"] = self.prices.logits if content.has_head else 0
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
-        found["runtime"] = _runtime_bytes(chip, self.grid)
+        found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
         return found
-
-    def _saved(self, rank: int) -> float:
-        """What forward passes leave behind; with recompute, one layer's tensors besides while it is computed again."""
-        flying = _in_flight(self.pipeline, self.micro_batches, rank)
-        total, again = 0.0, 0
-        for stage in self.stages_of(rank):
-            for price, count in self.parts(self.stages[stage]):
-                total += flying[stage] * count * price.kept
-                again = max(again, price.saved if price.kept < price.saved else 0)
-        return total + again
 
     @cached_property
     def fullest(self) -> tuple[int, dict[str, float]]:
         """The pipeline rank that needs the most memory, and what for."""
-        found = ((rank, self.memory_of(rank)) for rank in self._distinct_ranks())
+        found = ((rank, self.memory_of(rank)) for rank in range(self.layout.pp))
         return max(found, key=lambda each: sum(each[1].values()))
-
-    def _distinct_ranks(self) -> Iterable[int]:
-        return range(self.layout.pp)
 
     @cached_property
     def needs(self) -> float:
@@ -411,18 +513,74 @@ class Step:
         )
 
 
-_DATA = ITEMS.index("data")
+def resting_bytes(
+    price_list: PriceList, prices: Prices, shards: Shards, content: Content, zero: int
+) -> dict[str, float]:
+    """Of a pipeline rank by item: what does not depend on the micro batch."""
+    shape, of_rank = prices.shape, shards.of(content)
+    units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
+    held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
+    gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
+    return {
+        "parameters": held * shape.master_bytes,
+        "gradients": 0 if price_list.engine.reduces_in_place else trained * shape.master_bytes,
+        "optimizer state": trained * shape.master_bytes * OPTIMIZERS[shape.optimizer].per_weight,
+        "gathered parameters": gathered,
+        "unreduced gradients": waiting,
+        "router buffers": buffer_bytes(price_list.facts.router_buffers),
+    }
 
 
-def _counts(unshards: Unshards) -> tuple[int, int, int]:
-    return unshards.forward, unshards.backward, unshards.reductions
+def edges_of(price_list: PriceList, prices: Prices, shards: Shards, content: Content, layout: Layout) -> Edges:
+    """Of a pipeline rank."""
+    cluster, of_rank = price_list.cluster, shards.of(content)
+    units = [(unit, count) for shard, count in of_rank for unit in shard.units]
+    replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
+    over = [
+        (seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls else 0.0, count)
+        for unit, count in units
+    ]
+    sums = sum(seconds(cluster, price_list.span(prices.plan.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
+    if shards.tied and layout.pp > 1 and content.has_embedding != content.has_head:
+        call = Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
+        sums += seconds(cluster, price_list.span(Axis(2, layout.world // layout.pp * (layout.pp - 1))), call)
+    held = sum(unit.trained * count for unit, count in units)
+    return Edges(
+        update=traffic_seconds(cluster.chip, UPDATE_BYTES * held),
+        ends=max((unit.gather_seconds + unit.reduce_seconds for unit, _ in units), default=0.0),
+        replicas=sum(took * count for took, count in over),
+        last=max((took for took, _ in over), default=0.0),
+        reductions=sum(unit.reduce_seconds * count for unit, count in units),
+        sums=sums,
+    )
 
 
-def _rank_of(pipeline: Layout, stage: int) -> int:
-    return pipeline.schedule.rank_of(stage, pipeline.pp)
+def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
+    """The sums of gradients that a rank holds in part, once a step."""
+    sums = Counter[str]()
+    for shard, count in of_rank:
+        for axis, size in shard.sums.items():
+            sums[axis] += size * count
+    for axis, size in sums.items():
+        if size:
+            yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
 
 
-def _runtime_bytes(chip: Chip, grid: RankGrid) -> float:
+def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
+    """Of hidden states from one pipeline rank to the next."""
+    if pp == 1:
+        return 0.0
+    size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
+    call = Call(axis="pp", kind="send", bytes=size, phase="forward")
+    return seconds(price_list.cluster, price_list.span(Axis(pp, price_list.cluster.world // pp)), call)
+
+
+def grid_of(prices: Prices, layout: Layout) -> RankGrid:
+    """The ranks of a layout, with what the model adds to them."""
+    return replace(prices.plan.grid, layout=layout)
+
+
+def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
     """The context, and a communicator for the world and for each axis of several ranks."""
     communicators = sum(axis.size > 1 for axis in grid.axes.values()) + (grid.world > 1)
     return (chip.context_gib + communicators * chip.communicator_gib) * 2**30
