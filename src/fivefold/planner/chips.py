@@ -23,12 +23,12 @@ GIB = 2**30
 # What a file may leave out.
 _DEFAULTS = {
     "aliases": [], "names": [],
-    "node": {"domain_devices": 0, "chips": [], "inside": {"decay": 0}, "between": {"decay": 0}},
+    "node": {"domain_devices": 0, "chips": [], "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0}},
 }  # fmt: skip
 
 # Of numbers in a file of one's own. All others are above 0.
-_WHOLE = ("sms", "most_devices", "domain_devices")
-_MAY_BE_ZERO = ("domain_devices", "latency_us", "decay", "launch_us", "context_gib", "communicator_gib")
+_WHOLE = ("sms", "most_devices", "domain_devices", "rails")
+_MAY_BE_ZERO = ("domain_devices", "latency_us", "decay", "rails", "launch_us", "context_gib", "communicator_gib")
 
 Table = dict[str, Any]
 
@@ -39,7 +39,7 @@ class Link:
 
     `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
     ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of a bandwidth that falls as nodes^-p; 0 for
-    a fabric that does not block.
+    a fabric that does not block. `rails`: how many devices' links of a node one ring can use; 0 for all of them.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class Link:
     fraction: float
     latency_us: float
     decay: float
+    rails: int = 0
 
     def bytes_per_second(self, nodes: int = 1) -> float:
         """What one device sends in a large collective over this many nodes.

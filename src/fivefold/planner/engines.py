@@ -61,8 +61,11 @@ class Engine:
     `traffic`: bytes of memory traffic beside matmuls and attention, forward and backward, for a saved byte.
     `logit_bytes`: traffic of the loss, forward and backward, for a logit.
     `host_seconds`: of Python and launches for a layer and micro batch, forward and backward.
-    `host_across`: more of them for each rank of tp where the pipeline leaves the node.
+    `host_across`: more of them where the pipeline leaves the node, times tp to the power of `host_power`: the ranks of a
+    stage then wait for each other at every collective of tp.
     `overlaps_data`: FSDP's collectives run beside compute. `overlaps_tensor`: the part of tp's that does.
+    `tensor_seconds`: of each of tp's collectives, to launch it and to meet; `tensor_across`: more of them for each node
+    beyond the first.
     `step_seconds`: of a step, whatever its size. `split`: the layers of each pipeline stage.
     """
 
@@ -81,8 +84,11 @@ class Engine:
     logit_bytes: float
     host_seconds: float
     host_across: float = 0.0
+    host_power: float = 1.0
     overlaps_data: bool
     overlaps_tensor: float = 0.0
+    tensor_seconds: float = 0.0
+    tensor_across: float = 0.0
     step_seconds: float
     split: Callable[[ModelFacts, Layout], Splits] = as_planned
 
@@ -123,8 +129,9 @@ ENGINES = {
         # Eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most, collectives one after the other.
         Engine(
             name="nanotron", shards="optimizer", reduces_in_place=True, split=dealt_until_full,
-            matmul=0.7, attention=0.46, traffic=6.8, logit_bytes=53, host_seconds=4.2e-3, host_across=2.9e-3,
-            overlaps_data=False, slack=1.05, step_seconds=0.071, logit_memory=10,
+            matmul=0.76, attention=0.51, traffic=6.3, logit_bytes=56, host_seconds=3.6e-3, host_across=1.6e-3,
+            host_power=1.13, overlaps_data=False, overlaps_tensor=0.83, tensor_seconds=0.12e-3, tensor_across=0.8e-3,
+            slack=1.05, step_seconds=3e-3, logit_memory=10,
         ),
     )
 }  # fmt: skip

@@ -29,6 +29,7 @@ from fivefold.planner.links import seconds
 # What the time of a slot is made of. `host`: what Python and launches take beyond the device's own time.
 ITEMS = ("matmuls", "attention", "element-wise", "host", "tp", "cp", "ep", "data")
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
+MEET = 8  # how sharply the device's time and the host's take turns: fitted on nanotron's eager runs
 OF_UNITS = ("dp_shard", "ep_shard", "dp_replicate")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
@@ -249,10 +250,12 @@ class _Pricing:
 
     def _launch(self, forward: Seconds, backward: Seconds, *, recompute: bool) -> None:
         """A device that is done before Python has issued its kernels waits. The two times meet smoothly."""
-        host = (self.engine.host_seconds + self.engine.host_across * self.plan.layout.tp * self.across) / 3
+        engine, tp = self.engine, self.plan.layout.tp
+        host = (engine.host_seconds + engine.host_across * tp**engine.host_power * self.across) / 3
         for seconds_, passes in ((forward, 1), (backward, 2 + recompute)):
             device = seconds_.sum()
-            seconds_[ITEMS.index("host")] = (device**4 + (host * passes) ** 4) ** 0.25 - device
+            both = (device**MEET + (host * passes) ** MEET) ** (1 / MEET)
+            seconds_[ITEMS.index("host")] = both - device
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
@@ -264,11 +267,17 @@ class _Pricing:
             if call.overlaps:
                 beside[call.phase] += took / 2  # a send and a receive go at once
             else:
-                hidden = self.engine.overlaps_tensor if axis == "tp" else 0.0
-                (forward if call.phase == "forward" else backward)[ITEMS.index(axis)] += took * (1 - hidden)
+                if axis == "tp":
+                    took = took * (1 - self.engine.overlaps_tensor) + call.times * self._meeting(call)
+                (forward if call.phase == "forward" else backward)[ITEMS.index(axis)] += took
         for where, took in ((forward, beside["forward"]), (backward, beside["backward"])):
             where[ITEMS.index("cp")] += max(0.0, took - where[ITEMS.index("attention")])
         return tuple(own)
+
+    def _meeting(self, call: Call) -> float:
+        """Seconds that one of tp's collectives takes besides what it sends."""
+        beyond = self.prices.span(self.plan.grid.axes[call.axis]).nodes - 1
+        return self.engine.tensor_seconds + self.engine.tensor_across * beyond
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
