@@ -52,6 +52,11 @@ RECOMPUTE = {"": "none", "none": "none", "no": "none", "full": "full", "selectiv
 SCHEDULES = {"": "1f1b", "none": "1f1b", "1f1b": "1f1b", "interleaved_1f1b": "interleaved", "interleaved 1f1b": "interleaved"}
 
 
+# Words of a row -> the pipeline rank that its trainer logs memory of; else the fullest. nanotron logs that of rank 0: with
+# one micro batch and two stages, its numbers are those of the stage without the logits. Megatron logs the last rank's.
+LOGGED = ((r"nanotron", 0), (r"golden|functional test", -1))
+
+
 class NotSaid(Exception):
     """A row does not say something."""
 
@@ -99,7 +104,8 @@ class Shape:
 class Measured:
     """One row. `tokens_per_second`: of a device; `memory_gb`: as the source says it; None where it does not. `failed`:
     it ran out of memory, or failed otherwise. `regime`: a tag of the source's readers. `sweep`: rows that differ in
-    their layout alone."""
+    their layout alone. `of_rank`: the pipeline rank whose memory it is, 0 or -1; None for the fullest. `unsure`: whether
+    the sequence was split over tp is not said."""
 
     source: str
     shape: Shape
@@ -112,6 +118,8 @@ class Measured:
     failed: bool
     regime: str
     notes: str
+    of_rank: int | None
+    unsure: bool
     key: str
 
     @property
@@ -158,6 +166,8 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
     return Measured(
         source=_source(f"{row['source']} {file}"), shape=shape, cluster=cluster, layout=layout, workload=workload, engine=engine,
         tokens_per_second=speed, memory_gb=memory, failed=failed, regime=regime, notes=notes,
+        of_rank=next((rank for pattern, rank in LOGGED if re.search(pattern, words)), None),
+        unsure=layout.tp > 1 and not row["sp"],
         key=hashlib.sha256(what.encode()).hexdigest(),
     )  # fmt: skip
 

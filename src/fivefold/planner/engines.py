@@ -128,10 +128,10 @@ ENGINES = {
         ),
         # Eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most, collectives one after the other.
         Engine(
-            name="nanotron", shards="optimizer", reduces_in_place=True, split=dealt_until_full,
+            name="nanotron", shards="optimizer", reduces_in_place=True, gathers_again=True, split=dealt_until_full,
             matmul=0.76, attention=0.51, traffic=6.3, logit_bytes=56, host_seconds=3.6e-3, host_across=1.6e-3,
             host_power=1.13, overlaps_data=False, overlaps_tensor=0.83, tensor_seconds=0.12e-3, tensor_across=0.8e-3,
-            slack=1.05, step_seconds=3e-3, logit_memory=10,
+            slack=1.05, step_seconds=3e-3, logit_memory=14, saved_scale=1.2,
         ),
     )
 }  # fmt: skip
