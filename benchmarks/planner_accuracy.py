@@ -9,10 +9,15 @@ special case.
 """
 
 import argparse
+import json
 import math
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +31,7 @@ from fivefold.planner.estimate import OUTSIDE, Step
 from fivefold.planner.price import PriceList
 
 Vector = NDArray[np.float64]
+RESULT = Path(__file__).parent / "results" / "planner_accuracy.json"
 
 # What `--fit` may move for each trainer: traits of the engine, and the links of the cluster that its rows ran on.
 FREE = {
@@ -222,16 +228,162 @@ def ranking(found: Iterable[Predicted]) -> Ranking | None:
     )
 
 
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+SHAPED = 60.0  # GiB of the closed form from which a failure is taken to be one of memory, on a card of 80
+
+
+def closed_form(row: Measured) -> float:
+    """GiB by a formula of one line, apart from the planner: 18 bytes a weight, 12 of them sharded, and what a layer and
+    the logits leave (Korthikanti et al., arXiv 2205.05198, with the sequence split over tp)."""
+    shape, layout = row.shape, row.layout
+    shards = layout.data_ranks if ENGINES[row.engine].over == "data" else layout.dp_shard
+    weights = shape.parameters * 1e9 / (layout.tp * layout.pp) * (6 + 12 / shards)
+    tokens = layout.micro_batch_size * row.workload.seq_length
+    in_flight = min(layout.pp, layout.accumulation(row.workload.global_batch_size))
+    layers = shape.layers / layout.pp * in_flight
+    saved = tokens * shape.hidden / layout.tp * layers * (2 if layout.recompute == "full" else 34)
+    logits = 8 * tokens * shape.vocabulary / layout.tp / (1 if layout.pp == 1 else in_flight)
+    return (weights + saved + logits) / 2**30
+
+
+@dataclass(frozen=True)
+class Failures:
+    """`recall`: of failures that look like memory, the part that the planner foretells; `false_alarms`: of runs that
+    worked, the part that it would have refused; `others`: failures that do not look like memory."""
+
+    shaped: int
+    recall: float
+    worked: int
+    false_alarms: float
+    others: int
+
+
+def failures(found: Sequence[Predicted]) -> Failures | None:
+    failed = [each for each in found if each.row.failed]
+    if not failed:
+        return None
+    shaped = [each for each in failed if closed_form(each.row) > SHAPED]
+    worked = [each for each in found if not each.row.failed]
+    return Failures(
+        len(shaped), 1 - sum(each.fits for each in shaped) / max(1, len(shaped)),
+        len(worked), 1 - sum(each.fits for each in worked) / max(1, len(worked)), len(failed) - len(shaped),
+    )  # fmt: skip
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of a number of rows: median and 90th percentile of the absolute relative error, and its median with the sign."""
+
+    rows: int
+    median: float
+    p90: float
+    bias: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Errors | None":
+        if not values:
+            return None
+        absolute = np.abs(values)
+        return Errors(
+            len(values), float(np.median(absolute)), float(np.quantile(absolute, 0.9)), float(np.median(values))
+        )
+
+
+def speed_error(each: Predicted) -> float:
+    return each.tokens_per_second / (each.row.tokens_per_second or 1.0) - 1
+
+
+def within(found: Sequence[Predicted], spread: float) -> float:
+    """The part of the truths that an interval of this relative half-width, in logarithms, holds."""
+    return float(np.mean([abs(math.log1p(speed_error(each))) <= spread for each in found]))
+
+
+def tell(name: str, found: Sequence[Predicted], unmade: int) -> dict[str, Any]:
+    """What is said of one source, printed and as a tree."""
+    timed = [each for each in found if each.row.tokens_per_second]
+    halves = {"fitted half": [], "reported half": []}  # type: dict[str, list[Predicted]]
+    for each in timed:
+        halves["reported half" if each.row.is_reported else "fitted half"].append(each)
+    tree: dict[str, Any] = {"rows": len(found), "no stages": unmade}
+    print(f"\n{name}: {len(found)} rows, and {unmade} that no stages can be made of")
+    for half, rows in halves.items():
+        if error := Errors.of([speed_error(each) for each in rows]):
+            tree[half] = asdict(error)
+            print(f"  tokens/s, {half:13} {error.rows:5} rows  {_errors(error)}")
+    if error := Errors.of([each.memory_error for each in timed if each.row.memory_gb]):
+        tree["memory"] = asdict(error)
+        print(f"  memory                  {error.rows:5} rows  {_errors(error)}")
+    few = [each.memory_error for each in timed if each.row.memory_gb and each.row.layout.tp <= 4]
+    if (error := Errors.of(few)) and len(few) < len([each for each in timed if each.row.memory_gb]):
+        tree["memory, tp <= 4"] = asdict(error)
+        print(f"  memory, tp <= 4         {error.rows:5} rows  {_errors(error)}")
+    if ranks := ranking(timed):
+        tree["ranking"] = asdict(ranks)
+        print(
+            f"  {ranks.sweeps} sweeps: tau {ranks.tau:.3f} (least {ranks.least_tau:.2f}); lost by the best "
+            f"{ranks.lost:.1%} (most {ranks.most_lost:.0%}), by the best of five {ranks.lost_of_five:.2%}"
+        )
+    if fails := failures(found):
+        tree["failures"] = asdict(fails)
+        print(
+            f"  failures that look like memory: {fails.recall:.1%} of {fails.shaped} foretold; false alarms "
+            f"{fails.false_alarms:.1%} of {fails.worked}; {fails.others} failures look otherwise"
+        )
+    if len(halves["fitted half"]) > 9 and halves["reported half"]:
+        spread = float(np.quantile([abs(math.log1p(speed_error(each))) for each in halves["fitted half"]], 0.8))
+        held = within(halves["reported half"], spread)
+        tree["intervals"] = {"half-width": spread, "held": held}
+        print(f"  intervals of 80 %: +-{spread:.1%}, from the fitted half, hold {held:.0%} of the reported half")
+    return tree
+
+
+def _errors(error: Errors) -> str:
+    return f"median {error.median:6.1%}  p90 {error.p90:6.1%}  bias {error.bias:+.1%}"
+
+
+def groups(rows: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """By source; those with regimes apart, the sane ones first."""
+    found = defaultdict[str, list[Measured]](list)
+    for row in rows:
+        found[row.source].append(row)
+        if row.regime:
+            found[f"{row.source}, regime {row.regime}"].append(row)
+            if row.regime in "AB":
+                found[f"{row.source}, regimes A and B"].append(row)
+    return {name: found[name] for name in sorted(found)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--published", help="folder of the CSV files")
+    parser.add_argument("--source", help="only sources whose name has this in it")
     parser.add_argument("--fit", choices=sorted(FREE), help="fit the constants of a trainer")
     options = parser.parse_args()
-    rows, _ = read(folder_of(options.published))
+    rows, left = read(folder_of(options.published))
+    rows = [row for row in rows if not options.source or options.source in row.source]
     if options.fit:
-        own = [row for row in rows if row.engine == options.fit and not row.is_reported and row.regime in FITTED[options.fit]]
-        for name, value in fit([row for row in own if row.tokens_per_second], FREE[options.fit]).items():
+        own = [row for row in rows if row.engine == options.fit and not row.is_reported]
+        own = [row for row in own if row.regime in FITTED[options.fit] and row.tokens_per_second]
+        for name, value in fit(own, FREE[options.fit]).items():
             print(f"{name} = {value:.4g}")
+        return
+    planner, began = Planner(), time.process_time()
+    predicted = {row.key: planner.predict(row) for row in rows}
+    took = time.process_time() - began
+    tree: dict[str, Any] = {}
+    for name, own in groups(rows).items():
+        found = [each for row in own if (each := predicted[row.key])]
+        tree[name] = tell(name, found, len(own) - len(found))
+    print(f"\n{len(rows)} rows in {took:.0f} s of one core; {sum(left.values())} left out:")
+    for reason, count in left.most_common():
+        print(f"  {count:5} {reason}")
+    if not options.source:
+        whole = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "left out": dict(left.most_common()), "sources": tree}
+        RESULT.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
