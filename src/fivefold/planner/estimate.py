@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fivefold.core import legality
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.schedule import SchedulePlan, Slot, Timeline
+from fivefold.core.schedule import Kind, SchedulePlan, Slot, Timeline
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.limits import limits_of
@@ -41,7 +41,8 @@ from fivefold.planner.price import (
     nothing,
 )
 
-Places = NDArray[np.int64] | int
+Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
+ROUNDING = 1e-9  # of sums in another order
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -123,6 +124,12 @@ class Estimate:
         return self.flops / self.step_seconds / self.layout.world / peak
 
 
+def padded(length: int, layout: Layout) -> int:
+    """Tokens of a row under a layout."""
+    multiple = layout.row_multiple
+    return -(-length // multiple) * multiple
+
+
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
 
 
@@ -135,18 +142,17 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     return Step(prices, prices.engine.laid(layout), workload).estimate()
 
 
-@lru_cache(maxsize=4096)
-def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
+@lru_cache(maxsize=256)
+def schedule_plan(layout: Layout, micro_batches: int) -> SchedulePlan:
+    """Of a layout that says its pipeline alone. It keeps what it has computed."""
     return SchedulePlan.of(layout, micro_batches)
 
 
-def _saturated(layout: Layout, micro_batches: int) -> int:
-    """As many micro batches as show what a pipeline rank ever holds at once, and how often it gathers: beyond 3 pp they
-    only repeat. In rounds of pp they stay whole rounds."""
-    enough = 3 * layout.pp + 2 * layout.schedule.multiple(layout.pp)
-    if micro_batches <= enough:
-        return micro_batches
-    return enough - enough % layout.schedule.multiple(layout.pp)
+def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
+    """As many micro batches as show what repeats with more of them: `rounds` times pp, and a whole round more."""
+    multiple = layout.schedule.multiple(layout.pp)
+    enough = rounds * layout.pp + 2 * multiple
+    return micro_batches if micro_batches <= enough else enough - enough % multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,13 +168,13 @@ class Flow:
     forward: Numbers
     backward: Numbers
     reductions: Numbers
-    counts: tuple[Unshards, ...]
-    counted: int
+    counts: tuple[Unshards, ...] = ()
+    counted: int = 0
 
 
 @lru_cache(maxsize=16384)
 def _in_flight(pipeline: Layout, count: int) -> Numbers:
-    plan, found = _schedule(pipeline, count), np.zeros(pipeline.stages)
+    plan, found = schedule_plan(pipeline, count), np.zeros(pipeline.stages)
     for order in plan.orders:
         for stage, most in under_way(order).items():
             found[stage] = most
@@ -176,24 +182,29 @@ def _in_flight(pipeline: Layout, count: int) -> Numbers:
 
 
 @lru_cache(maxsize=16384)
-def flow(pipeline: Layout, micro_batches: int) -> Flow:
-    """Of a pipeline, and its ZeRO stage. Where backwards are whole, FSDP does the same on every rank."""
-    count, pp = _saturated(pipeline, micro_batches), pipeline.pp
-    plan = _schedule(replace(pipeline, zero=3), count)
-    ranks = range(pp if plan.record.splits_backward else 1)
+def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flow:
+    """Of a pipeline, and its ZeRO stage. `at_least`: of reductions no more than there are for certain; to count them is
+    dear where gradients of weights come apart."""
+    count, pp, alone = _saturated(pipeline, micro_batches, rounds=3), pipeline.pp, replace(pipeline, zero=3)
+    plan = schedule_plan(alone, count)
+    splits = plan.record.splits_backward
+    ranks = range(pp if splits and not at_least else 1)  # where backwards are whole, FSDP does the same on every rank
     counts = [_of_rank(plan, rank, pipeline.zero) for rank in ranks] * (pp // len(ranks))
     of_stages = [counts[plan.rank_of(stage)] for stage in range(plan.stages)]
     forward, backward, reductions = (
         np.array([getattr(each, name) for each in of_stages]) / count for name in ("forward", "backward", "reductions")
     )
-    in_flight = _in_flight(replace(pipeline, zero=3), count)
+    if splits and at_least:
+        reductions = np.full(plan.stages, 1 / count)
+    in_flight = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
     return Flow(in_flight, forward, backward, reductions, tuple(counts), count)
 
 
 def _of_rank(plan: SchedulePlan, rank: int, zero: int) -> Unshards:
     """Of a unit that one stage of a rank uses."""
     own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-    return of_slots(plan.orders[rank], {"layer": frozenset(own[:1])}, plan.micro_batches, own, zero)["layer"]
+    order = tuple(plan.record.order(plan, rank))
+    return of_slots(order, {"layer": frozenset(own[:1])}, plan.micro_batches, own, zero)["layer"]
 
 
 # ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
@@ -272,9 +283,22 @@ def passes(work: Work, sent: Sent, stages: Stages, of: Flow, *, overlaps: bool) 
     return work.forward @ stages.layers.T + before, work.backward @ stages.layers.T + after
 
 
+def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
+    """Seconds of each kind of slot, of each stage."""
+    weights = work.weights @ stages.layers.T
+    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+
+
+def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.int64]":
+    """The pipeline rank with the most to do: the first of those that have it."""
+    work = (forward + backward) @ stages.ranks.T
+    found: NDArray[np.int64] = np.argmax(work >= work.max(axis=-1, keepdims=True) * (1 - ROUNDING), axis=-1)
+    return found
+
+
 def least_span(
-    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: Numbers | int, transfer: Numbers | float,
-    *, splits_backward: bool,
+    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: NDArray[np.int64] | int,
+    transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
     """No schedule is shorter: each rank has all of its work, waits until the first micro batch has passed the stages
     before its first, and then the last one still has to come back through them.
@@ -304,17 +328,22 @@ class Edges:
     the last one's reduction. `replicas`, `last`: all-reduces over replicas, of all units and of the last. `reductions`:
     one of each unit. `sums`: gradients that ranks hold in part."""
 
-    update: float
-    ends: float
-    replicas: float
-    last: float
-    reductions: float
-    sums: float
+    update: Numbers | float
+    ends: Numbers | float
+    replicas: Numbers | float
+    last: Numbers | float
+    reductions: Numbers | float
+    sums: Numbers | float
 
-    def seconds(self, backward: Numbers) -> Numbers:
+    def at(self, places: Places) -> "Edges":
+        """Those at some places."""
+        return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
+
+    def seconds(self, backward: Numbers | float) -> Numbers:
         """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
-        hidden: Numbers = np.maximum(0.0, backward - self.reductions)
-        return self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
+        hidden = np.maximum(0.0, backward - self.reductions)
+        found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
+        return found
 
 
 @dataclass(frozen=True)
@@ -340,8 +369,7 @@ class Step:
     @cached_property
     def tokens(self) -> int:
         """Of a row, padded."""
-        multiple = self.layout.row_multiple
-        return -(-self.workload.seq_length // multiple) * multiple
+        return padded(self.workload.seq_length, self.layout)
 
     @cached_property
     def prices(self) -> Prices:
@@ -385,8 +413,7 @@ class Step:
     @cached_property
     def busiest(self) -> int:
         """The pipeline rank with the most to do."""
-        forward, backward = self.passes
-        return int(np.argmax((forward + backward) @ self.stages.ranks.T))
+        return int(busiest(*self.passes, self.stages))
 
     def _totals(self, rank: int) -> Seconds:
         """Of a pipeline rank in one micro batch, by item."""
@@ -407,7 +434,12 @@ class Step:
     @cached_property
     def after(self) -> float:
         """Seconds of the busiest rank beside the passes."""
-        return self.edges.update + self.edge_seconds
+        return float(self.edges.update) + self.edge_seconds
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.span() + self.after
 
     @cached_property
     def transfer(self) -> float:
@@ -416,26 +448,28 @@ class Step:
 
     @cached_property
     def grid(self) -> RankGrid:
-        return grid_of(self.prices, self.layout)
+        return self.price_list.grid(self.layout)
 
     def span(self) -> float:
         """Seconds from the first slot of the pipeline to the end of the last."""
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        return self.timeline(self.micro_batches).span
+        plan = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches)
+        return float(plan.span(self.durations, self.transfer, max))
+
+    @cached_property
+    def durations(self) -> dict[Kind, list[float]]:
+        """Seconds of a slot of each kind, by stage."""
+        return {kind: each.tolist() for kind, each in durations(*self.passes, self.work, self.stages).items()}
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
-        forward, backward = self.passes
-        weights = self.work.weights @ self.stages.layers.T
-        durations = {"F": forward, "B": backward, "I": backward - weights, "W": weights}
-        of_kind = {kind: each.tolist() for kind, each in durations.items()}
 
         def duration(slot: Slot) -> float:
-            return float(of_kind[slot.kind][slot.stage])
+            return self.durations[slot.kind][slot.stage]
 
-        return _schedule(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
+        return schedule_plan(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
@@ -451,7 +485,7 @@ class Step:
             bubble = span - float(total.sum()) * self.micro_batches
             yield Item("time", "bubble", bubble, f"pipeline rank {rank} waits for others")
         held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
-        yield Item("time", "optimizer", self.edges.update, f"{held:,} parameters")
+        yield Item("time", "optimizer", float(self.edges.update), f"{held:,} parameters")
         why = "first gather, last reduction, sums over ranks"
         yield Item("time", "edges of the step", self.edge_seconds, why)
 
@@ -462,7 +496,7 @@ class Step:
 
     @cached_property
     def edges(self) -> Edges:
-        return edges_of(self.price_list, self.prices, self.shards, self.content, self.layout)
+        return edges_of(self.price_list, self.shards, self.content, self.layout)
 
     @cached_property
     def edge_seconds(self) -> float:
@@ -476,7 +510,7 @@ class Step:
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item; the last two are not tensors."""
         content = self.stages.contents[rank]
-        found = resting_bytes(self.price_list, self.prices, self.shards, content, self.layout.zero)
+        found = resting_bytes(self.price_list, self.shards, content, self.layout.zero)
         found["saved activations"] = float(saved_bytes(self.work, self.stages, self.flow.in_flight)[rank])
         found["logits"] = self.prices.logits if content.has_head else 0
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
@@ -513,11 +547,9 @@ class Step:
         )
 
 
-def resting_bytes(
-    price_list: PriceList, prices: Prices, shards: Shards, content: Content, zero: int
-) -> dict[str, float]:
+def resting_bytes(price_list: PriceList, shards: Shards, content: Content, zero: int) -> dict[str, float]:
     """Of a pipeline rank by item: what does not depend on the micro batch."""
-    shape, of_rank = prices.shape, shards.of(content)
+    shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
@@ -531,7 +563,7 @@ def resting_bytes(
     }
 
 
-def edges_of(price_list: PriceList, prices: Prices, shards: Shards, content: Content, layout: Layout) -> Edges:
+def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
     """Of a pipeline rank."""
     cluster, of_rank = price_list.cluster, shards.of(content)
     units = [(unit, count) for shard, count in of_rank for unit in shard.units]
@@ -540,7 +572,7 @@ def edges_of(price_list: PriceList, prices: Prices, shards: Shards, content: Con
         (seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls else 0.0, count)
         for unit, count in units
     ]
-    sums = sum(seconds(cluster, price_list.span(prices.plan.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
+    sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
     if shards.tied and layout.pp > 1 and content.has_embedding != content.has_head:
         call = Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
         sums += seconds(cluster, price_list.span(Axis(2, layout.world // layout.pp * (layout.pp - 1))), call)
@@ -573,11 +605,6 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
     call = Call(axis="pp", kind="send", bytes=size, phase="forward")
     return seconds(price_list.cluster, price_list.span(Axis(pp, price_list.cluster.world // pp)), call)
-
-
-def grid_of(prices: Prices, layout: Layout) -> RankGrid:
-    """The ranks of a layout, with what the model adds to them."""
-    return replace(prices.plan.grid, layout=layout)
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:

@@ -18,8 +18,9 @@ from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, ModelFacts, Saved
 from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.memory import logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
-from fivefold.parallel.ranks import Axis
+from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster, Span
 from fivefold.planner.compute import Product, attention_seconds, fused_saved, matmul_seconds, traffic_seconds
@@ -123,6 +124,8 @@ class Shards:
     `tied`: bytes of a tied embedding on a rank.
     """
 
+    shape: StepShape
+    grid: RankGrid
     layers: tuple[Shard, ...]
     embedding: Shard
     rest: Callable[[tuple[bool, bool]], Shard]
@@ -144,6 +147,11 @@ class Stages:
     ranks: Numbers
     contents: tuple[Content, ...]
     first: NDArray[np.int64]
+
+    @cached_property
+    def distinct(self) -> tuple[Content, ...]:
+        """Contents that differ."""
+        return tuple(dict.fromkeys(self.contents))
 
     @cached_property
     def has(self) -> NDArray[np.bool_]:
@@ -361,9 +369,9 @@ def work_layout(layout: Layout) -> Layout:
 
 
 def shard_layout(layout: Layout) -> Layout:
-    """The smallest layout whose ranks hold the same shards: two replicas stand for all. FSDP shards over cp too."""
+    """A small layout whose ranks hold the same shards: two replicas stand for any number. FSDP shards over cp too."""
     return Layout(
-        dp_replicate=min(layout.dp_replicate, 2), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
+        dp_replicate=2, dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
     )  # fmt: skip
 
@@ -456,13 +464,17 @@ class PriceList:
             self._calls[key] = plan.calls(shape)
         return self._calls[key]
 
+    def grid(self, layout: Layout) -> RankGrid:
+        """The ranks of a layout, with what the model adds to them."""
+        return replace(self.plan(work_layout(layout)).grid, layout=layout)
+
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool) -> Prices:
         plan = self.plan(work)
         shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute))
         pricing = _Pricing(plan, shape, self, across)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
-        logits = pricing.logits(plan.bytes(shape).logits)
+        logits = pricing.logits(logit_bytes(plan, shape))
         return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), logits)
 
     def _shard(self, layout: Layout) -> Shards:
@@ -475,7 +487,7 @@ class PriceList:
         def rest(ends: tuple[bool, bool]) -> Shard:
             return pricing.rest() if all(ends) else self._rest(layout, *ends)
 
-        return Shards(layers, pricing.shard([plan.anatomy.embedding]), rest, tied)
+        return Shards(pricing.shape, plan.grid, layers, pricing.shard([plan.anatomy.embedding]), rest, tied)
 
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""
