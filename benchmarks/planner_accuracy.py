@@ -27,7 +27,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES, Engine
-from fivefold.planner.estimate import OUTSIDE, Step
+from fivefold.planner.estimate import OUTSIDE, Step, Workload
 from fivefold.planner.price import PriceList
 
 Vector = NDArray[np.float64]
@@ -88,7 +88,9 @@ class Planner:
         """None where the planner cannot make stages of the layout: more of them than layers."""
         try:
             step = self.step(row)
-            took = sum(item.amount for item in step.time(step.span() if simulated else closed_span(step)))
+            took = math.inf
+            if not row.failed:
+                took = sum(item.amount for item in step.time(steady_span(step) if simulated else closed_span(step)))
             modes = [step]
             if row.unsure and simulated:
                 modes.append(self.step(row, replace(row.layout, sequence_parallel=True)))
@@ -104,6 +106,21 @@ def allocated(step: Step, rank: int | None) -> float:
     """GiB of tensors, on a pipeline rank or on the fullest."""
     memory = step.fullest[1] if rank is None else step.memory_of(rank % step.layout.pp)
     return sum(amount for name, amount in memory.items() if name not in OUTSIDE) / 2**30
+
+
+def steady_span(step: Step) -> float:
+    """The span, of which every round of micro batches beyond the first few takes as long as the one before it."""
+    pp = step.layout.pp
+    rounds = step.micro_batches // pp
+    if pp == 1 or rounds <= 6:
+        return step.span()
+    few = [replace(step, workload=_of_rounds(step, count)).span() for count in (4, 5)]
+    return few[1] + (rounds - 5 + step.micro_batches % pp / pp) * (few[1] - few[0])
+
+
+def _of_rounds(step: Step, rounds: int) -> Workload:
+    rows = rounds * step.layout.pp * step.layout.micro_batch_size * step.layout.data_ranks
+    return replace(step.workload, global_batch_size=rows)
 
 
 def closed_span(step: Step) -> float:

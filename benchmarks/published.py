@@ -48,7 +48,10 @@ NETWORKS = (
     (r"200 ?Gb/s|200 Gbps HDR|1600 Gbps", "selene"),
 )  # fmt: skip
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "amp_bf16": "bf16"}
-RECOMPUTE = {"": "none", "none": "none", "no": "none", "full": "full", "selective:core_attn": "none"}
+RECOMPUTE = {
+    "": "none", "none": "none", "no": "none", "full": "full", "selective:core_attn": "none",
+    "selective op": "selective", "selective": "selective", "default SAC": "selective",
+}
 SCHEDULES = {"": "1f1b", "none": "1f1b", "1f1b": "1f1b", "interleaved_1f1b": "interleaved", "interleaved 1f1b": "interleaved"}
 
 

@@ -22,7 +22,7 @@ GIB = 2**30
 
 # What a file may leave out.
 _DEFAULTS = {
-    "aliases": [], "names": [],
+    "aliases": [], "names": [], "step_fraction": 1.0,
     "node": {"domain_devices": 0, "chips": [], "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0}},
 }  # fmt: skip
 
@@ -78,7 +78,8 @@ class Chip:
     """A device, as CUDA or ROCm counts them: one die of an MI250X.
 
     `peak_tflops` by dtype: dense, by the data sheet, fp32 without TF32; a dtype that it lacks is absent (bf16 of V100).
-    `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `memory_gib`: all that the
+    `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: of that, what
+    matmuls keep inside of a long step, where power and heat hold the clocks down. `memory_gib`: all that the
     driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large arrays. `sms`: streaming
     multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place. `launch_us`: host time of
     one kernel. `context_gib`: what context and libraries take outside the allocator, `communicator_gib`: each
@@ -93,6 +94,7 @@ class Chip:
     sms: int
     peak_tflops: Mapping[str, float]
     matmul_fraction: Mapping[str, float]
+    step_fraction: float
     memory_gib: float
     memory_bandwidth_gbs: float
     memory_fraction: float

@@ -33,7 +33,8 @@ def matmul_seconds(chip: Chip, product: Product, dtype: str) -> float:
     """Forward of it: the longer of arithmetic and memory traffic."""
     rows, inputs, outputs, count = product.rows, product.inputs, product.outputs, product.count
     numbers = count * (rows * inputs + inputs * outputs + rows * outputs)
-    arithmetic = product.flops / (flops_per_second(chip, dtype) * _fill(chip, rows, outputs, inputs, count))
+    rate = flops_per_second(chip, dtype) * chip.step_fraction
+    arithmetic = product.flops / (rate * _fill(chip, rows, outputs, inputs, count))
     return max(arithmetic, traffic_seconds(chip, numbers * ITEMSIZE[dtype]))
 
 

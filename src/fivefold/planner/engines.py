@@ -54,7 +54,9 @@ class Engine:
     `fused`: a layer saves what fused kernels save (`compute.fused_saved`), not what the traced layer does.
     `gathers_again`: under sequence parallelism the input of a column is kept split, and gathered again in backward.
     `saved_scale`: saved activations over those, which count every number in the compute type.
-    `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
+    `selective`: of a layer under selective recompute, the part of what it saves that is kept, and of its forward what is
+    computed again. `spares`: a buffer of each shape of a weight stays for gradients (TransformerEngine's fusion of their
+    sum). `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
     `slack`: what the allocator reserves over what is allocated.
 
     Time. `matmul`: of the best matmul's rate, what the layers' reach; `attention`: the same of attention.
@@ -76,6 +78,8 @@ class Engine:
     fused: bool = False
     gathers_again: bool = False
     saved_scale: float = 1.0
+    selective: tuple[float, float] = (1.0, 0.0)
+    spares: bool = False
     logit_memory: float | None = None
     slack: float
     matmul: float = 1.0
@@ -115,11 +119,11 @@ ENGINES = {
         # torch's and TransformerEngine's fused kernels, the distributed optimizer, gradients in fp32.
         Engine(
             name="megatron", shards="optimizer", over="data", reduces_in_place=True, fused=True, gathers_again=True,
-            split=evenly, matmul=0.85, attention=0.9, traffic=3.5, logit_bytes=24, host_seconds=2.4e-3,
+            spares=True, split=evenly, matmul=0.85, attention=0.9, traffic=3.5, logit_bytes=24, host_seconds=2.4e-3,
             overlaps_data=True, slack=1.05, step_seconds=0.02, logit_memory=4,
         ),
         Engine(
-            name="torchtitan", split=evenly, matmul=0.85, attention=0.9, traffic=4, logit_bytes=48, host_seconds=2.4e-3,
+            name="torchtitan", split=evenly, selective=(0.33, 0.5), matmul=0.85, attention=0.9, traffic=4, logit_bytes=48, host_seconds=2.4e-3,
             overlaps_data=True, slack=1.1, step_seconds=0.02, logit_memory=10,
         ),
         Engine(
@@ -129,7 +133,7 @@ ENGINES = {
         # Eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most, collectives one after the other.
         Engine(
             name="nanotron", shards="optimizer", reduces_in_place=True, gathers_again=True, split=dealt_until_full,
-            matmul=0.76, attention=0.51, traffic=6.3, logit_bytes=56, host_seconds=3.6e-3, host_across=1.6e-3,
+            matmul=0.86, attention=0.51, traffic=6.3, logit_bytes=56, host_seconds=3.6e-3, host_across=1.6e-3,
             host_power=1.13, overlaps_data=False, overlaps_tensor=0.83, tensor_seconds=0.12e-3, tensor_across=0.8e-3,
             slack=1.05, step_seconds=3e-3, logit_memory=14, saved_scale=1.2,
         ),

@@ -559,8 +559,17 @@ def resting_bytes(price_list: PriceList, shards: Shards, content: Content, zero:
         "optimizer state": trained * shape.master_bytes * OPTIMIZERS[shape.optimizer].per_weight,
         "gathered parameters": gathered,
         "unreduced gradients": waiting,
+        "spare gradients": spare_bytes(shards, content) if price_list.engine.spares else 0,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
+
+
+def spare_bytes(shards: Shards, content: Content) -> int:
+    """One gradient in the compute type for each shape of a weight on a pipeline rank."""
+    units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
+    if content.has_head:
+        units += shards.rest((content.has_embedding, True)).units
+    return sum(unit.gathered for unit in units) * shards.shape.compute_bytes
 
 
 def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:

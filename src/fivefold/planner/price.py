@@ -242,11 +242,13 @@ class _Pricing:
         weights[:3] = matmuls, 0.0, 0.0
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
-        backward[:3] += forward[:3] * recompute
-        self._launch(forward, backward, recompute=recompute)
+        partly = self.shape.recompute.mode == "selective"
+        keeps, again = engine.selective if partly else (1.0, float(recompute))
+        backward[:3] += forward[:3] * again
+        self._launch(forward, backward, again=again)
         calls = self._sent(layer, forward, backward)
         kept = self.shape.hidden_bytes // (self.plan.layout.tp if self.plan.splits_sequence else 1)
-        return LayerPrice(forward, backward, weights, saved, kept if recompute else saved, calls)
+        return LayerPrice(forward, backward, weights, saved, kept if recompute else round(saved * keeps), calls)
 
     def _saved(self, layer: str, cost: LayerCost) -> float:
         """Numbers that a token leaves on a rank."""
@@ -256,11 +258,11 @@ class _Pricing:
             saved = Saved(residual=saved.residual + saved.entered, inside=saved.inside)
         return saved.on_rank(tp, sequence_parallel=splits)
 
-    def _launch(self, forward: Seconds, backward: Seconds, *, recompute: bool) -> None:
+    def _launch(self, forward: Seconds, backward: Seconds, *, again: float) -> None:
         """A device that is done before Python has issued its kernels waits. The two times meet smoothly."""
         engine, tp = self.engine, self.plan.layout.tp
         host = (engine.host_seconds + engine.host_across * tp**engine.host_power * self.across) / 3
-        for seconds_, passes in ((forward, 1), (backward, 2 + recompute)):
+        for seconds_, passes in ((forward, 1), (backward, 2 + again)):
             device = seconds_.sum()
             both = (device**MEET + (host * passes) ** MEET) ** (1 / MEET)
             seconds_[ITEMS.index("host")] = both - device
