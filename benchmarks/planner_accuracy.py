@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.published import Measured, folder_of, read
 from numpy.typing import NDArray
 
-from benchmarks.published import Measured, folder_of, read
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.cluster import Cluster
@@ -39,9 +39,9 @@ FREE = {
         "matmul", "attention", "traffic", "logit_bytes", "host_seconds", "host_across", "host_power", "step_seconds",
         "overlaps_tensor", "tensor_seconds", "tensor_across", "between.fraction", "between.latency_us",
     ),
-    "megatron": ("matmul", "attention", "traffic", "host_seconds", "step_seconds"),
+    "megatron": ("matmul", "attention", "traffic", "host_seconds", "host_across", "tensor_seconds", "step_seconds"),
     "fsdp1": ("matmul", "attention", "traffic", "host_seconds"),
-    "torchtitan": ("matmul", "attention", "traffic", "host_seconds"),
+    "torchtitan": ("matmul", "traffic", "host_seconds"),
 }  # fmt: skip
 
 
@@ -69,6 +69,7 @@ class Planner:
     """Estimates rows with one price list for each model, cluster and trainer."""
 
     def __init__(self, change: Mapping[str, float] | None = None, known: "Planner | None" = None) -> None:
+        """`change`: other constants. `known`: a planner whose plans are used."""
         self.change, self.known = dict(change or {}), known
         self.lists = dict[tuple[object, ...], PriceList]()
 
@@ -95,8 +96,8 @@ class Planner:
             if row.unsure and simulated:
                 modes.append(self.step(row, replace(row.layout, sequence_parallel=True)))
             return Predicted(
-                row, row.workload.tokens / took / row.layout.world, tuple(allocated(each, row.of_rank) for each in modes),
-                min(each.needs for each in modes) / 2**30,
+                row, row.workload.tokens / took / row.layout.world,
+                tuple(allocated(each, row.of_rank) for each in modes), min(each.needs for each in modes) / 2**30,
             )  # fmt: skip
         except (UserError, IndexError, ValueError):
             return None
@@ -124,7 +125,7 @@ def _of_rounds(step: Step, rounds: int) -> Workload:
 
 
 def closed_span(step: Step) -> float:
-    """The span of 1F1B without its simulation, for fitting: the slowest stage for every micro batch, all stages once."""
+    """The span of 1F1B without its simulation, for fitting: the slowest stage for every micro batch, all once."""
     totals = sum(step.passes)
     return float((step.micro_batches - 1) * totals.max() + totals.sum() + 2 * step.transfer * (len(totals) - 1))
 
@@ -158,7 +159,7 @@ def constants(rows: Sequence[Measured], names: Sequence[str]) -> dict[str, float
     return found
 
 
-def fit(rows: Sequence[Measured], names: Sequence[str], *, rounds: int = 12, show: bool = True) -> dict[str, float]:
+def fit(rows: Sequence[Measured], names: Sequence[str], *, rounds: int = 8, show: bool = True) -> dict[str, float]:
     """Constants with the least Cauchy loss of log throughput: damped Gauss-Newton steps on their logarithms."""
     basis = Planner()
     for row in rows:
@@ -184,7 +185,10 @@ def fit(rows: Sequence[Measured], names: Sequence[str], *, rounds: int = 12, sho
         while not better and damping < 1e4:
             step = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(names))), -gradient)
             tried = {
-                name: min(now[name] * math.exp(float(np.clip(by, -0.7, 0.7))), 1.0 if "fraction" in name or "overlaps" in name else math.inf)
+                name: min(
+                    now[name] * math.exp(float(np.clip(by, -0.7, 0.7))),
+                    1.0 if "fraction" in name or "overlaps" in name else math.inf,
+                )
                 for name, by in zip(names, step, strict=True)
             }
             other = errors(tried)
@@ -240,9 +244,7 @@ def ranking(found: Iterable[Predicted]) -> Ranking | None:
         of_five.append(1 - max(pair[0] for pair in order[:5]) / best)
     if not taus:
         return None
-    return Ranking(
-        len(taus), float(np.mean(taus)), min(taus), float(np.mean(lost)), max(lost), float(np.mean(of_five))
-    )
+    return Ranking(len(taus), float(np.mean(taus)), min(taus), float(np.mean(lost)), max(lost), float(np.mean(of_five)))
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     python -m benchmarks.published --published DIR
 
 The files have one set of columns (`source, model, layers, hidden, ... tokens_per_s_per_gpu, peak_mem_gb, notes`). They
-stay where they are: `--published`, or the folder that FIVEFOLD_PUBLISHED names. A row that does not say what the planner
-must know is left out, with the reason; none is filled in by hand.
+stay where they are: `--published`, or the folder that FIVEFOLD_PUBLISHED names. A row that does not say what the
+planner must know is left out, with the reason; none is filled in by hand.
 """
 
 import argparse
@@ -13,16 +13,16 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.data.cache import key_of
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import about_code, kept
-from fivefold.data.cache import key_of
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
@@ -34,7 +34,7 @@ TRAINERS = (
     (r"torchtitan|pytorch\.org|FSDP2|SimpleFSDP|GraphTrainer", "torchtitan"),
     (r"FSDP|ZeRO-3|llm-foundry", "fsdp1"),
     (r"nanotron", "nanotron"),
-    (r"Megatron|NeMo|SimuMax|MegaScale|BLOOM|bigscience|vTrain|2104\.04473|2205\.05198|Nemotron|Llama 3 paper", "megatron"),
+    (r"Megatron|NeMo|SimuMax|MegaScale|BLOOM|bigscience|vTrain|2104\.04473|2205\.05198|Nemotron", "megatron"),
 )  # fmt: skip
 # Words of the device's name -> the chip; the first that is found.
 CHIPS = (
@@ -47,16 +47,22 @@ NETWORKS = (
     (r"EFA \(HF", "hf-efa"), (r"Omni-Path", "jean-zay"), (r"800 Gbps per node", "vtrain"), (r"TCPX", "a3"),
     (r"200 ?Gb/s|200 Gbps HDR|1600 Gbps", "selene"),
 )  # fmt: skip
+SPLITS = {"yes": True, "1": True, "no": False, "0": False}  # the sequence over tp
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "amp_bf16": "bf16"}
 RECOMPUTE = {
-    "": "none", "none": "none", "no": "none", "full": "full", "selective:core_attn": "none",
-    "selective op": "selective", "selective": "selective", "default SAC": "selective",
+    "none": "none",
+    "no": "none",
+    "full": "full",
+    "selective:core_attn": "none",
+    "selective op": "selective",
+    "selective": "selective",
+    "default SAC": "selective",
 }
-SCHEDULES = {"": "1f1b", "none": "1f1b", "1f1b": "1f1b", "interleaved_1f1b": "interleaved", "interleaved 1f1b": "interleaved"}
+SCHEDULES = ("", "none", "1f1b", "interleaved_1f1b")  # the virtual stages say whether it is interleaved
 
 
-# Words of a row -> the pipeline rank that its trainer logs memory of; else the fullest. nanotron logs that of rank 0: with
-# one micro batch and two stages, its numbers are those of the stage without the logits. Megatron logs the last rank's.
+# Words of a row -> the pipeline rank that its trainer logs memory of; else the fullest. nanotron logs that of rank 0:
+# with one micro batch and two stages, its numbers are those of the stage without the logits. Megatron logs the last.
 LOGGED = ((r"nanotron", 0), (r"golden|functional test", -1))
 
 
@@ -107,8 +113,8 @@ class Shape:
 class Measured:
     """One row. `tokens_per_second`: of a device; `memory_gb`: as the source says it; None where it does not. `failed`:
     it ran out of memory, or failed otherwise. `regime`: a tag of the source's readers. `sweep`: rows that differ in
-    their layout alone. `of_rank`: the pipeline rank whose memory it is, 0 or -1; None for the fullest. `unsure`: whether
-    the sequence was split over tp is not said."""
+    their layout alone. `of_rank`: the pipeline rank whose memory it is, 0 or -1; None for the fullest. `unsure`:
+    whether the sequence was split over tp is not said."""
 
     source: str
     shape: Shape
@@ -167,10 +173,10 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
     regime = match[1] if (match := re.search(r"regime=(\w)", notes)) else ""
     what = repr((shape, layout, workload, row["gpu"], row["num_gpus"], engine, speed, memory, failed))
     return Measured(
-        source=_source(f"{row['source']} {file}"), shape=shape, cluster=cluster, layout=layout, workload=workload, engine=engine,
-        tokens_per_second=speed, memory_gb=memory, failed=failed, regime=regime, notes=notes,
+        source=_source(f"{row['source']} {file}"), shape=shape, cluster=cluster, layout=layout, workload=workload,
+        engine=engine, tokens_per_second=speed, memory_gb=memory, failed=failed, regime=regime, notes=notes,
         of_rank=next((rank for pattern, rank in LOGGED if re.search(pattern, words)), None),
-        unsure=layout.tp > 1 and not row["sp"],
+        unsure=layout.tp > 1 and not row["sp"] and ENGINES[engine].sequence_parallel is None,
         key=hashlib.sha256(what.encode()).hexdigest(),
     )  # fmt: skip
 
@@ -192,7 +198,9 @@ def _shape(row: Mapping[str, str]) -> Shape:
         return basis
     choices = [replace(basis, gated=gated, tied=tied) for gated in (True, False) for tied in (True, False)]
     choices = [each for each in choices if each.gated or kv == heads]
-    return min(choices, key=lambda each: (abs(each.parameters / said - 1) > 0.03, each != basis, abs(each.parameters - said)))
+    return min(
+        choices, key=lambda each: (abs(each.parameters / said - 1) > 0.03, each != basis, abs(each.parameters - said))
+    )
 
 
 def _vocabulary(model: str) -> str:
@@ -215,16 +223,16 @@ def _layout(row: Mapping[str, str], engine: str) -> Layout:
         copies = data // shard
     if shard * copies != data:
         raise NotSaid("its degrees do not make its devices")
-    if (recompute := RECOMPUTE.get(row["recompute"])) is None:
+    if (recompute := {**RECOMPUTE, "": ENGINES[engine].recompute}.get(row["recompute"])) is None:
         raise NotSaid(f"recompute {row['recompute']}")
-    if (schedule := SCHEDULES.get(row["schedule"].lower())) is None:
+    if row["schedule"].lower().replace(" ", "_") not in SCHEDULES:
         raise NotSaid(f"schedule {row['schedule']}")
-    virtual = int(row["vpp"] or 1)
+    virtual, splits = int(row["vpp"] or 1), SPLITS.get(row["sp"], bool(ENGINES[engine].sequence_parallel))
     if (precision := PRECISIONS.get(re.split(r"[ /]", row["precision"])[0])) is None:
         raise NotSaid(f"precision {row['precision'] or 'unknown'}")
     try:
         return Layout(
-            dp_replicate=copies, dp_shard=shard, tp=tp, pp=pp, cp=cp, sequence_parallel=row["sp"] in ("yes", "1"),
+            dp_replicate=copies, dp_shard=shard, tp=tp, pp=pp, cp=cp, sequence_parallel=splits,
             pp_schedule="interleaved" if virtual > 1 and pp > 1 else "1f1b", pp_virtual=virtual if pp > 1 else 1,
             micro_batch_size=_whole(row, "micro_batch"), recompute=recompute, precision=precision,
         )  # fmt: skip
@@ -258,9 +266,15 @@ def cluster_of(nodes: int, devices: int, chip: str, network: str) -> Cluster:
 def _source(text: str) -> str:
     """Of few words: a project or a paper."""
     for words, name in (
-        (r"torchtitan", "torchtitan"), (r"Ultra-Scale|nanotron", "ultrascale"), (r"ground_truth_single", "vtrain, one node"), (r"vTrain", "vtrain, nodes"),
-        (r"bigscience", "bigscience"), (r"SimuMax", "simumax"), (r"llm-foundry", "mosaicml"),
-        (r"Bridge|NeMo", "megatron-bridge"), (r"Megatron|2104|2205|MegaScale|Nemotron|Llama 3", "megatron papers"),
+        (r"torchtitan", "torchtitan"),
+        (r"Ultra-Scale|nanotron", "ultrascale"),
+        (r"ground_truth_single", "vtrain, one node"),
+        (r"vTrain", "vtrain, nodes"),
+        (r"bigscience", "bigscience"),
+        (r"SimuMax", "simumax"),
+        (r"llm-foundry", "mosaicml"),
+        (r"Bridge|NeMo", "megatron-bridge"),
+        (r"Megatron|2104|2205|MegaScale|Nemotron|Llama 3", "megatron papers"),
     ):
         if re.search(words, text):
             return name
@@ -292,7 +306,9 @@ def _number(text: str) -> float | None:
 
 def folder_of(said: str | None) -> Path:
     """The folder of the files."""
-    return Path(said or os.environ.get("FIVEFOLD_PUBLISHED") or Path(__file__).parents[1].parent / "shared" / "published")
+    return Path(
+        said or os.environ.get("FIVEFOLD_PUBLISHED") or Path(__file__).parents[1].parent / "shared" / "published"
+    )
 
 
 def main() -> None:

@@ -66,11 +66,11 @@ def traffic_seconds(chip: Chip, size: float) -> float:
 
 
 def fused_saved(layer: str, cost: LayerCost, partition: Partition, hidden: int) -> Saved:
-    """What one token leaves in a decoder's layer where kernels are fused: the input of each norm and of each linear, and
-    what attention and the activation read, once each.
+    """What one token leaves in a decoder's layer where kernels are fused: the input of each norm and of each linear,
+    and what attention and the activation read, once each.
 
-    Llama-3-70B: 2 inputs of norms and 2 of columns, of 8,192 each; then q, k, v and what attention gives, 18,432 in all;
-    gate, up and their product, 86,016. (Korthikanti et al., arXiv 2205.05198, less dropout and the attention's matrix.)
+    Llama-3-70B: 2 inputs of norms and 2 of columns, of 8,192 each; then q, k, v and what attention gives, 18,432 in
+    all; gate, up and their product, 86,016. (Korthikanti et al., arXiv 2205.05198, without dropout and scores.)
     """
     inside = 0.0
     for matmul in cost.matmuls:

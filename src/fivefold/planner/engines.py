@@ -38,7 +38,7 @@ def dealt_until_full(facts: ModelFacts, pipeline: Layout) -> Splits:
 
 
 def evenly(facts: ModelFacts, pipeline: Layout) -> Splits:
-    """Megatron's and torchtitan's: as many layers for each stage; where that leaves some, the first ones have one more."""
+    """Megatron's and torchtitan's: as many layers for each stage; of those that are left, the first ones have one."""
     each, more = divmod(len(facts.anatomy.layers), pipeline.stages)
     bounds = [stage * each + min(stage, more) for stage in range(pipeline.stages + 1)]
     return tuple(pairwise(bounds))
@@ -48,25 +48,30 @@ def evenly(facts: ModelFacts, pipeline: Layout) -> Splits:
 class Engine:
     """The traits of a trainer.
 
-    Memory. `shards`: what is dealt out over data ranks: the parameters with all their state (FSDP), or the optimizer's
-    state alone (ZeRO-1). `over`: the ranks that it is dealt to: those of dp_shard, or all data ranks (Megatron's
-    distributed optimizer). `reduces_in_place`: reduced gradients have no memory besides the unreduced.
+    Memory.
+    `shards`: what data ranks deal out: the parameters with all their state (FSDP), or the optimizer's state (ZeRO-1).
+    `over`: the ranks that it is dealt to: of dp_shard, or all data ranks (Megatron's distributed optimizer).
+    `reduces_in_place`: reduced gradients have no memory besides the unreduced.
     `fused`: a layer saves what fused kernels save (`compute.fused_saved`), not what the traced layer does.
-    `gathers_again`: under sequence parallelism the input of a column is kept split, and gathered again in backward.
+    `gathers_again`: under sequence parallelism a column's input is kept split, and gathered again in backward.
     `saved_scale`: saved activations over those, which count every number in the compute type.
-    `selective`: of a layer under selective recompute, the part of what it saves that is kept, and of its forward what is
-    computed again. `spares`: a buffer of each shape of a weight stays for gradients (TransformerEngine's fusion of their
-    sum). `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
+    `recompute`, `sequence_parallel`: what it does where a run does not say; None where that is not known.
+    `selective`: under selective recompute, the part of what a layer saves that is kept, and of its forward what is
+    computed again.
+    `spares`: a buffer of each shape of a weight stays for gradients, as TransformerEngine sums them in the matmul.
+    `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
     `slack`: what the allocator reserves over what is allocated.
 
-    Time. `matmul`: of the best matmul's rate, what the layers' reach; `attention`: the same of attention.
-    `traffic`: bytes of memory traffic beside matmuls and attention, forward and backward, for a saved byte.
+    Time.
+    `matmul`, `attention`: the part of the chip's rate that its layers reach.
+    `traffic`: bytes of memory traffic beside matmuls and attention, forward and backward, for a byte of what the traced
+    layer saves.
     `logit_bytes`: traffic of the loss, forward and backward, for a logit.
     `host_seconds`: of Python and launches for a layer and micro batch, forward and backward.
-    `host_across`: more of them where the pipeline leaves the node, times tp to the power of `host_power`: the ranks of a
-    stage then wait for each other at every collective of tp.
+    `host_across`: more of them where the pipeline leaves the node, times tp to the power of `host_power`: the ranks of
+    a stage then wait for each other at every collective of tp.
     `overlaps_data`: FSDP's collectives run beside compute. `overlaps_tensor`: the part of tp's that does.
-    `tensor_seconds`: of each of tp's collectives, to launch it and to meet; `tensor_across`: more of them for each node
+    `tensor_seconds`: of each of tp's collectives, to launch it and to meet. `tensor_across`: more of them for each node
     beyond the first.
     `step_seconds`: of a step, whatever its size. `split`: the layers of each pipeline stage.
     """
@@ -78,6 +83,8 @@ class Engine:
     fused: bool = False
     gathers_again: bool = False
     saved_scale: float = 1.0
+    recompute: str = "none"
+    sequence_parallel: bool | None = None
     selective: tuple[float, float] = (1.0, 0.0)
     spares: bool = False
     logit_memory: float | None = None
@@ -106,6 +113,8 @@ class Engine:
         return replace(layout, zero=1) if self.shards == "optimizer" else layout
 
 
+# Constants beside `fivefold`'s are fitted on one half of the published rows of each trainer, and told on the other half
+# (benchmarks/planner_accuracy.py, docs/planner.md); those of memory follow from what the trainer keeps.
 ENGINES = {
     each.name: each
     for each in (
@@ -116,26 +125,31 @@ ENGINES = {
             name="fivefold", traffic=3.5, logit_bytes=48, host_seconds=2.4e-3, overlaps_data=True, slack=1.12,
             step_seconds=2e-3,
         ),
-        # torch's and TransformerEngine's fused kernels, the distributed optimizer, gradients in fp32.
+        # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
+        # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.
         Engine(
             name="megatron", shards="optimizer", over="data", reduces_in_place=True, fused=True, gathers_again=True,
             spares=True, split=evenly, matmul=0.85, attention=0.9, traffic=3.5, logit_bytes=24, host_seconds=2.4e-3,
-            overlaps_data=True, slack=1.05, step_seconds=0.02, logit_memory=4,
+            host_across=1e-4, tensor_seconds=1e-5, overlaps_data=True, slack=1.05, step_seconds=0.02, logit_memory=4,
         ),
+        # torchtitan: FSDP2, and selective recompute of operations unless a run says otherwise, which keeps the outputs
+        # of every second matmul and of attention.
         Engine(
-            name="torchtitan", split=evenly, selective=(0.33, 0.5), matmul=0.85, attention=0.9, traffic=4, logit_bytes=48, host_seconds=2.4e-3,
-            overlaps_data=True, slack=1.1, step_seconds=0.02, logit_memory=10,
+            name="torchtitan", split=evenly, recompute="selective", selective=(0.33, 0.5), sequence_parallel=True,
+            matmul=0.92, attention=0.9, traffic=17, logit_bytes=48, host_seconds=1e-3, overlaps_data=True, slack=1.1,
+            step_seconds=0.02, logit_memory=10,
         ),
+        # FSDP1, as Composer and LLM Foundry run it, uncompiled.
         Engine(
-            name="fsdp1", matmul=0.85, attention=0.9, traffic=5, logit_bytes=48, host_seconds=3e-3,
+            name="fsdp1", matmul=0.83, attention=0.74, traffic=4.8, logit_bytes=48, host_seconds=4e-3,
             overlaps_data=True, slack=1.2, step_seconds=0.02, logit_memory=10,
         ),
-        # Eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most, collectives one after the other.
+        # nanotron: eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most.
         Engine(
             name="nanotron", shards="optimizer", reduces_in_place=True, gathers_again=True, split=dealt_until_full,
             matmul=0.86, attention=0.51, traffic=6.3, logit_bytes=56, host_seconds=3.6e-3, host_across=1.6e-3,
             host_power=1.13, overlaps_data=False, overlaps_tensor=0.83, tensor_seconds=0.12e-3, tensor_across=0.8e-3,
-            slack=1.05, step_seconds=3e-3, logit_memory=14, saved_scale=1.2,
+            slack=1.04, step_seconds=3e-3, logit_memory=14, saved_scale=1.12,
         ),
     )
 }  # fmt: skip

@@ -253,7 +253,7 @@ class _Pricing:
     def _saved(self, layer: str, cost: LayerCost) -> float:
         """Numbers that a token leaves on a rank."""
         tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
-        saved = fused_saved(layer, cost, self.plan.partition, self.shape.hidden) if engine.fused else cost.saved
+        saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
         if engine.gathers_again and splits:
             saved = Saved(residual=saved.residual + saved.entered, inside=saved.inside)
         return saved.on_rank(tp, sequence_parallel=splits)
@@ -300,10 +300,15 @@ class _Pricing:
     def head(self) -> LayerPrice:
         """The head's matmul and the loss."""
         chip, outside = self.chip, self.plan.facts.outside
-        matmuls = sum(
-            matmul_seconds(chip, Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)), self.dtype)
-            for each in outside
-        ) / self.engine.matmul
+        matmuls = (
+            sum(
+                matmul_seconds(
+                    chip, Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)), self.dtype
+                )
+                for each in outside
+            )
+            / self.engine.matmul
+        )
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
         forward, backward, weights = nothing(), nothing(), nothing()
         forward[:3], backward[:3], weights[0] = (matmuls, 0, loss), (2 * matmuls, 0, loss), matmuls
