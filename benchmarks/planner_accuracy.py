@@ -47,12 +47,12 @@ FREE = {
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row and what the planner says of it. `allocated_gib`: of the rank that the row tells of, without and with the
-    sequence split over tp where the row does not say. `needs_gib`: of the fullest rank, all in all, at the least."""
+    """A row and what the planner says of it. `memory_gib`: what the row's is of, without and with the sequence split
+    over tp where the row does not say. `needs_gib`: of the fullest rank, all in all, at the least."""
 
     row: Measured
     tokens_per_second: float
-    allocated_gib: tuple[float, ...]
+    memory_gib: tuple[float, ...]
     needs_gib: float
 
     @property
@@ -61,8 +61,8 @@ class Predicted:
 
     @property
     def memory_error(self) -> float:
-        """Of the allocated memory, relative: the smaller one where the row leaves two."""
-        return min((each / (self.row.memory_gb or 1) - 1 for each in self.allocated_gib), key=abs)
+        """Of the memory, relative: the smaller one where the row leaves two."""
+        return min((each / (self.row.memory_gb or 1) - 1 for each in self.memory_gib), key=abs)
 
 
 class Planner:
@@ -92,21 +92,24 @@ class Planner:
             took = math.inf
             if not row.failed:
                 took = sum(item.amount for item in step.time(steady_span(step) if simulated else closed_span(step)))
+            if not simulated:
+                return Predicted(row, row.workload.tokens / took / row.layout.world, (), 0.0)
             modes = [step]
-            if row.unsure and simulated:
+            if row.unsure:
                 modes.append(self.step(row, replace(row.layout, sequence_parallel=True)))
             return Predicted(
                 row, row.workload.tokens / took / row.layout.world,
-                tuple(allocated(each, row.of_rank) for each in modes), min(each.needs for each in modes) / 2**30,
+                tuple(memory_of(each, row) for each in modes), min(each.needs for each in modes) / 2**30,
             )  # fmt: skip
         except (UserError, IndexError, ValueError):
             return None
 
 
-def allocated(step: Step, rank: int | None) -> float:
-    """GiB of tensors, on a pipeline rank or on the fullest."""
+def memory_of(step: Step, row: Measured) -> float:
+    """GiB of what a row's memory is of."""
+    rank = row.of_rank
     memory = step.fullest[1] if rank is None else step.memory_of(rank % step.layout.pp)
-    return sum(amount for name, amount in memory.items() if name not in OUTSIDE) / 2**30
+    return sum(amount for name, amount in memory.items() if name not in OUTSIDE or name in row.beside) / 2**30
 
 
 def steady_span(step: Step) -> float:

@@ -66,6 +66,13 @@ SCHEDULES = ("", "none", "1f1b", "interleaved_1f1b")  # the virtual stages say w
 LOGGED = ((r"nanotron", 0), (r"golden|functional test", -1))
 
 
+# Words of a row -> what its memory counts besides tensors: nvidia-smi sees all, torchtitan logs what is reserved.
+READINGS = (
+    (r"device-level|nvidia-smi|bigscience", ("allocator", "runtime")),
+    (r"torchtitan|max_memory_reserved", ("allocator",)),
+)
+
+
 class NotSaid(Exception):
     """A row does not say something."""
 
@@ -114,7 +121,8 @@ class Measured:
     """One row. `tokens_per_second`: of a device; `memory_gb`: as the source says it; None where it does not. `failed`:
     it ran out of memory, or failed otherwise. `regime`: a tag of the source's readers. `sweep`: rows that differ in
     their layout alone. `of_rank`: the pipeline rank whose memory it is, 0 or -1; None for the fullest. `unsure`:
-    whether the sequence was split over tp is not said."""
+    whether the sequence was split over tp is not said. `beside`: items of an estimate that its memory counts besides
+    tensors."""
 
     source: str
     shape: Shape
@@ -129,6 +137,7 @@ class Measured:
     notes: str
     of_rank: int | None
     unsure: bool
+    beside: tuple[str, ...]
     key: str
 
     @property
@@ -176,6 +185,7 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
         source=_source(f"{row['source']} {file}"), shape=shape, cluster=cluster, layout=layout, workload=workload,
         engine=engine, tokens_per_second=speed, memory_gb=memory, failed=failed, regime=regime, notes=notes,
         of_rank=next((rank for pattern, rank in LOGGED if re.search(pattern, words)), None),
+        beside=next((items for pattern, items in READINGS if re.search(pattern, words)), ()),
         unsure=layout.tp > 1 and not row["sp"] and ENGINES[engine].sequence_parallel is None,
         key=hashlib.sha256(what.encode()).hexdigest(),
     )  # fmt: skip
