@@ -145,6 +145,7 @@ class Bounding:
             np.stack([each.forward for each in flows])[inverse],
             np.stack([each.backward for each in flows])[inverse],
             np.stack([each.reductions for each in flows])[inverse],
+            np.stack([each.left for each in flows])[inverse],
         )
 
     def transfer(self, pp: int) -> Numbers:
@@ -162,7 +163,8 @@ class Bounding:
         forward, backward = self._passes(rows, stages, of)
         transfer = self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
-        span = least_span(forward, backward, stages, rows.micro_batches, transfer, splits_backward=splits)
+        slots = durations(forward, backward, self.work.at(rows.work), stages)
+        span = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
         after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
         return self._needs(rows, stages, of.in_flight), span + after
 

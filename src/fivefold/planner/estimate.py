@@ -5,9 +5,10 @@ with them. Memory is that of the fullest pipeline rank. Time is that of the whol
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ from fivefold.planner.price import (
     Shard,
     Shards,
     Stages,
+    UnitPrice,
     nothing,
 )
 
@@ -151,60 +153,68 @@ def schedule_plan(layout: Layout, micro_batches: int) -> SchedulePlan:
 def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
     """As many micro batches as show what repeats with more of them: `rounds` times pp, and a whole round more."""
     multiple = layout.schedule.multiple(layout.pp)
-    enough = rounds * layout.pp + 2 * multiple
+    enough = rounds * layout.pp + multiple
     return micro_batches if micro_batches <= enough else enough - enough % multiple
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
     """How micro batches pass a pipeline's stages. `in_flight`: of each stage, the most that wait for their backward.
-
     `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
-    reduces it: as a mean over micro batches. `counts`: the same of each pipeline rank, with as many micro batches as
-    `counted`.
+    reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
+    after its last other slot.
     """
 
     in_flight: Numbers
     forward: Numbers
     backward: Numbers
     reductions: Numbers
-    counts: tuple[Unshards, ...] = ()
-    counted: int = 0
+    left: Numbers
 
 
 @lru_cache(maxsize=16384)
-def _in_flight(pipeline: Layout, count: int) -> Numbers:
-    plan, found = schedule_plan(pipeline, count), np.zeros(pipeline.stages)
+def _in_flight(pipeline: Layout, count: int) -> tuple[Numbers, Numbers]:
+    """Of each stage: the most micro batches in flight, and the gradients of weights that are left to the end."""
+    plan, found, left = schedule_plan(pipeline, count), np.zeros(pipeline.stages), np.zeros(pipeline.stages)
     for order in plan.orders:
         for stage, most in under_way(order).items():
             found[stage] = most
-    return found
+        for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
+            left[slot.stage] += 1
+    return found, left
 
 
 @lru_cache(maxsize=16384)
 def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flow:
     """Of a pipeline, and its ZeRO stage. `at_least`: of reductions no more than there are for certain; to count them is
     dear where gradients of weights come apart."""
-    count, pp, alone = _saturated(pipeline, micro_batches, rounds=3), pipeline.pp, replace(pipeline, zero=3)
-    plan = schedule_plan(alone, count)
-    splits = plan.record.splits_backward
-    ranks = range(pp if splits and not at_least else 1)  # where backwards are whole, FSDP does the same on every rank
-    counts = [_of_rank(plan, rank, pipeline.zero) for rank in ranks] * (pp // len(ranks))
-    of_stages = [counts[plan.rank_of(stage)] for stage in range(plan.stages)]
-    forward, backward, reductions = (
-        np.array([getattr(each, name) for each in of_stages]) / count for name in ("forward", "backward", "reductions")
-    )
+    alone, splits = replace(pipeline, zero=3), pipeline.schedule.splits_backward
+    ranks = (
+        pipeline.pp if splits and not at_least else 1
+    )  # where backwards are whole, FSDP does the same in every stage
+    shown, multiple = _saturated(pipeline, micro_batches, rounds=3), pipeline.schedule.multiple(pipeline.pp)
+    times = _times(alone, shown, pipeline.zero, ranks)
+    if shown < micro_batches:  # more micro batches repeat what the last round did
+        growth = (times - _times(alone, shown - multiple, pipeline.zero, ranks)) / multiple
+        times = times + growth * (micro_batches - shown)
+    forward, backward, reductions = times / micro_batches
     if splits and at_least:
-        reductions = np.full(plan.stages, 1 / count)
-    in_flight = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
-    return Flow(in_flight, forward, backward, reductions, tuple(counts), count)
+        reductions = np.full(pipeline.stages, 1 / micro_batches)
+    in_flight, left = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
+    return Flow(in_flight, forward, backward, reductions, left)
 
 
-def _of_rank(plan: SchedulePlan, rank: int, zero: int) -> Unshards:
-    """Of a unit that one stage of a rank uses."""
-    own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-    order = tuple(plan.record.order(plan, rank))
-    return of_slots(order, {"layer": frozenset(own[:1])}, plan.micro_batches, own, zero)["layer"]
+def _times(pipeline: Layout, micro_batches: int, zero: int, ranks: int) -> Numbers:
+    """[forward, backward, reductions; stage]: how often FSDP gathers and reduces a unit that one stage uses. `ranks`:
+    those that are asked; the first stage of rank 0 stands for all stages where it is 1."""
+    plan, found = schedule_plan(pipeline, micro_batches), np.zeros((3, pipeline.stages))
+    for rank in range(ranks):
+        own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
+        users = {str(stage): frozenset((stage,)) for stage in (own if ranks > 1 else own[:1])}
+        times = of_slots(plan.orders[rank], users, micro_batches, own, zero)
+        for stage, each in times.items():
+            found[:, int(stage)] = each.forward, each.backward, each.reductions
+    return found if ranks > 1 else np.repeat(found[:, :1], pipeline.stages, axis=1)
 
 
 # ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
@@ -297,20 +307,18 @@ def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.
 
 
 def least_span(
-    forward: Numbers, backward: Numbers, stages: Stages, micro_batches: NDArray[np.int64] | int,
+    slots: Mapping[Kind, Numbers], stages: Stages, of: Flow, micro_batches: NDArray[np.int64] | int,
     transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
-    """No schedule is shorter: each rank has all of its work, waits until the first micro batch has passed the stages
-    before its first, and then the last one still has to come back through them.
-
-    With gradients of weights apart, a rank has work left while that one comes back.
-    """
-    ways = forward if splits_backward else forward + backward
-    before = np.cumsum(ways, axis=-1) - ways
-    hops = stages.first * (1 if splits_backward else 2)
-    work = (forward + backward) @ stages.ranks.T
-    waits = before[..., stages.first] + hops * np.expand_dims(transfer, -1)
-    found: Numbers = np.max(work * np.expand_dims(micro_batches, -1) + waits, axis=-1)
+    """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
+    has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
+    while the rank can compute the gradients of weights that are left."""
+    forward, backward, weights = slots["F"], slots["B"], slots["W"]
+    back = slots["I"] if splits_backward else backward
+    hops = stages.first * np.expand_dims(transfer, -1)
+    there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
+    work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
+    found: Numbers = np.max(there + np.maximum(work, work - of.left * weights @ stages.ranks.T + again), axis=-1)
     return found
 
 
@@ -428,7 +436,8 @@ class Step:
     def at_least(self) -> float:
         """No step is shorter. Without a pipeline, none is longer."""
         splits = self.pipeline.schedule.splits_backward
-        span = least_span(*self.passes, self.stages, self.micro_batches, self.transfer, splits_backward=splits)
+        slots = durations(*self.passes, self.work, self.stages)
+        span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
         return float(span) + self.after
 
     @cached_property
@@ -445,6 +454,11 @@ class Step:
     def transfer(self) -> float:
         """Seconds of hidden states from one pipeline rank to the next."""
         return transfer_seconds(self.price_list, self.prices, self.layout.pp)
+
+    @property
+    def transfer_call(self) -> Call:
+        """One send between pipeline ranks."""
+        return transfer_call(self.prices)
 
     @cached_property
     def grid(self) -> RankGrid:
@@ -504,6 +518,40 @@ class Step:
         gradients over replicas beyond one backward, and the sums over all ranks."""
         backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_data
         return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.engine.step_seconds
+
+    def calls(self, rank: int) -> Iterator[Call]:
+        """The collectives of a pipeline rank that are priced, but for those between pipeline ranks: those of its parts
+        in all micro batches, of its units as often as FSDP gathers and reduces them, and those once a step."""
+        content, own = self.stages.contents[rank], tuple(np.flatnonzero(self.stages.ranks[rank]).tolist())
+        times, of_rank = self._unshards(rank, own), self.shards.of(content)
+        shards = (*self.shards.layers, self.shards.embedding, Shard())
+        for stage in own:
+            counts = self.stages.layers[stage].astype(int).tolist()
+            for part, shard, count in zip(self.prices.parts, shards, counts, strict=True):
+                yield from (replace(call, times=call.times * count * self.micro_batches) for call in part.calls)
+                yield from (call for unit in shard.units for call in self._counted(unit, times[str(stage)], count))
+        yield from (call for unit in of_rank[-1][0].units for call in self._counted(unit, times[""], 1))
+        yield from sum_calls(of_rank)
+        if (tied := tied_call(self.shards, content, self.layout)) is not None:
+            yield tied
+        yield from self.price_list.world_calls
+
+    def _counted(self, unit: UnitPrice, times: Unshards, count: int) -> Iterator[Call]:
+        """The collectives of `count` units alike in a step."""
+        of_kind = {
+            "all_gather": times.forward + times.backward, "reduce_scatter": times.reductions,
+            "all_reduce": int(self.layout.dp_replicate > 1),
+        }  # fmt: skip
+        yield from (replace(call, times=of_kind[kind] * count) for kind, call in unit.calls.items())
+
+    def _unshards(self, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
+        """Of a unit of each stage of a rank, and of the model's own, which stages at the model's ends use."""
+        content = self.stages.contents[rank]
+        ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
+        ends |= {own[-1]} if content.has_head else set()
+        users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
+        order = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches).orders[rank]
+        return of_slots(order, users, self.micro_batches, own, self.layout.zero)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -582,8 +630,7 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         for unit, count in units
     ]
     sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
-    if shards.tied and layout.pp > 1 and content.has_embedding != content.has_head:
-        call = Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
+    if (call := tied_call(shards, content, layout)) is not None:
         sums += seconds(cluster, price_list.span(Axis(2, layout.world // layout.pp * (layout.pp - 1))), call)
     held = sum(unit.trained * count for unit, count in units)
     return Edges(
@@ -594,6 +641,13 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         reductions=sum(unit.reduce_seconds * count for unit, count in units),
         sums=sums,
     )
+
+
+def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:
+    """The sum of a tied embedding's gradients, where it is on two pipeline ranks and this is one of them."""
+    if not shards.tied or layout.pp == 1 or content.has_embedding == content.has_head:
+        return None
+    return Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
 
 
 def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
@@ -607,13 +661,16 @@ def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
             yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
 
 
+def transfer_call(prices: Prices) -> Call:
+    """Hidden states from one pipeline rank to the next."""
+    size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
+    return Call(axis="pp", kind="send", bytes=size, phase="forward")
+
+
 def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     """Of hidden states from one pipeline rank to the next."""
-    if pp == 1:
-        return 0.0
-    size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
-    call = Call(axis="pp", kind="send", bytes=size, phase="forward")
-    return seconds(price_list.cluster, price_list.span(Axis(pp, price_list.cluster.world // pp)), call)
+    span = price_list.span(Axis(pp, price_list.cluster.world // pp))
+    return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:

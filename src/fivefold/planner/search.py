@@ -16,12 +16,15 @@ from fivefold.planner.estimate import ROUNDING, TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import Numbers, PriceList
 from fivefold.planner.space import Integers, Space
 
+ALIKE = 1.005  # the ratio of two numbers that nobody tells apart
+FAR = 1.5  # a layout that takes so many times as long is not shown
 NEAR = 0.02  # two layouts whose times are this close are tied: the simpler one comes first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """`best`: estimates, best first, of different degrees. `options`: of each, how many layouts of its degrees fit.
+    """`best`: estimates, best first, of different degrees. `options`: of each, how many layouts of its degrees fit;
+    sets that are no faster, leaner or simpler than another are left out.
     `legal`: layouts that can run. `fitting`: those that fit the memory. `closest`: where none does, the smallest."""
 
     best: tuple[Estimate, ...]
@@ -39,7 +42,7 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
     """The simpler layout comes first: data parallelism before tensor parallelism, and that before context and
     the pipeline; then fewer options."""
     return (
-        layout.pp, layout.cp, layout.tp, layout.ep, layout.dp_replicate, layout.recompute != "none", layout.expert_tp,
+        *_degrees(layout), layout.dp_replicate, layout.recompute != "none", layout.expert_tp,
         layout.schedule.splits_backward, layout.stages_per_rank, layout.cp_method != "auto", 3 - layout.zero,
         layout.micro_batch_size,
     )  # fmt: skip
@@ -79,11 +82,19 @@ def _closest(space: Space, bounded: Sequence[Bounds]) -> Estimate:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The best layout of a set of degrees: the simplest of those that are about as fast as the fastest."""
+    """The best layout of a set of degrees: the simplest of those that are about as fast as the fastest. `needs`: bytes
+    of a device. `options`: layouts of the set."""
 
     layout: Layout
     seconds: float
+    needs: float
     options: int
+
+    def says_nothing_beside(self, other: "Chosen") -> bool:
+        """Whether another one is simpler, as fast and needs no more memory. Example: shard2.cp4+mb2 beside
+        shard4.cp2."""
+        is_as_good = other.seconds <= self.seconds * ALIKE and other.needs <= self.needs * ALIKE
+        return is_as_good and _degrees(other.layout) < _degrees(self.layout)
 
 
 @dataclass(eq=False)
@@ -97,6 +108,7 @@ class _Candidates:
     def __post_init__(self) -> None:
         lengths = [len(each) for each in self.bounds]
         self.at_least = np.concatenate([each.at_least for each in self.bounds])
+        self.needs = np.concatenate([each.needs for each in self.bounds])
         self.pipeline = np.repeat(np.arange(len(lengths)), lengths)
         self.number = np.concatenate([np.arange(length) for length in lengths])
         micro_batches = np.concatenate([each.rows.micro_batches for each in self.bounds])
@@ -120,14 +132,17 @@ class _Candidates:
             return []
         order = np.lexsort((self.at_least, self.set))
         starts = np.flatnonzero(np.diff(self.set[order], prepend=-1))
-        ends = np.append(starts[1:], len(order))
-        found = list[Chosen]()
+        ends, leanest = np.append(starts[1:], len(order)), np.minimum.reduceat(self.needs[order], starts)
+        found, fastest = list[Chosen](), np.inf
         for each in np.argsort(self.at_least[order[starts]], kind="stable"):
-            own = order[starts[each] : ends[each]]
-            times = sorted(chosen.seconds for chosen in found)
-            if len(found) >= top and self.at_least[own[0]] > times[top - 1] * (1 + NEAR):
+            own, shown = order[starts[each] : ends[each]], _ranked(found)
+            least = Chosen(self.layout(int(own[0])), float(self.at_least[own[0]]), float(leanest[each]), len(own))
+            slowest = max((chosen.seconds for chosen in shown[:top]), default=0.0)
+            if (len(shown) >= top and least.seconds > slowest * (1 + NEAR)) or least.seconds > fastest * FAR:
                 break
-            found.append(self._chosen(own))
+            if not any(least.says_nothing_beside(other) for other in found):
+                found.append(self._chosen(own))
+                fastest = min(fastest, found[-1].seconds)
         return _ranked(found)[:top]
 
     def _chosen(self, own: Integers) -> Chosen:
@@ -150,18 +165,20 @@ class _Candidates:
             if not is_run[each]:
                 run(each)
             if seconds[each] <= seconds.min() * (1 + NEAR):
-                return Chosen(layouts[each], float(seconds[each]), len(own))
+                return Chosen(layouts[each], float(seconds[each]), float(self.needs[own[each]]), len(own))
         raise AssertionError("the fastest is near itself")
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:
     """What layouts of one set have in common. Of data parallelism, how many ranks are replicas is an option."""
-    return layout.tp, layout.cp, layout.pp, layout.ep
+    return layout.pp, layout.cp, layout.tp, layout.ep
 
 
 def _ranked(found: Sequence[Chosen]) -> list[Chosen]:
-    """Fastest first; of those within `NEAR` of the fastest that is left, the simplest first."""
-    left, order = sorted(found, key=lambda each: each.seconds), list[Chosen]()
+    """Fastest first; of those within `NEAR` of the fastest that is left, the simplest first. Those that say nothing
+    beside another are left out."""
+    new = [each for each in found if not any(each.says_nothing_beside(other) for other in found)]
+    left, order = sorted(new, key=lambda each: each.seconds), list[Chosen]()
     while left:
         near = [each for each in left if each.seconds <= left[0].seconds * (1 + NEAR)]
         order += sorted(near, key=lambda each: simplicity(each.layout))

@@ -175,7 +175,8 @@ class Space:
         found: dict[tuple[str, int], Layout] = {}
         for name, virtual in product(names, VIRTUAL):
             layout = Layout(pp=pp, pp_schedule=name, pp_virtual=virtual)
-            if not legality.violations(layout, self.limits):
+            fills_gaps = layout.schedule.splits_backward and virtual > 2  # two stages a rank leave next to no gaps
+            if not fills_gaps and not legality.violations(layout, self.limits):
                 found.setdefault((name, layout.stages_per_rank), layout)
         return list(found.values())
 
