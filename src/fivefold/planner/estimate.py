@@ -601,15 +601,17 @@ def resting_bytes(price_list: PriceList, shards: Shards, content: Content, zero:
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
-    return {
+    found: dict[str, float] = {
         "parameters": held * shape.master_bytes,
         "gradients": 0 if price_list.engine.reduces_in_place else trained * shape.master_bytes,
         "optimizer state": trained * shape.master_bytes * OPTIMIZERS[shape.optimizer].per_weight,
         "gathered parameters": gathered,
         "unreduced gradients": waiting,
-        "spare gradients": spare_bytes(shards, content) if price_list.engine.spares else 0,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
+    if price_list.engine.spares:
+        found["spare gradients"] = spare_bytes(shards, content)
+    return found
 
 
 def spare_bytes(shards: Shards, content: Content) -> int:
