@@ -63,9 +63,8 @@ def planned(
         raise _too_large(found.closest)
     estimates = (*([asked] if asked else []), *found.best)
     first = found.best[0] if found.best else estimates[0]
-    notes = [
-        f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory; of each set of degrees the best"
-    ]
+    can_run = f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory"
+    notes = [f"{can_run}; of each set of degrees the best"]
     if asked and not asked.fits:
         notes.append(report.told(cures(prices, asked)))
     return report.PlanReport(
@@ -88,13 +87,14 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     prices = price_list(model, cluster)
     found = longest_sequence(prices, workload, None if layout is None else Layout.parse(layout))
     best = found.estimate
+    command = f"next: fivefold train ... data.seq_length={found.seq_length} layout={best.layout}"
     return report.PlanReport(
         title=report.title(_named(model, prices), prices.cluster, best.workload),
         rows=(report.ranked(best, best),),
         ok=True,
         estimates=(best,),
         notes=(f"the longest rows that fit have {found.seq_length:,} tokens",),
-        closing=f"\n{report.assumptions(best)}\nnext: fivefold train ... data.seq_length={found.seq_length} layout={best.layout}",
+        closing=f"\n{report.assumptions(best)}\n{command}",
         details=report.details((best,)),
         timeline=_timeline(Step(prices, best.layout, best.workload)),
     )
