@@ -1,0 +1,1 @@
+"""Prices of a layout: the hardware, as data."""

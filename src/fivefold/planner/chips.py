@@ -1,0 +1,236 @@
+"""Devices and nodes as data: what `hardware/` says of each chip, of the links of its node, and of types of nodes.
+
+A file of `hardware/chips/` is one chip; a new file is a new chip. `like` takes what the file does not say from another
+chip. `hardware/nodes.toml` has types of nodes, `hardware/peaks.toml` devices known by their peak alone. No torch.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.errors import UserError
+
+HARDWARE = Path(__file__).parent / "hardware"
+DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")  # that a table by dtype may have
+GIB = 2**30
+
+# What a file may leave out.
+_DEFAULTS = {
+    "aliases": [], "names": [],
+    "node": {"domain_devices": 0, "chips": [], "inside": {"decay": 0}, "between": {"decay": 0}},
+}  # fmt: skip
+
+# Of numbers in a file of one's own. All others are above 0.
+_WHOLE = ("sms", "most_devices", "domain_devices")
+_MAY_BE_ZERO = ("domain_devices", "latency_us", "decay", "launch_us", "context_gib", "communicator_gib")
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries bytes between devices.
+
+    `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
+    ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of a bandwidth that falls as nodes^-p; 0 for
+    a fabric that does not block.
+    """
+
+    kind: str
+    gbs: float
+    fraction: float
+    latency_us: float
+    decay: float
+
+    def bytes_per_second(self, nodes: int = 1) -> float:
+        """What one device sends in a large collective over this many nodes.
+
+        450 GB/s at .82 are 3.69e11; 50 GB/s at .74 with p = .6 are 3.7e10 on one node and 1.06e10 on 8.
+        """
+        return self.gbs * 1e9 * self.fraction * math.pow(nodes, -self.decay)
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """A server and its links. `most_devices`: that one may have. `chips`: it is made of these; empty, of any.
+
+    `domain_devices`: how many devices the link inside joins where it goes beyond one server (72 in an NVL72 rack); 0
+    where it ends with the server.
+    """
+
+    name: str
+    most_devices: int
+    domain_devices: int
+    chips: tuple[str, ...]
+    inside: Link
+    between: Link
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A device, as CUDA or ROCm counts them: one die of an MI250X.
+
+    `peak_tflops` by dtype: dense, by the data sheet, fp32 without TF32; a dtype that it lacks is absent (bf16 of V100).
+    `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `memory_gib`: all that the
+    driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large arrays. `sms`: streaming
+    multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place. `launch_us`: host time of
+    one kernel. `context_gib`: what context and libraries take outside the allocator, `communicator_gib`: each
+    communicator besides. `host_gbs`: to host memory, each way. `names`: regular expressions for whole words of the name
+    that CUDA or ROCm calls it by.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    names: tuple[str, ...]
+    capability: tuple[int, ...]
+    sms: int
+    peak_tflops: Mapping[str, float]
+    matmul_fraction: Mapping[str, float]
+    memory_gib: float
+    memory_bandwidth_gbs: float
+    memory_fraction: float
+    launch_us: float
+    context_gib: float
+    communicator_gib: float
+    host_gbs: float
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Of large arrays."""
+        return self.memory_bandwidth_gbs * 1e9 * self.memory_fraction
+
+    def flops_per_second(self, dtype: str) -> float | None:
+        """Of the best large matmul; None where the chip has no such dtype."""
+        peak = self.peak_tflops.get(dtype)
+        return None if peak is None else peak * 1e12 * self.matmul_fraction[dtype]
+
+
+@cache
+def chip_names() -> tuple[str, ...]:
+    """Of the chips that have a file, without aliases."""
+    return tuple(sorted(file.stem for file in (HARDWARE / "chips").glob("*.toml")))
+
+
+def chip_table(said: str) -> tuple[str, Table]:
+    """The name and the whole table of a chip by its name or alias, in any case. Raises `UserError`."""
+    known = {word.lower(): name for name in chip_names() for word in (name, *_read_chip(name)["aliases"])}
+    if said.lower() in known:
+        return known[said.lower()], _read_chip(known[said.lower()])
+    raise UserError(f"chip {said!r} is not known", fix=_choices(said, {*chip_names(), *known.values()}))
+
+
+def node_table(said: str, chip: str, own: Table) -> Table:
+    """The table of a node of `chip`: its own (`dgx`), or that with what a type replaces. Raises `UserError`."""
+    types = _read(HARDWARE / "nodes.toml")
+    if said == "dgx":
+        return own
+    if said not in types:
+        raise UserError(f"node type {said!r} is not known", fix=_choices(said, {"dgx", *types}))
+    made_of = types[said].get("chips", [])
+    if made_of and chip not in made_of:
+        raise UserError(f"a node of type {said} has {' or '.join(made_of)}, not {chip}", fix=f"write @dgx for {chip}")
+    return overridden(own, types[said], f"[{said}]")
+
+
+def chip_of_table(name: str, table: Table) -> Chip:
+    """A `Chip` of what `chip_table` gave, or of that with changes."""
+    fields: Table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    fields.pop("node", None)
+    return Chip(name=name, **fields)
+
+
+def node_of_table(name: str, table: Table) -> NodeType:
+    """A `NodeType` of what `node_table` gave, or of that with changes."""
+    links = {side: Link(**table[side]) for side in ("inside", "between")}
+    return NodeType(**{**table, "name": name, "chips": tuple(table["chips"]), **links})
+
+
+def overridden(base: Table, given: Table, place: str) -> Table:
+    """`base` with what `given` says in its place. Raises `UserError` for a key that `base` has not, or for a value that
+    cannot stand there."""
+    merged = dict(base)
+    for key, value in given.items():
+        old = base.get(key, 1.0 if _is_dtype_of(place, key) else None)
+        if old is None:
+            raise UserError(f"{place} {key} is not a field", fix=_choices(key, base))
+        if not _fits(f"{place} {key}", value, old):
+            raise UserError(f"{place} {key} cannot be {value!r}", fix=f"write a value like {old!r}")
+        merged[key] = overridden(old, value, f"{place}.{key}") if isinstance(old, dict) else value
+    return merged
+
+
+def chip_of_device(device: str) -> Chip | None:
+    """The chip that CUDA or ROCm calls by this name, or None where there is no file of it."""
+    found = _found(device)
+    return chip_of_table(found, _read_chip(found)) if isinstance(found, str) else None
+
+
+def bf16_peak(device: str) -> float | None:
+    """The dense bf16 peak in TFLOP/s of a device of this name, or None where it is not known."""
+    found = _found(device)
+    return _read_chip(found)["peak_tflops"].get("bf16") if isinstance(found, str) else found
+
+
+def _found(device: str) -> str | float | None:
+    """The chip, or the peak, that the longest words of this name are of. A slice (MIG) is no chip."""
+    if re.search(r"\bMIG\b", device):
+        return None
+    return max(
+        ((len(words), found) for words, found in _words() if re.search(rf"\b{words}\b", device)),
+        key=lambda match: match[0], default=(0, None),
+    )[1]  # fmt: skip
+
+
+def _words() -> Iterator[tuple[str, str | float]]:
+    for name in chip_names():
+        yield from ((words, name) for words in _read_chip(name)["names"])
+    yield from ((words, float(peak)) for words, peak in _read(HARDWARE / "peaks.toml").items())
+
+
+@cache
+def _read_chip(name: str) -> Table:
+    table = _read(HARDWARE / "chips" / f"{name}.toml")
+    like = table.pop("like", None)
+    return _joined(_read_chip(like) if like else _DEFAULTS, table)
+
+
+@cache
+def _read(file: Path) -> Table:
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _joined(base: Table, table: Table) -> Table:
+    """Both tables, `table` before `base`, and so in the tables inside."""
+    inner = {key: _joined(base.get(key, {}), value) for key, value in table.items() if isinstance(value, dict)}
+    return {**base, **table, **inner}
+
+
+def _is_dtype_of(place: str, key: str) -> bool:
+    return place.endswith(("peak_tflops", "matmul_fraction")) and key in DTYPES
+
+
+def _fits(place: str, value: Any, old: Any) -> bool:
+    """Whether a value may stand where `old` stands."""
+    if not isinstance(old, int | float):
+        return type(value) is type(old)
+    if isinstance(value, bool) or not isinstance(value, int if place.endswith(_WHOLE) else int | float):
+        return False
+    most = 1 if "fraction" in place else math.inf
+    return math.isfinite(value) and (0 < value <= most or (value == 0 and place.endswith(_MAY_BE_ZERO)))
+
+
+def _choices(said: str, known: Any) -> str:
+    """`did you mean H100 or H100-PCIe?`, or all that is known."""
+    near = get_close_matches(said.lower(), [each.lower() for each in known], n=3, cutoff=0.5)
+    names = sorted(each for each in known if each.lower() in near)
+    return f"did you mean {' or '.join(names)}?" if names else f"known are {', '.join(sorted(known))}"

@@ -1,0 +1,139 @@
+"""Where a layout would run: nodes of one kind of device, and the links between them. No torch.
+
+Text form, as `--cluster` takes it: `16x8xH100` is 16 nodes of 8 H100, `8xH100` one node, `8x8xH200@p5e` nodes of a type
+of their own. Or a TOML file, in which a table replaces what is known of the chip or of its node:
+
+    cluster = "16x8xH100@p5"
+
+    [chip]
+    memory_gib = 94
+    [chip.matmul_fraction]
+    bf16 = 0.72
+
+    [node.between]
+    gbs = 25
+    decay = 0.1
+
+The fields are those of `Chip`, `NodeType` and `Link`.
+"""
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.core.errors import UserError, first_line
+from fivefold.core.files import expanded
+from fivefold.core.layout import MOST_RANKS
+from fivefold.planner.chips import (
+    Chip,
+    Link,
+    NodeType,
+    Table,
+    chip_of_table,
+    chip_table,
+    node_of_table,
+    node_table,
+    overridden,
+)
+
+FORM = "a cluster is NODESxDEVICESxCHIP, such as 16x8xH100, or 8xH100 for one node, or a TOML file"
+_TEXT = re.compile(r"(?:([0-9]{1,9})x)?([0-9]{1,9})x([a-z][\w.-]*)(?:@([\w.-]+))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the ranks of a group stand. A node here is all that the link inside joins: 72 devices of an NVL72 rack.
+
+    `link`: the slowest that they use. `nodes`: how many they touch. `per_node`: how many of them the fullest node has.
+    """
+
+    link: Link
+    nodes: int
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` nodes of `devices_per_node` devices each; global ranks fill one node after the other."""
+
+    nodes: int
+    devices_per_node: int
+    chip: Chip
+    node: NodeType
+
+    @staticmethod
+    def parse(text: str) -> "Cluster":
+        """The cluster of a text or of a TOML file. Raises `UserError`."""
+        text = text.strip()
+        return _from_file(expanded(text)) if text.endswith(".toml") else _from_text(text, {})
+
+    @property
+    def world(self) -> int:
+        """How many devices there are."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def text(self) -> str:
+        """`16x8xH100`, or `16x8xH100@p5`: what `parse` reads, less what a file of one's own changed."""
+        type_of_nodes = "" if self.node.name == "dgx" else f"@{self.node.name}"
+        return f"{self.nodes}x{self.devices_per_node}x{self.chip.name}{type_of_nodes}"
+
+    @property
+    def domain(self) -> int:
+        """How many consecutive ranks the link inside joins: a node, or the whole nodes of a rack.
+
+        8 for nodes of 8 H100; 72 for nodes of 4 GB200.
+        """
+        return max(self.node.domain_devices // self.devices_per_node, 1) * self.devices_per_node
+
+    def tier_of(self, ranks: Iterable[int]) -> Span:
+        """The link that a group of global ranks uses.
+
+        On 2x8xH100: of 0..7 NVLink, 1 node and 8 a node; of 0, 8 the network, 2 nodes and 1 a node.
+        """
+        a_node = Counter(rank // self.domain for rank in ranks)
+        link = self.node.inside if len(a_node) == 1 else self.node.between
+        return Span(link, nodes=len(a_node), per_node=max(a_node.values()))
+
+
+def _from_text(text: str, changes: Table) -> Cluster:
+    """The cluster of a text form, with what a file changes of the chip and of the node."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise UserError(f"{text!r} is not a cluster", fix=FORM)
+    nodes, devices = int(match[1] or 1), int(match[2])
+    name, table = chip_table(match[3])
+    type_of_nodes = (match[4] or "dgx").lower()
+    node = overridden(node_table(type_of_nodes, name, table["node"]), changes.get("node", {}), "[node]")
+    chip = overridden({key: value for key, value in table.items() if key != "node"}, changes.get("chip", {}), "[chip]")
+    _check_size(nodes, devices, node["most_devices"], text, name)
+    return Cluster(nodes, devices, chip_of_table(name, chip), node_of_table(type_of_nodes, node))
+
+
+def _from_file(file: Path) -> Cluster:
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
+    text = tree.pop("cluster", None)
+    if not isinstance(text, str):
+        raise UserError(f"{file} does not say its cluster", fix='write cluster = "16x8xH100" at its top')
+    if wrong := [key for key, value in tree.items() if key not in ("chip", "node") or not isinstance(value, dict)]:
+        raise UserError(f"{file}: {wrong[0]} is no table of a cluster", fix="the tables are [chip] and [node]")
+    try:
+        return _from_text(text, tree)
+    except UserError as error:
+        raise UserError(f"{file}: {error.what}", fix=error.fix) from None
+
+
+def _check_size(nodes: int, devices: int, most: int, text: str, chip: str) -> None:
+    if nodes * devices == 0:
+        raise UserError(f"{text} has no devices", fix=FORM)
+    if devices > most:
+        fits = f"{-(-nodes * devices // most)}x{most}x{chip}"
+        raise UserError(f"{text}: a node of {chip} has at most {most} devices, not {devices}", fix=f"write {fits}")
+    if nodes * devices > MOST_RANKS:
+        raise UserError(f"{text} has more than {MOST_RANKS:,} devices", fix="write fewer nodes")

@@ -1,0 +1,164 @@
+"""The hardware as data: every chip file is whole and its numbers can be; what a cluster's text and file say."""
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.core.errors import UserError
+from fivefold.planner.chips import DTYPES, HARDWARE, chip_names, chip_of_device
+from fivefold.planner.cluster import Cluster
+
+TYPES = {"p4d": "A100-40", "p5": "H100", "p5e": "H200", "p6": "B200", "pcie": "L40S"}
+
+
+@pytest.mark.parametrize("name", chip_names())
+def test_a_chip_file_is_whole(name: str) -> None:
+    """Everything is there, in units that make sense, and each number of the file has its source beside it."""
+    cluster = Cluster.parse(f"1x1x{name}")
+    chip, inside, between = cluster.chip, cluster.node.inside, cluster.node.between
+    assert {*chip.peak_tflops} == {*chip.matmul_fraction} <= {*DTYPES}
+    for fraction in (*chip.matmul_fraction.values(), chip.memory_fraction, inside.fraction, between.fraction):
+        assert 0.1 <= fraction <= 1
+    assert 4 <= chip.memory_gib <= 300 and chip.memory_bytes == int(chip.memory_gib * 2**30)
+    assert chip.memory_bandwidth_gbs <= 8000 and len(chip.capability) == 2
+    assert chip.context_gib + chip.communicator_gib < chip.memory_gib / 5
+    assert inside.bytes_per_second() > between.bytes_per_second() * 0.9 and inside.latency_us <= between.latency_us
+    assert 0 <= between.decay < 1 and inside.decay == 0
+
+
+def test_what_a_chip_can_do() -> None:
+    chip = Cluster.parse("8xH100").chip
+    assert chip.flops_per_second("bf16") == pytest.approx(989.4e12 * 0.80)
+    assert chip.memory_bytes_per_second == pytest.approx(3.35e12 * 0.9)
+    assert Cluster.parse("8xV100-32").chip.flops_per_second("bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "chip"),
+    {
+        "NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80", "NVIDIA A100 80GB PCIe": "A100-PCIe",
+        "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100-PCIe", "NVIDIA H200": "H200", "NVIDIA B200": "B200",
+        "NVIDIA GB300": "GB300", "AMD Instinct MI300X": "MI300X", "Tesla V100-SXM2-32GB": "V100-32",
+        "NVIDIA H200 NVL": None, "NVIDIA L4": None, "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
+    }.items(),
+)  # fmt: skip
+def test_the_chip_of_a_device(device: str, chip: str | None) -> None:
+    found = chip_of_device(device)
+    assert (found and found.name) == chip
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "devices", "chip"),
+    [
+        ("16x8xH100", 16, 8, "H100"), ("8xH100", 1, 8, "H100"), ("1x4xA100-40", 1, 4, "A100-40"),
+        ("2x8xa100", 2, 8, "A100-80"), ("18x4xGB200", 18, 4, "GB200"), ("1x72xGB300", 1, 72, "GB300"),
+        ("2xcpu", 1, 2, "cpu"), (" 4x8xMI300X ", 4, 8, "MI300X"),
+    ],
+)  # fmt: skip
+def test_a_cluster_says_its_size_and_chip(text: str, nodes: int, devices: int, chip: str) -> None:
+    cluster = Cluster.parse(text)
+    assert (cluster.nodes, cluster.devices_per_node, cluster.chip.name) == (nodes, devices, chip)
+    assert cluster.world == nodes * devices
+    assert Cluster.parse(cluster.text) == cluster
+
+
+@pytest.mark.parametrize(("kind", "chip"), TYPES.items())
+def test_a_type_of_nodes_replaces_links(kind: str, chip: str) -> None:
+    usual, other = Cluster.parse(f"2x8x{chip}"), Cluster.parse(f"2x8x{chip}@{kind}")
+    assert other.text == f"2x8x{chip}@{kind}" and other.chip == usual.chip
+    assert other.node.between != usual.node.between and Cluster.parse(f"2x8x{chip}@dgx") == usual
+
+
+def test_bandwidth_decays_over_nodes() -> None:
+    link = Cluster.parse("64x8xH100@p5").node.between
+    assert link.bytes_per_second() == pytest.approx(50e9 * 0.74)
+    assert link.bytes_per_second(32) == pytest.approx(50e9 * 0.74 / 32**0.6)
+    assert Cluster.parse("64x8xH100").node.between.bytes_per_second(64) == 40e9
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "kind", "nodes", "per_node"),
+    [
+        ("2x8xH100", range(8), "NVLink", 1, 8), ("2x8xH100", range(8, 16), "NVLink", 1, 8),
+        ("2x8xH100", (0, 8), "InfiniBand NDR", 2, 1), ("2x8xH100", range(16), "InfiniBand NDR", 2, 8),
+        ("2x8xH100", (6, 7, 8), "InfiniBand NDR", 2, 2), ("2x8xH100", (3,), "NVLink", 1, 1),
+        ("36x4xGB200", range(72), "NVLink", 1, 72), ("36x4xGB200", range(0, 144, 4), "InfiniBand NDR", 2, 18),
+        ("4x4xH100", (3, 4), "InfiniBand NDR", 2, 1),
+    ],
+)  # fmt: skip
+def test_the_link_of_a_group(text: str, ranks: range, kind: str, nodes: int, per_node: int) -> None:
+    span = Cluster.parse(text).tier_of(ranks)
+    assert (span.link.kind, span.nodes, span.per_node) == (kind, nodes, per_node)
+
+
+def test_a_file_replaces_what_is_known(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'cluster = "4x8xA100@p4d"\n[chip]\nmemory_gib = 94\n[chip.peak_tflops]\nfp8 = 500\n'
+        "[node.between]\ndecay = 0.1\n"
+    )
+    mine, usual = Cluster.parse(str(file)), Cluster.parse("4x8xA100@p4d")
+    assert (mine.chip.memory_gib, mine.chip.peak_tflops["fp8"], mine.node.between.decay) == (94, 500, 0.1)
+    assert mine.chip.memory_bandwidth_gbs == usual.chip.memory_bandwidth_gbs and mine.node.inside == usual.node.inside
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xH10", "did you mean A10G or H100"), ("8xhopper", "known are A100-40"), ("nonsense", "NODESxDEVICESxCHIP"),
+        ("0x8xH100", "no devices"), ("8x0xH100", "no devices"), ("64xH100", "write 8x8xH100"),
+        ("2x12xH100@p5", "write 3x8xH100"), ("8xH100@p9", "did you mean"), ("8xA100@p5", "has H100, not A100-80"),
+        ("H100", "NODESxDEVICESxCHIP"), ("-1x8xH100", "NODESxDEVICESxCHIP"), ("999999x8xH100", "more than 1,048,576"),
+        ("nowhere.toml", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_no_cluster_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Cluster.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("[chip]\nmemory_gib = 80", "does not say its cluster"),
+        ('cluster = "8xH100"\n[chip]\nmemory = 80', "did you mean memory_fraction or memory_gib"),
+        ('cluster = "8xH100"\n[chip]\nmemory_gib = "80"', "cannot be '80'"),
+        ('cluster = "8xH100"\n[chip]\nmemory_gib = -1', "cannot be -1"),
+        ('cluster = "8xH100"\n[chip]\nmemory_gib = inf', "cannot be inf"),
+        ('cluster = "8xH100"\n[chip]\nsms = true', "cannot be True"),
+        ('cluster = "8xH100"\n[chip]\nsms = 1.5', "cannot be 1.5"),
+        ('cluster = "8xH100"\n[chip]\nmatmul_fraction = 0.5', "cannot be 0.5"),
+        ('cluster = "8xH100"\n[chip.matmul_fraction]\nbf16 = 80', "cannot be 80"),
+        ('cluster = "8xH100"\n[node.between]\ngbs = 0', "cannot be 0"),
+        ('cluster = "8xH100"\n[links]\ngbs = 1', "links is no table"),
+        ("cluster = 8x", "cannot be read"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_is_refused(tmp_path: Path, lines: str, said: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(lines)
+    with pytest.raises(UserError, match=said) as raised:
+        Cluster.parse(str(file))
+    assert str(file) in raised.value.what
+
+
+def test_a_number_stands_beside_its_source() -> None:
+    """In every file but that of the CPU, which says at its top that all of it is judgement."""
+    bare = [
+        f"{file.stem}: {line}"
+        for file in sorted((HARDWARE / "chips").glob("*.toml")) if file.stem != "cpu"
+        for line in _numbers_without_source(file.read_text())
+    ]  # fmt: skip
+    assert bare == []
+
+
+def _numbers_without_source(text: str) -> list[str]:
+    """Lines with a number, neither they nor the head of their table with a comment; what hardware is needs none."""
+    plain, head = ("capability", "most_devices", "domain_devices"), ""
+    bare = []
+    for line in text.splitlines():
+        head = line if line.startswith("[") else head
+        key, _, value = line.partition(" = ")
+        if value[:1].isdigit() and "#" not in line and "#" not in head and key not in plain:
+            bare.append(line)
+    return bare
