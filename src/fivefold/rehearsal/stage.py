@@ -1,0 +1,80 @@
+"""The process of one rank: the real trainer, watched. `python -m fivefold.rehearsal.stage REQUEST.json OUT.json`."""
+
+import faulthandler
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fivefold.config import parse_config
+from fivefold.core.errors import UserError
+from fivefold.launch.world import World, join
+from fivefold.rehearsal.changes import changed
+from fivefold.rehearsal.request import Request, Seen
+from fivefold.rehearsal.watch import Watch
+
+
+def rehearse(request: Request) -> Seen:
+    """The run of `request` on its rank, from the build to the last save."""
+    watch = Watch.of(request)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(changed(is_full=request.is_full))
+            stack.enter_context(watch.watching())
+            stack.enter_context(join(world_of(request)))
+            _train(request, watch)
+    except UserError as error:
+        return watch.seen(failed=error.what)
+    except Exception as error:
+        if watch.is_out_of_memory(error):
+            return watch.seen()
+        if "--debug" in sys.argv:
+            raise
+        return watch.seen(failed=f"{type(error).__name__}: {error}")
+    return watch.seen()
+
+
+def world_of(request: Request) -> World:
+    """The rank in its world, as `launch/world.py` would have found it in the environment."""
+    local = request.rank % request.local_size
+    return World(
+        rank=request.rank,
+        local_rank=local,
+        size=request.world,
+        local_size=request.local_size,
+        device=f"cuda:{local}" if request.is_full else "cpu",
+        backend="nccl" if request.is_full else "fake",
+    )
+
+
+def _train(request: Request, watch: Watch) -> None:
+    """As `training.run.train`, without its watchdog: there is nobody to wait for."""
+    from fivefold.data.prepare import prepare
+    from fivefold.rehearsal.synthetic import synthetic
+    from fivefold.training.run import RunLog, Trainer
+
+    config = parse_config(request.config)
+    (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    data = synthetic(config, Path(request.folder)) if request.synthetic else prepare(config)
+    with ExitStack() as stack:
+        with watch.phase("build"):
+            job = Trainer.build(config, world_of(request), data, RunLog(config.run_dir), stack)
+        watch.built(job)
+        job.run()
+
+
+def main() -> None:
+    """Read the request, rehearse, write what was seen."""
+    faulthandler.enable()
+    given, out = Path(sys.argv[1]), Path(sys.argv[2])
+    request = Request(**json.loads(given.read_text(encoding="utf-8")))
+    seen: Any = rehearse(request).to_json()
+    out.write_text(json.dumps(seen), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # threads of NCCL's process group would wait for the other ranks
+
+
+if __name__ == "__main__":
+    main()
