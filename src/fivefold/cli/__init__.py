@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import doctor, export, generate, report, train, verify
+from fivefold.cli import doctor, export, generate, rehearse, report, train, verify
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -24,6 +24,7 @@ from fivefold.core.terminal import say
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "verify": verify.verify,
+    "rehearse": rehearse.rehearse,
     "generate": generate.generate,
     "export": export.export,
     "report": report.report,

@@ -89,6 +89,9 @@ class _AnswersAll(dist.Store):
     def set_timeout(self, timeout: Any) -> None:
         """Nobody is waited for."""
 
+    def clone(self) -> "_AnswersAll":
+        return self
+
 
 _STORE: list[Any] = []  # torch keeps no reference to what is written in Python
 
@@ -182,6 +185,7 @@ def _room(_: Any) -> Any:
 
 CHANGES = (
     Change("fivefold.parallel.apply.fill", "no kernel reads the weights, and to draw them takes minutes", _nothing),
+    Change("fivefold.training.run.load_source", "the weights to start from need not be here", _nothing),
     Change("fivefold.launch.world._store", "the ranks meet where the others seem to have been", _met, True),
     Change("torch.distributed.new_group", "gloo's groups would look for the other ranks", _without_gloo),
     Change("fivefold.parallel.plain.everywhere", "the other ranks would say what this one says", _alike),
@@ -197,6 +201,7 @@ CHANGES = (
     Change("fivefold.training.checks.fail_on", "the standing checks compare values", _nothing),
     Change("fivefold.checkpoint.shard.write", "nothing is written to this machine's disk", _unwritten),
     Change("fivefold.checkpoint.shard.check", "nothing was written", _fine),
+    Change("fivefold.checkpoint.save._publish", "the parts of the other ranks are not there", _nothing),
     Change("fivefold.training.preflight.check_disk", "this is not the disk of the run", _room),
 )
 

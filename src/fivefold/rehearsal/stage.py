@@ -1,23 +1,28 @@
-"""The process of one rank: the real trainer, watched. `python -m fivefold.rehearsal.stage REQUEST.json OUT.json`."""
+"""The process of a rank: the real trainer, watched. `python -m fivefold.rehearsal.stage FOLDER`, which has a request; what
+was seen is left beside it."""
 
 import faulthandler
 import json
 import os
 import sys
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
+from fivefold.core.interrupts import Stopped
+from fivefold.data.prepare import prepare
 from fivefold.launch.world import World, join
 from fivefold.rehearsal.changes import changed
 from fivefold.rehearsal.request import Request, Seen
+from fivefold.rehearsal.synthetic import synthetic
 from fivefold.rehearsal.watch import Watch
+from fivefold.training.run import RunLog, Trainer
 
 
 def rehearse(request: Request) -> Seen:
-    """The run of `request` on its rank, from the build to the last save."""
+    """The run of `request` on its rank, from the build to the save after its last step."""
     watch = Watch.of(request)
     try:
         with ExitStack() as stack:
@@ -25,13 +30,14 @@ def rehearse(request: Request) -> Seen:
             stack.enter_context(watch.watching())
             stack.enter_context(join(world_of(request)))
             _train(request, watch)
+    except Stopped:
+        return watch.seen()
     except UserError as error:
         return watch.seen(failed=error.what)
     except Exception as error:
         if watch.is_out_of_memory(error):
             return watch.seen()
-        if "--debug" in sys.argv:
-            raise
+        traceback.print_exc()
         return watch.seen(failed=f"{type(error).__name__}: {error}")
     return watch.seen()
 
@@ -50,30 +56,26 @@ def world_of(request: Request) -> World:
 
 
 def _train(request: Request, watch: Watch) -> None:
-    """As `training.run.train`, without its watchdog: there is nobody to wait for."""
-    from fivefold.data.prepare import prepare
-    from fivefold.rehearsal.synthetic import synthetic
-    from fivefold.training.run import RunLog, Trainer
-
+    """As `training.run.train`, without its watchdog: nobody is waited for."""
     config = parse_config(request.config)
     (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     data = synthetic(config, Path(request.folder)) if request.synthetic else prepare(config)
     with ExitStack() as stack:
         with watch.phase("build"):
             job = Trainer.build(config, world_of(request), data, RunLog(config.run_dir), stack)
-        watch.built(job)
+        watch.built(job.model)
         job.run()
 
 
 def main() -> None:
-    """Read the request, rehearse, write what was seen."""
+    """Rehearse, and end this process at once: threads of NCCL would wait for the other ranks."""
     faulthandler.enable()
-    given, out = Path(sys.argv[1]), Path(sys.argv[2])
-    request = Request(**json.loads(given.read_text(encoding="utf-8")))
-    seen: Any = rehearse(request).to_json()
-    out.write_text(json.dumps(seen), encoding="utf-8")
+    folder = Path(sys.argv[1])
+    request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
+    seen = json.dumps(rehearse(request).to_json())
+    (folder / "seen.json").write_text(seen, encoding="utf-8")
     sys.stdout.flush()
-    os._exit(0)  # threads of NCCL's process group would wait for the other ranks
+    os._exit(0)
 
 
 if __name__ == "__main__":
