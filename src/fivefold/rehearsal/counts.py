@@ -53,6 +53,10 @@ class Driver:
         """What was counted until now."""
         return Counts(*(int(self._library.rehearsal_count(which)) for which in range(2)))
 
+    def tell(self, communicator: int, size: int, rank: int) -> None:
+        """Say how many ranks a communicator has, and which this one is."""
+        self._library.rehearsal_communicator(ctypes.c_uint64(communicator), size, rank)
+
     @contextmanager
     def calling(self, heard: Callable[[], None]) -> Iterator[None]:
         """Inside, `heard` is called wherever the host waits for the device, in the thread that waits."""
@@ -73,6 +77,5 @@ class Driver:
             self._library.rehearsal_note(0)
             count = ctypes.c_long()
             entries = self._library.rehearsal_entries(ctypes.byref(count))
-            noted += [
-                Entry(e.what, e.kind, e.stream, e.object, e.bytes, e.group) for e in (entries[i] for i in range(count.value))
-            ]
+            fields = [name for name, _ in _Entry._fields_]
+            noted += [Entry(*(getattr(entries[at], name) for name in fields)) for at in range(count.value)]

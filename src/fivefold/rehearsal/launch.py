@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.config import RunConfig, check_supported, load_config
@@ -45,8 +44,10 @@ def rehearse(
         ranks = kinds(layout) if all_kinds else [rank or 0]
         if ranks[-1] >= place.world:
             raise UserError(f"--rank {ranks[-1]}: {place.text} has the ranks 0 to {place.world - 1}")
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if lacks else stand_in.environment(
-            place.chip, place.devices_per_node
+        environment = (
+            {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            if lacks
+            else stand_in.environment(place.chip, place.devices_per_node)
         )
         if not synthetic:
             _prepare(config)

@@ -135,7 +135,10 @@ class Rehearsal:
         """What is not in the figures, and what a real run would do otherwise."""
         if self.lacks:
             missing = tuple(f"Not a full rehearsal: {each.what}; {each.fix}." for each in self.lacks)
-            return (*missing, "A process group that sends nothing, on the CPU: memory, kernels and waiting are not seen.")
+            return (
+                *missing,
+                "On the CPU, with a process group that sends nothing: memory, kernels, syncs are not seen.",
+            )
         chip, communicators = self.cluster.chip, max((each.communicators for each in self.seen), default=0)
         beside = (
             f"Beside what is reserved: the CUDA context, about {chip.context_gib:g} GiB, and the buffers of "

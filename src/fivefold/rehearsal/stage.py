@@ -1,9 +1,10 @@
-"""The process of a rank: the real trainer, watched. `python -m fivefold.rehearsal.stage FOLDER`, which has a request; what
-was seen is left beside it."""
+"""The process of a rank: the real trainer, watched. `python -m fivefold.rehearsal.stage FOLDER`: the request is there,
+and what was seen is left beside it."""
 
 import faulthandler
 import json
 import os
+import signal
 import sys
 import traceback
 from contextlib import ExitStack
@@ -18,7 +19,8 @@ from fivefold.rehearsal.changes import changed
 from fivefold.rehearsal.request import Request, Seen
 from fivefold.rehearsal.synthetic import synthetic
 from fivefold.rehearsal.watch import Watch
-from fivefold.training.run import RunLog, Trainer
+from fivefold.training.run import Trainer
+from fivefold.training.run_log import RunLog
 
 
 def rehearse(request: Request) -> Seen:
@@ -70,6 +72,7 @@ def _train(request: Request, watch: Watch) -> None:
 def main() -> None:
     """Rehearse, and end this process at once: threads of NCCL would wait for the other ranks."""
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # says where it is
     folder = Path(sys.argv[1])
     request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
     seen = json.dumps(rehearse(request).to_json())

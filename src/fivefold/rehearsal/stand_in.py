@@ -1,5 +1,5 @@
-"""The stand-in for the CUDA driver: what it needs, how it is built for the installed torch, and the environment in which
-a process sees it. No torch here: it is built before torch is imported.
+"""The stand-in for the CUDA driver: what it needs, how it is built for the installed torch, and the environment in
+which a process sees it. No torch here: it is built before torch is imported.
 
 `driver/driver.c` has what must do something. Every other name that torch's libraries take from CUDA, cuBLAS and NCCL is
 generated as a function that returns 0: those names differ between versions of torch.
@@ -122,7 +122,11 @@ def _build(torch: Torch, folder: Path) -> None:
     others.write_text(rest(torch, SOURCE.read_text(encoding="utf-8")), encoding="utf-8")
     sources = [str(SOURCE), str(others)]
     defined = [f"-DCUDART={_number(torch.cuda or '', 1000, 10)}", f"-DNCCL={_nccl(torch)}"]
-    compile_library(sources, folder / LIBRARY, [*(f"-I{each}" for each in torch.includes), *defined, f"-Wl,-soname,{LIBRARY}", "-ldl"])
+    compile_library(
+        sources,
+        folder / LIBRARY,
+        [*(f"-I{each}" for each in torch.includes), *defined, f"-Wl,-soname,{LIBRARY}", "-ldl"],
+    )
     (folder / MONITOR).symlink_to(LIBRARY)
 
 
@@ -150,7 +154,7 @@ def rest(torch: Torch, source: str) -> str:
 
 
 def _number(version: str, *factors: int) -> int:
-    """"13.0" with the factors 1000 and 10 is 13000."""
+    """ "13.0" with the factors 1000 and 10 is 13000."""
     return sum(int(part) * factor for part, factor in zip(version.split("."), factors, strict=False))
 
 
@@ -183,4 +187,12 @@ def environment(chip: Any, devices: int, *, base: Mapping[str, str] = os.environ
 
 
 # Bytes of shared memory of an SM, by compute capability (CUDA C programming guide, "Technical Specifications").
-SHARED = {(7, 0): 98304, (8, 0): 167936, (8, 6): 102400, (8, 9): 102400, (9, 0): 233472, (10, 0): 233472, (10, 3): 233472}
+SHARED = {
+    (7, 0): 98304,
+    (8, 0): 167936,
+    (8, 6): 102400,
+    (8, 9): 102400,
+    (9, 0): 233472,
+    (10, 0): 233472,
+    (10, 3): 233472,
+}

@@ -16,10 +16,11 @@ _BY_RANK = ("all_gather", "reduce_scatter", "all_to_all")  # NCCL is told the pa
 
 @dataclass(frozen=True)
 class Group:
-    """The group of a communicator: its mesh axis, and its ranks."""
+    """The group of a communicator: its mesh axis, its ranks, and which of them this one is."""
 
     axis: str
     size: int
+    rank: int = 0
 
 
 @dataclass(frozen=True)

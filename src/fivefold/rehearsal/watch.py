@@ -27,7 +27,7 @@ from fivefold.rehearsal.counts import Driver, Entry
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of, short
 from fivefold.rehearsal.request import OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
 from fivefold.rehearsal.stream_order import Group, issued
-from fivefold.training.step import declare, step_shape
+from fivefold.training.step import declare, step_shape, train_step
 
 _OWN = "/fivefold/rehearsal/"
 _AROUND = ("/torch/", "<frozen", "/unittest/", "/contextlib.py", "/functools.py")
@@ -75,10 +75,9 @@ class Watch:
             if self.full:
                 torch_internals.record_allocations()
                 stack.enter_context(self.full.calling(self._waited))
-            parts = ((run.Trainer, "_evaluate", "evaluation"), (run.Trainer, "_check", "checks"))
-            for owner, name, phase in (*parts, (CheckpointManager, "save", "save")):
+            for owner, name, phase in ((run.Trainer, "_evaluate", "evaluation"), (CheckpointManager, "save", "save")):
                 stack.enter_context(patch.object(owner, name, self._in_phase(getattr(owner, name), phase)))
-            stack.enter_context(patch.object(run, "train_step", self._step(run.train_step)))
+            stack.enter_context(patch.object(run, "train_step", self._step(train_step)))
             yield
 
     def _in_phase(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
@@ -89,17 +88,17 @@ class Watch:
 
         return run
 
-    def _step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+    def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A step is a phase; the last one's collectives are noted."""
 
-        @wraps(train_step)
+        @wraps(function)
         def run(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
             self.steps += 1
             with self.phase(f"step {self.steps}"):
                 if self.steps < self.request.steps:
-                    return train_step(model, optimizer, batch, **options)
+                    return function(model, optimizer, batch, **options)
                 with self._sending(model, batch):
-                    return train_step(model, optimizer, batch, **{**options, "stop": True})  # and save
+                    return function(model, optimizer, batch, **{**options, "stop": True})  # and save
 
         return run
 
@@ -145,7 +144,10 @@ class Watch:
         self.coordinates = state.plan.layout.coordinates(self.request.rank)
         if not self.full:
             return
-        self.communicators = len(_groups(state.mesh))
+        groups = _groups(state.mesh)
+        self.communicators = len(groups)
+        for address, group in groups.items():
+            self.full.tell(address, group.size, group.rank)
         for name, parameter in model.named_parameters():
             self.named[local(parameter).untyped_storage().data_ptr()] = name
         ends = (state.plan.anatomy.embedding, state.plan.anatomy.head)
@@ -183,7 +185,7 @@ class Watch:
         elif is_compiled:
             return
         else:
-            seen = list(found)
+            seen = list(found or ())
         self.sent = _against_plan(total(seen), self._declared(model, batch), exposed)
 
     def _declared(self, model: Any, batch: Sequence[Any]) -> tuple[Collective, ...]:
@@ -191,7 +193,8 @@ class Watch:
 
         config = parse_config(self.request.config)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
-        shape = step_shape(model, *batch[0].input_ids.shape, len(batch), chunks)
+        rows, tokens = batch[0].input_ids.shape
+        shape = step_shape(model, rows, tokens, len(batch), chunks)
         return by_group(declare(model, shape, optimizer=config.optimizer.name), state_of(model).plan.grid)
 
     # ---- out of memory -----------------------------------------------------------------------------------------------
@@ -220,10 +223,10 @@ class Watch:
 
     def seen(self, failed: str = "") -> Seen:
         """What was seen until now."""
-        history = self._history() if self.full and torch.cuda.is_initialized() else []
-        phases = [
-            replace(each, items=self._items(history, self.spans[each.name])) if history else each for each in self.phases
-        ]
+        history = self._history() if self.full and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        phases = self.phases
+        if history:
+            phases = [replace(each, items=self._items(history, self.spans[each.name])) for each in phases]
         return Seen(
             rank=self.request.rank,
             coordinates=self.coordinates,
@@ -269,7 +272,7 @@ def _groups(mesh: Mesh) -> dict[int, Group]:
     """The groups of a mesh by communicator."""
     world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
     return {
-        torch_internals.communicator(group): Group(mesh.axis_of(group.group_name), group.size())
+        torch_internals.communicator(group): Group(mesh.axis_of(group.group_name), group.size(), group.rank())
         for group in {**mesh.groups, **world}.values()
     }
 
@@ -281,8 +284,8 @@ def _against_plan(
     rows = []
     for axis, kind in sorted({*found, *said}):
         ran, plan = (some.get((axis, kind), Collective(axis, kind, 0, 0)) for some in (found, said))
-        own = exposed and exposed[axis, kind]
-        rows.append(Sent(axis, kind, ran.count, ran.bytes, plan.count, plan.bytes, 0 if exposed is not None and own is None else own))
+        alone = None if exposed is None else exposed.get((axis, kind), 0)
+        rows.append(Sent(axis, kind, ran.count, ran.bytes, plan.count, plan.bytes, alone))
     return tuple(rows)
 
 

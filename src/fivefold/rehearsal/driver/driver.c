@@ -434,13 +434,22 @@ struct unique_id { char bytes[128]; };
 static __thread int64_t group, depth;
 static const int widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
-static int made(handle *out) { return *out = fresh(), OK; }
+/* Who is in a group that was split off is not said to NCCL: Python tells (`rehearsal_communicator`). */
+struct communicator { int size, rank; };
+static int made(handle *out, int size, int rank) {
+  struct communicator *one = malloc(sizeof *one);
+  *one = (struct communicator){size, rank};
+  return *out = (handle)one, OK;
+}
+void rehearsal_communicator(handle of, int size, int rank) { *(struct communicator *)of = (struct communicator){size, rank}; }
+int ncclCommCount(handle of, int *size) { return *size = ((struct communicator *)of)->size, OK; }
+int ncclCommUserRank(handle of, int *rank) { return *rank = ((struct communicator *)of)->rank, OK; }
 int ncclGetVersion(int *version) { return *version = NCCL, OK; }
 int ncclGetUniqueId(struct unique_id *out) { return memset(out, 7, sizeof *out), OK; }
-int ncclCommInitRank(handle *out) { return made(out); }
-int ncclCommInitRankConfig(handle *out) { return made(out); }
-int ncclCommInitRankScalable(handle *out) { return made(out); }
-int ncclCommSplit(handle of, int colour, int key, handle *out) { return colour < 0 ? *out = 0, OK : made(out); }
+int ncclCommInitRank(handle *out, int size, struct unique_id id, int rank) { return made(out, size, rank); }
+int ncclCommInitRankConfig(handle *out, int size, struct unique_id id, int rank) { return made(out, size, rank); }
+int ncclCommInitRankScalable(handle *out, int size, int rank) { return made(out, size, rank); }
+int ncclCommSplit(handle of, int colour, int key, handle *out) { return colour < 0 ? *out = 0, OK : made(out, 1, 0); }
 int ncclCommGetAsyncError(handle of, int *error) { return *error = 0, OK; }
 const char *ncclGetErrorString(int error) { return "an error of the stand-in"; }
 const char *ncclGetLastError(handle of) { return ""; }
