@@ -23,7 +23,7 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.training import launch
 from fivefold.verification import before_training
 
-VERBS = ("train", "verify", "generate", "export", "report", "doctor")
+VERBS = ("train", "verify", "rehearse", "generate", "export", "report", "doctor")
 
 
 def run(*arguments: str) -> int:

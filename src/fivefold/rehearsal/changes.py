@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -20,12 +20,13 @@ Wrap = Callable[[Any], Any]  # the function as it is -> what stands for it
 
 @dataclass(frozen=True)
 class Change:
-    """`place`: the module or class, and the name of a function there. `is_of_device`: only where no kernel runs."""
+    """`place`: the module or class, and the name of a function there. `on`: where it is made, with the stand-in for the
+    driver, where no kernel runs, or on the CPU, where all of them do."""
 
     place: str
     why: str
     wrap: Wrap
-    is_of_device: bool = False
+    on: Literal["both", "stand-in", "cpu"] = "both"
 
 
 # ---- values that nobody reads --------------------------------------------------------------------------------------
@@ -165,6 +166,14 @@ def _by_expert(plain: Any) -> Any:
     return by_expert
 
 
+def _true(_: Any) -> Any:
+    return lambda _: True
+
+
+def _one(_: Any) -> Any:
+    return lambda _: 1.0
+
+
 def _around(_: Any) -> Any:
     return lambda *_, **__: nullcontext()
 
@@ -188,9 +197,14 @@ def _room(_: Any) -> Any:
 
 
 CHANGES = (
-    Change("fivefold.parallel.apply.fill", "no kernel reads the weights, and to draw them takes minutes", _nothing),
+    Change(
+        "fivefold.parallel.apply.fill",
+        "no kernel reads weights, and to draw them takes long",
+        _nothing,
+        "stand-in",
+    ),
     Change("fivefold.training.run.load_source", "the weights to start from need not be here", _nothing),
-    Change("fivefold.launch.world._store", "the ranks meet where the others seem to have been", _met, True),
+    Change("fivefold.launch.world._store", "the ranks meet where the others seem to have been", _met, "stand-in"),
     Change("torch.distributed.new_group", "gloo's groups would look for the other ranks", _without_gloo),
     Change("fivefold.parallel.plain.everywhere", "the other ranks would say what this one says", _alike),
     Change("fivefold.parallel.plain.on_first", "the other ranks would say what this one says", _alike),
@@ -198,9 +212,11 @@ CHANGES = (
     Change("fivefold.checkpoint.save.on_first_rank", "the first rank would say what it has done", _first),
     Change("fivefold.checkpoint.on_first_rank", "the first rank would say what it has done", _first),
     Change("fivefold.training.checkpoints.CheckpointManager.resume", "there is nothing to go on from", _afresh),
-    Change("fivefold.models.experts.sort_by_expert", "tokens go evenly to the experts", _sorted, True),
+    Change("fivefold.models.experts.sort_by_expert", "tokens go evenly to the experts", _sorted, "stand-in"),
     Change("fivefold.parallel.expert.exchange_counts", "the other ranks would send as many rows", _exchanged),
-    Change("fivefold.parallel.expert.by_expert", "its sizes follow from counts that no kernel made", _by_expert, True),
+    Change("fivefold.parallel.expert.by_expert", "its sizes are counts that no kernel made", _by_expert, "stand-in"),
+    Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),
+    Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
     Change("fivefold.training.run.Trainer._check", "the standing checks compare values", _nothing),
     Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
     Change("fivefold.checkpoint.shard.write", "nothing is written to this machine's disk", _unwritten),
@@ -212,10 +228,10 @@ CHANGES = (
 
 @contextmanager
 def changed(*, is_full: bool) -> Iterator[None]:
-    """Inside, all changes are in force; those of a device only where there is one."""
+    """Inside, the changes are in force: those for the stand-in (`is_full`), or those for the CPU."""
     with ExitStack() as stack:
         for each in CHANGES:
-            if is_full or not each.is_of_device:
+            if each.on in ("both", "stand-in" if is_full else "cpu"):
                 owner, name = place_of(each)
                 stack.enter_context(patch.object(owner, name, each.wrap(getattr(owner, name))))
         yield

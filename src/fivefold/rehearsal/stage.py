@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 from fivefold.config import parse_config
@@ -29,6 +30,8 @@ def rehearse(request: Request) -> Seen:
     try:
         with ExitStack() as stack:
             stack.enter_context(changed(is_full=request.is_full))
+            if not request.is_full:
+                import_module("torch.testing._internal.distributed.fake_pg")  # the group that sends nothing
             stack.enter_context(watch.watching())
             stack.enter_context(join(world_of(request)))
             _train(request, watch)
@@ -46,14 +49,16 @@ def rehearse(request: Request) -> Seen:
 
 def world_of(request: Request) -> World:
     """The rank in its world, as `launch/world.py` would have found it in the environment."""
+    if not request.is_full:  # this machine has the memory of one rank to give
+        return World(rank=request.rank, size=request.world, backend="fake")
     local = request.rank % request.local_size
     return World(
         rank=request.rank,
         local_rank=local,
         size=request.world,
         local_size=request.local_size,
-        device=f"cuda:{local}" if request.is_full else "cpu",
-        backend="nccl" if request.is_full else "fake",
+        device=f"cuda:{local}",
+        backend="nccl",
     )
 
 

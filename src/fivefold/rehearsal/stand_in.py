@@ -25,7 +25,7 @@ from fivefold.rehearsal.symbols import undefined
 SOURCE = Path(__file__).with_name("driver") / "driver.c"
 LIBRARY = "libcuda.so.1"  # the name under which torch and Triton look for the driver
 MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library, which is the same file here
-INSTALL = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+INSTALL = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
 _COMPILERS = ("cc", "gcc", "clang")
 # Libraries of torch that call CUDA, and the names that they take from it. cuDNN's computing routines are not called.
 _LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "caffe2_nvrtc")
@@ -85,7 +85,7 @@ def lacking() -> list[Lack]:
     if sys.platform != "linux":
         lacks.append(Lack("this is not Linux", "rehearse on a Linux machine"))
     if torch is None or torch.cuda is None:
-        lacks.append(Lack("this torch is built without CUDA", f"{INSTALL} (in an environment of its own)"))
+        lacks.append(Lack("this torch is built without CUDA", INSTALL))
     elif not torch.includes:
         lacks.append(Lack("the headers of CUDA are missing", "pip install nvidia-cuda-runtime"))
     if compiler() is None:
@@ -182,6 +182,10 @@ def environment(chip: Any, devices: int, *, base: Mapping[str, str] = os.environ
         "FIVEFOLD_CHIP_SHARED": SHARED.get((major, minor), 101376),
         "TORCH_NCCL_ENABLE_MONITORING": 0,  # no thread that ends a process whose collectives "hang"
         "OMP_NUM_THREADS": 1,
+        # What is compiled is tuned by timing kernels that do not run: no other process may find it.
+        "TORCHINDUCTOR_CACHE_DIR": path.with_name("inductor"),
+        "TRITON_CACHE_DIR": path.with_name("triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": 1,
     }
     return {**base, **{name: str(value) for name, value in own.items()}}
 
