@@ -24,9 +24,10 @@ from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
+from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
-from fivefold.training.flops import Costs, squared_lengths
+from fivefold.training.flops import squared_lengths
 from fivefold.training.metrics import PeakMemory
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step

@@ -27,6 +27,7 @@ from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.world import World, alone, find_world, join
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
+from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training import flops
@@ -98,7 +99,7 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
     started = time.perf_counter()
     memory = PeakMemory(device)
     model = build_meta(load_model_config(args.model, TINY if args.tiny else {}))
-    costs = flops.Costs.of(facts_of(model))
+    costs = Costs.of(facts_of(model))
     parallelize(model, layout, device=device, seed=SEED, compile_blocks=args.compile)
     optimizer = build_optimizer(model, OPTIONS)
     built = time.perf_counter() - started

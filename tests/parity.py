@@ -303,7 +303,7 @@ def gradient_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
     """Largest |g - ref| / max(|ref|, 1e-6 * global norm) over parameters, with its name."""
     floor = 1e-6 * expected.norms[0]
     errors = {
-        name: np.linalg.norm(found.gradients[name] - ref) / max(np.linalg.norm(ref), floor)
+        name: np.nan_to_num(np.linalg.norm(found.gradients[name] - ref) / max(np.linalg.norm(ref), floor), nan=np.inf)
         for name, ref in expected.gradients.items()
     }
     worst = max(errors, key=lambda name: errors[name])

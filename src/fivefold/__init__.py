@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         save,
         train_step,
     )
+    from fivefold.planner.estimate import Estimate, Workload
+    from fivefold.planner.plan import estimate, plan
     from fivefold.training.step import StepResult
 
     __version__: str
@@ -36,14 +38,16 @@ _HOMES = {
             "ParallelModel", "clip_grad_norm_", "evaluate", "gather", "gradients", "load", "logits", "parallelize",
             "save", "train_step",
         ),
+        "fivefold.planner.estimate": ("Estimate", "Workload"),
+        "fivefold.planner.plan": ("estimate", "plan"),
         "fivefold.training.step": ("StepResult",),
     }.items()
     for name in names
 }  # fmt: skip
 __all__ = [
-    "Layout", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError", "clip_grad_norm_",
-    "evaluate", "export", "gather", "generate", "gradients", "load", "load_config", "logits", "parallelize", "save",
-    "train", "train_step", "verify",
+    "Estimate", "Layout", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError", "Workload",
+    "clip_grad_norm_", "estimate", "evaluate", "export", "gather", "generate", "gradients", "load", "load_config",
+    "logits", "parallelize", "plan", "save", "train", "train_step", "verify",
 ]  # fmt: skip
 
 

@@ -149,6 +149,11 @@ def batches(layout: str) -> bool:
             model.backward(batch | {"labels": mine["labels"]})
         with refuses("different prompts"):
             ff.generate(model, [1 + dist.get_rank()])
+        for option in ("max_new_tokens", "temperature", "seed"):
+            with refuses("different prompts, or options"):
+                ff.generate(model, [1], **{option: 1 + dist.get_rank()})
+    with refuses("logits takes one micro batch"):
+        ff.logits(model, [batch])
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.isfinite(model.backward(batch))
     return True

@@ -44,7 +44,7 @@ def test_steps_sort_by_number(tmp_path: Path) -> None:
 
 def test_a_published_step_is_never_rewritten(tmp_path: Path) -> None:
     for error in run_ranks(2, save_twice, CASE, tmp_path):
-        assert error.startswith("UserError") and "published already" in error
+        assert error.startswith("UserError") and "published already" in error and "overwrite" not in error
 
 
 def test_what_a_killed_save_left_is_ignored_and_cleared(run: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line: fast, one voice for errors, and each verb one call."""
 
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.training import launch
 from fivefold.verification import before_training
 
-VERBS = ("train", "verify", "rehearse", "generate", "export", "report", "doctor")
+VERBS = ("train", "plan", "rehearse", "verify", "generate", "export", "report", "doctor")
 
 
 def run(*arguments: str) -> int:
@@ -88,6 +89,45 @@ runpy.run_module("{module}", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+
+
+IN_A_CALLBACK = """
+class Gone: pass
+gone = Gone()
+reference = weakref.ref(gone, interrupt)
+del gone
+"""
+IN_SET_NAME = """
+class Field:
+    __set_name__ = interrupt
+
+class Owner:
+    field = Field()
+"""
+
+
+@pytest.mark.parametrize("place", [IN_A_CALLBACK, IN_SET_NAME], ids=["callback", "set_name"])
+def test_ctrl_c_is_not_lost_where_python_drops_it(place: str) -> None:
+    """While the modules of a verb are imported: in the callback of a weak reference, and where a class is made."""
+    code = f"""
+import os, runpy, signal, sys, weakref
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(2):  # here Python looks for signals
+        pass
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "fivefold.config.key":
+            exec({place!r}, globals())
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("fivefold", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code, "train", "--schema"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
 def test_import_is_fast_and_imports_no_torch() -> None:
@@ -286,6 +326,24 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "LOOKS", (torchless,))
     assert run("doctor") == 1
     assert "pip install 'torch>=2.11'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [ImportError("libtorch_cpu.so: no such file"), OSError("libcudart.so.13: no file")])
+def test_a_torch_that_does_not_load_is_missing(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Its version, which needs no import, says nothing of that."""
+
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "torch":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert run("doctor", "--json", "-") == 1
+    report = json.loads(capsys.readouterr().out)
+    found = [(row["state"], row["found"]) for row in report["rows"] if row["what"] == "torch" and row["state"] != "ok"]
+    assert found == [("missing", f"does not load: {error}")]
 
 
 @pytest.mark.parametrize(

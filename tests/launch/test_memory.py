@@ -2,6 +2,7 @@
 
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from fivefold.launch import workers
 from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import GIB, Needs, Pressure, Room, room
 from fivefold.launch.world import World
+from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.plan import lower
 from fivefold.training import preflight
 from fivefold.training.preflight import check_memory, needs_of
 
@@ -112,52 +115,43 @@ def test_an_allocation_that_failed_is_not_tried_again(error: Exception, tmp_path
     assert "memory.recompute: full" in found.fix
 
 
-class Shape:
-    """A model of which only its size matters."""
-
-    hidden_size, intermediate_size, num_hidden_layers = 8, 32, 2
-
-    def __init__(self, parameters: int) -> None:
-        import torch
-
-        self._parameter = torch.empty(parameters, device="meta")
-
-    def parameters(self) -> list[Any]:
-        return [self._parameter]
-
-    @property
-    def config(self) -> "Shape":
-        return self
-
-    def get_text_config(self) -> "Shape":
-        return self
+LAYOUTS = [("single", 1, 1), ("shard4", 4, 1), ("shard4", 1, 0.25), ("dp2.shard2", 4, 2), ("dp4", 4, 4)]
 
 
-LAYOUTS = [("single", 1, 1), ("shard4", 4, 1), ("shard4", 1, 0.25), ("dp2.shard2", 4, 2), ("tp2.shard2", 4, 1)]
-
-
-@pytest.mark.parametrize(("layout", "ranks", "copies"), [*LAYOUTS, ("dp4", 4, 4)])
+@pytest.mark.parametrize(("layout", "ranks", "copies"), LAYOUTS)
 def test_what_a_run_needs(layout: str, ranks: int, copies: float) -> None:
-    config = load_config(None, ["data.seq_length=16", "optimizer.name=adamw"])
-    needs = needs_of(Shape(1000), config, Layout.parse(layout), ranks=ranks)
-    assert (needs.weights, needs.gradients, needs.optimizer) == (4000 * copies, 4000 * copies, 8000 * copies)
-    muon = load_config(None, ["data.seq_length=16", "optimizer.name=muon"])
-    assert needs_of(Shape(1000), muon, Layout.parse(layout), ranks=ranks).optimizer == 4000 * copies
-    assert needs.activations == ranks * (16 // 1) * 2 * (72 + 64) // Layout.parse(layout).tp * 2
+    """Of the state, 4 bytes a number; the demo has 2 million parameters, whose rows 4 shards divide."""
+    facts, parsed = facts_of_config("demo"), Layout.parse(layout)
+    embedding_and_norms = 2048 * 192 + 9 * 192  # of which Muon keeps AdamW's two moments
+    for name, kept in (("adamw", 2 * facts.size), ("muon", facts.size + embedding_and_norms)):
+        config = load_config(None, [f"optimizer.name={name}", "train.global_batch_size=4"])
+        needs = needs_of(facts, config, parsed, ranks=range(ranks))
+        assert (needs.parameters, needs.ranks) == (facts.size, ranks)
+        assert needs.weights == needs.gradients == 4 * copies * facts.size and needs.optimizer == 4 * copies * kept
+
+
+def test_activations_are_those_of_the_plan() -> None:
+    """Of both pipeline ranks, one of which also makes logits."""
+    facts, layout = facts_of_config("demo"), Layout.parse("pp2.cp2+mb2")
+    config = load_config(None, ["data.seq_length=250", "train.global_batch_size=8", "memory.loss_chunks=4"])
+    needs, of_ranks = needs_of(facts, config, layout, ranks=range(4)), [lower(facts, layout, rank) for rank in range(4)]
+    found = [plan.bytes(plan.step_shape(2, 252, 4, loss_chunks=4)) for plan in of_ranks]
+    assert needs.activations == sum(each.logits + sum(each.saved.values()) for each in found)
+    assert [bool(each.logits) for each in found] == [False, False, True, True]
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_takes_anything(monkeypatch: Any, tmp_path: Path) -> None:
     config, layout = load_config(None, ["optimizer.name=adamw"]), Layout.parse("shard2")
-    world = World(size=2, local_size=2, folder=str(tmp_path))
+    world = World(rank=1, local_rank=1, size=2, local_size=2, folder=str(tmp_path))
     monkeypatch.setattr(preflight, "room", lambda: Room(20 * GIB, 10 * GIB))
-    with pytest.raises(UserError, match=r"does not fit: weights 29\.80, gradients 29\.80, optimizer 59\.60") as caught:
-        check_memory(Shape(8 * 10**9), config, layout, world)
-    assert "8.00 billion parameters need 119.21 GiB" in (caught.value.fix or "")
-    assert (Needs.load(tmp_path) or NEEDS).parameters == 8 * 10**9
-    assert "memory may run out: 10.00 GiB of this machine are free" in str(
-        check_memory(Shape(10**9), config, layout, world)
-    )
-    assert check_memory(Shape(10**6), config, layout, world) is None
+    large, middle, small = map(facts_of_config, ("llama-3.1-8b", "llama-3.2-1b", "demo"))
+    with pytest.raises(UserError, match=r"does not fit: weights 29\.92, gradients 29\.92, optimizer 59\.83") as caught:
+        check_memory(large, config, layout, world)
+    assert "8.03 billion parameters need 119.66 GiB" in (caught.value.fix or "")
+    assert Needs.load(tmp_path) is None  # the first rank leaves them
+    assert "memory may run out: 10.00 GiB of this machine are free" in str(check_memory(middle, config, layout, world))
+    assert check_memory(small, config, layout, replace(world, rank=0, local_rank=0)) is None
+    assert (Needs.load(tmp_path) or NEEDS).parameters == small.size
 
 
 def test_a_limit_of_addresses_is_named_where_memory_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

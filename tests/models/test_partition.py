@@ -20,16 +20,19 @@ from transformers import (
     Qwen2MoeConfig,
     Starcoder2Config,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows
 from fivefold.models.pairs import FeatureGroup, by_features
 from fivefold.models.partition import Partition, derive
 from fivefold.models.record import BlockTrace, Event, MixesTokens, Untraceable
 from fivefold.models.trace import trace
+from fivefold.parallel.plan import lower
 from tests.families import TINY
 from tests.models import tiny
 from tests.parity import Case, hf_config
@@ -38,6 +41,23 @@ from tests.parity import Case, hf_config
 def partition_of(model) -> Partition:
     anatomy = Anatomy.of(model)
     return derive(model, anatomy, trace(model, anatomy))
+
+
+def test_an_embedding_inside_of_a_layer_belongs_to_that_layer(monkeypatch):
+    """Its stage is that of the layer, not the last one, and tp knows nothing of what it does there."""
+    build, forward = LlamaMLP.__init__, LlamaMLP.forward
+
+    def with_kind(self, config):
+        build(self, config)
+        self.kind = nn.Embedding(2, config.hidden_size)
+
+    monkeypatch.setattr(LlamaMLP, "__init__", with_kind)
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) + self.kind(x[..., 0].long() * 0))
+    facts = facts_of(build_meta(tiny.llama()))
+    assert (facts.before, facts.after) == (("model.embed_tokens",), ("model.norm",))
+    plan = lower(facts, Layout.parse("pp3"), 0)
+    assert [plan.pp_ranks[f"model.layers.{layer}.mlp.kind.weight"] for layer in range(3)] == [(0,), (1,), (2,)]
+    assert "without a role: model.layers.*.mlp.kind.weight" in facts.partition.refusal
 
 
 def test_llama():

@@ -22,7 +22,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.schedule import TYPICAL, Slot
 from fivefold.models import discover, facts_store
 from fivefold.models.build import build_meta
-from fivefold.models.discover import facts_of, facts_of_deep
+from fivefold.models.discover import cut_of, facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config, read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
@@ -47,19 +47,37 @@ def test_facts_are_text_and_back(family: str) -> None:
     assert list(ModelFacts.from_json(found.to_json()).partition.roles) == list(found.parameters)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen3"])
-def test_more_layers_that_are_alike_are_facts_of_the_deeper_model(family: str) -> None:
-    """As all of them traced."""
-    deep = build_meta(hf_config(Case("single", family, overrides=(("num_hidden_layers", 5),))))
-    assert facts_of_deep(deep) == discover._found(deep)
-    two = facts_of(build_meta(hf_config(Case("single", family, overrides=(("num_hidden_layers", 2),)))))
-    assert two.with_layers(facts_of(deep).anatomy.layers) == facts_of(deep)
+ALTERNATE = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full", "sliding")]
 
 
-def test_layers_that_differ_are_not_repeated() -> None:
-    found = facts("deepseek_v3")  # the first layer has no experts
-    with pytest.raises(ValueError, match="layers differ"):
-        found.with_layers([*found.anatomy.layers, "model.layers.9"])
+@pytest.mark.parametrize(
+    ("family", "types", "like"),
+    [
+        *((family, None, [0] * 5) for family in ("llama", "phi3", "mixtral", "qwen3")),
+        ("deepseek_v3", None, [0, 1, 1, 1, 1]),  # the first layer has no experts
+        *((family, ALTERNATE, [0, 1, 0, 1, 0]) for family in ("gemma2", "gpt_oss")),
+    ],
+)
+def test_facts_of_a_few_layers_make_those_of_the_deep_model(
+    family: str, types: list[str] | None, like: list[int]
+) -> None:
+    """As all of its layers traced."""
+    overrides = {"num_hidden_layers": 5} | ({"layer_types": types} if types else {})
+    deep = build_meta(hf_config(Case("single", family, overrides=tuple(overrides.items()))))
+    cut = cut_of(deep)
+    assert cut is not None and cut[1] == like
+    found = discover._found(deep)
+    assert facts_of_deep(deep) == found
+    made = facts_of(cut[0]).with_layers(found.anatomy.layers, like)
+    assert made == found and [*made.parameters] == [*found.parameters]
+    assert made.only(found.anatomy.layers[:2]) == facts_of(cut[0])
+
+
+def test_what_lies_between_layers_is_not_repeated() -> None:
+    found = facts()
+    apart = (found.anatomy.layers[0], "model.rotary_emb", found.anatomy.layers[1])
+    with pytest.raises(ValueError, match="belongs to one layer"):
+        replace(found, before=apart).with_layers(found.anatomy.layers, [0, 1, 1])
 
 
 def test_kept_facts_are_read_and_a_damaged_file_is_not(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def findings(
 @contextmanager
 def sums_lost(model: Any, optimizer: torch.optim.Optimizer, axis: str) -> Iterator[None]:
     """Gradients that an axis is to add up are not."""
-    sums: Any = state_of(model).plan.gradient_sums
-    assert axis in sums.values()
-    with patch.dict(sums, {name: each for name, each in sums.items() if each != axis}, clear=True):
+    sums: Any = state_of(model).partial_gradients
+    assert sums[axis]
+    with patch.dict(sums, {axis: []}):
         yield
 
 

@@ -19,7 +19,7 @@ from fivefold.training.optimizers import Unmoved, UpdateRule, Weights
 class SGD(UpdateRule):
     """torch's own: it updates each element by its own gradient."""
 
-    facts = OptimizerFacts(name="sgd", state={"momentum_buffer": "momentum"}, per_weight=1, keys={"momentum": 0.9})
+    facts = OptimizerFacts(name="sgd", state={"momentum_buffer": "momentum"}, keys={"momentum": 0.9})
 
     def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
         shards = state_of(model).plan.shards

@@ -5,8 +5,8 @@ from transformers import AutoConfig
 
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
+from fivefold.models.flops import Costs
 from fivefold.planner.chips import bf16_peak
-from fivefold.training.flops import Costs
 
 PEAKS = {
     "NVIDIA GB300": 2500.0,

@@ -10,7 +10,7 @@ from rich.console import Console
 from fivefold.report.names import LONGEST, ranks_text, short_names
 from fivefold.report.plot import LogScale
 from fivefold.report.slices import slice_map
-from fivefold.verification import launch
+from fivefold.verification import ranks
 from fivefold.verification.page import headline, page, write_page
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.results import WORDS, LayoutResult, Row
@@ -268,13 +268,13 @@ def test_the_terminal_and_the_page_count_the_same(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert f"tp2  PROVED  {len(found.rows)} comparisons  4.2 s" in shown
     assert f"{len(found.rows)}" in page(whole)
-    assert "comparisons" not in launch._line(found)  # printed before the last of them is made
+    assert "comparisons" not in ranks._line(found)  # printed before the last of them is made
 
 
 def test_lines_of_progress_wrap_at_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = "  model        LlamaForCausalLM whole; 3 rows of 61 tokens a step, documents of unequal length; adamw"
     monkeypatch.setenv("COLUMNS", "80")
-    launch.print_line(text)
+    ranks.print_line(text)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and [line.split() for line in lines] == [text.split()[:12], text.split()[12:]]
     assert lines[1].startswith(" " * 15)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fivefold.core.layout import Layout
-from fivefold.verification.reference_tensors import Distance, logit_distances
-from fivefold.verification.results import LayoutResult, Row, Tolerances, judge
+from fivefold.verification.reference_tensors import logit_distances
+from fivefold.verification.results import Distance, LayoutResult, Row, Tolerances, judge
 
 LAYOUT = Layout.parse("shard2.tp2")
 

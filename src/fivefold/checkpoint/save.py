@@ -306,7 +306,8 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
     if (stands := standing(published)) != published:
         files.rename(stands, published)
     if not overwrite and is_valid(published):
-        raise UserError(f"{published} is published already; a checkpoint is never rewritten", fix="name a new folder")
+        or_else = "" if abandoned is None else ", or replace it: overwrite=True"  # a run never rewrites its steps
+        raise UserError(f"{published} is published already", fix=f"name a new folder{or_else}")
     is_ours = (published / NAME).exists() or abandoned is None
     if published.exists() and not is_ours and (not published.is_dir() or any(published.iterdir())):
         raise UserError(f"{published} is no checkpoint, and not empty", fix="name a new folder")

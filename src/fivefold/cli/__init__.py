@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import doctor, export, generate, rehearse, report, train, verify
+from fivefold.cli import doctor, export, generate, plan, rehearse, report, train, verify
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -23,8 +23,9 @@ from fivefold.core.terminal import say
 # Listed in this order; the first line of the docstring is the verb's line.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
-    "verify": verify.verify,
+    "plan": plan.plan,
     "rehearse": rehearse.rehearse,
+    "verify": verify.verify,
     "generate": generate.generate,
     "export": export.export,
     "report": report.report,
@@ -75,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         code = _say(error, debug="--debug" in given)
     except Exception as error:
-        if is_closed_pipe(error):
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            code = INTERRUPTED  # of an interrupt inside `__set_name__` Python 3.11 makes a RuntimeError
+        elif is_closed_pipe(error):
             code = CLOSED_PIPE  # whoever asked has read enough
         elif is_unwritable(error):
             code = _say(RunFailed(f"standard output cannot be written: {error}"), debug="--debug" in given)

@@ -299,6 +299,11 @@ class MemorySection(Section):
             raise ValueError("pieces are 1 or more")
         return value
 
+    @property
+    def chunks(self) -> int | None:
+        """`loss_chunks` as a number; None for auto, where the sizes of a step decide."""
+        return None if self.loss_chunks == "auto" else self.loss_chunks
+
 
 class BalanceSection(Section):
     """What keeps the experts of a model busy; `parallel/balance.py` says what each is."""

@@ -7,7 +7,8 @@ passed on to the loop, which ends after a step, the same one on every rank. No t
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -23,9 +24,21 @@ def end_at_once(*, word: str = "") -> None:
 
 
 def raise_again() -> None:
-    """From now on Ctrl-C raises `KeyboardInterrupt`, as in any program of Python."""
-    if isinstance(signal.getsignal(signal.SIGINT), partial):
+    """From now on, where `end_at_once` was in force, Ctrl-C raises `KeyboardInterrupt`, as in any program of Python.
+
+    Python drops what is raised in the callback of a weak reference, and every import has one: a command would go on as
+    if nobody had asked it to stop. An interrupt that is dropped ends the process instead.
+    """
+    end = signal.getsignal(signal.SIGINT)
+    if isinstance(end, partial):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = partial(_dropped, end, sys.unraisablehook)
+
+
+def _dropped(end: Callable[..., None], otherwise: Callable[..., None], error: "sys.UnraisableHookArgs") -> None:
+    if issubclass(error.exc_type, KeyboardInterrupt):
+        end(signal.SIGINT, None)
+    otherwise(error)
 
 
 def _end(word: str, number: int, frame: FrameType | None) -> None:

@@ -229,6 +229,10 @@ class Layout:
         """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`."""
         return 2 * self.cp * self.tp
 
+    def padded(self, tokens: int) -> int:
+        """The length of a row of `tokens` tokens, padding included. Under cp2.tp2, 100 tokens take 104."""
+        return -(-tokens // self.row_multiple) * self.row_multiple
+
     @property
     def schedule(self) -> Schedule:
         """What is known of the pipeline's schedule. The passes of one stage have one order, that of 1F1B."""

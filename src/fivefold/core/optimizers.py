@@ -13,7 +13,6 @@ class OptimizerFacts:
     """One optimizer.
 
     `state`: kinds of state tensors, each in the shape of its parameter -> what a person calls them.
-    `per_weight`: numbers of state for one weight, for most weights.
     `of_matrices`: kinds of state that only the matrices of layers have; the optimizer sees each of these matrices whole
     (Muon). None: the optimizer treats all parameters alike (AdamW).
     `keys`: keys of the run file that not every optimizer has -> default.
@@ -21,7 +20,6 @@ class OptimizerFacts:
 
     name: str
     state: Mapping[str, str]
-    per_weight: int
     of_matrices: tuple[str, ...] | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
 
@@ -35,10 +33,9 @@ _ADAMW = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
 OPTIMIZERS: dict[str, OptimizerFacts] = {
     each.name: each
     for each in (
-        OptimizerFacts(name="adamw", state=_ADAMW, per_weight=2),
+        OptimizerFacts(name="adamw", state=_ADAMW),
         OptimizerFacts(
-            name="muon", state=_ADAMW | {"momentum_buffer": "momentum"}, per_weight=1,
-            of_matrices=("momentum_buffer",),
+            name="muon", state=_ADAMW | {"momentum_buffer": "momentum"}, of_matrices=("momentum_buffer",),
             keys={"momentum": 0.95, "ns_steps": 5},
         ),
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fivefold.core.errors import first_line
 from fivefold.launch.memory import GIB, room
 from fivefold.launch.world import cores
 from fivefold.report.table import Report
@@ -92,10 +93,15 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _devices() -> Iterator[Finding]:
+    """Torch is loaded for this, which takes most of the command's time. Its metadata say which version is installed,
+    not whether that loads, sees a GPU, was built with gloo and has the interfaces that are read."""
     if not importlib.util.find_spec("torch"):
         return
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # of a library that it was built with
+        yield Finding("torch", "missing", f"does not load: {first_line(error)}", "pip install -c constraints.txt torch")
+        return
     if not torch.cuda.is_available():
         built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no usable GPU"
         yield Finding("gpu", "ok", f"none ({built}): training runs on the CPU")

@@ -71,7 +71,7 @@ def examine(
         raise UserError(f"rank {rank} is not of {parsed}", fix=f"a rank of 0 to {parsed.world - 1}")
     plan = lower(facts_of_config(model), parsed, rank)
     micro_batches = parsed.accumulation(global_batch_size) if global_batch_size else _fewest(parsed)
-    tokens = -(-seq_length // parsed.row_multiple) * parsed.row_multiple
+    tokens = parsed.padded(seq_length)
     if tokens * parsed.micro_batch_size > MOST_TOKENS:
         rows_of = f"{many(parsed.micro_batch_size, 'row')} of {tokens:,} tokens"
         raise UserError(

@@ -53,6 +53,12 @@ class World:
         """Whether this is rank 0, the one that writes and speaks."""
         return self.rank == 0
 
+    @property
+    def local_ranks(self) -> range:
+        """The ranks on this machine, which follow each other."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_size)
+
 
 def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> World | None:
     """The world that something else started this process in, or None when it stands alone.

@@ -29,7 +29,7 @@ from fivefold.models.facts import (
     Untrainable,
 )
 from fivefold.models.facts_store import about_code, kept
-from fivefold.models.fewer_layers import fewer_layers
+from fivefold.models.fewer_layers import fewer_layers, layers_kept
 from fivefold.models.partition import derive
 from fivefold.models.record import BlockTrace, Untraceable
 from fivefold.models.trace import trace
@@ -54,22 +54,42 @@ def facts_of(model: Any) -> ModelFacts:
 
 
 def facts_of_deep(model: Any) -> ModelFacts:
-    """`facts_of` a model on the meta device that may have a hundred layers: where they are alike, two are traced.
-
-    Alike means: the config names no types of layers that differ, and the parameters of all have the same names and
-    shapes.
-    """
-    layers, types = Anatomy.of(model).layers, getattr(model.config, "layer_types", None) or ()
-    if len(layers) > _TRACED and len(set(types)) < 2:
-        try:
-            short = fewer_layers(model.config, _TRACED)
-        except UserError:
-            return facts_of(model)
+    """`facts_of` a model on the meta device that may have a hundred layers: of those that are alike, few are traced."""
+    layers = Anatomy.of(model).layers
+    if (cut := cut_of(model)) is not None:
+        short, like = cut
         with suppress(ValueError):
-            facts = facts_of(build_meta(short, model_class=type(model))).with_layers(layers)
+            facts = facts_of(short).with_layers(layers, like)
             if facts.parameters == _parameters(model):
                 return facts
     return facts_of(model)
+
+
+def cut_of(model: Any) -> tuple[Any, list[int]] | None:
+    """The same model with a few layers of each kind, and which of these each of its layers is like; None where it
+    cannot be cut.
+
+    Alike means: the config says the same of both, and their parameters have the same names and shapes. DeepSeek-V3 with
+    61 layers is cut to a dense one and one with experts, [0, 0, 0, 1, 1, ..., 1].
+    """
+    anatomy = Anatomy.of(model)
+    try:
+        short = build_meta(fewer_layers(model.config, _TRACED), model_class=type(model))
+    except UserError:
+        return None
+    own = Anatomy.of(short).layers
+    if len(own) >= len(anatomy.layers):
+        return None
+    kept, said = layers_kept(model.config, _TRACED)
+    kinds = [(said[layer], _shapes(short, name)) for layer, name in zip(kept, own, strict=True)]
+    with suppress(ValueError):
+        return short, [kinds.index((said[at], _shapes(model, name))) for at, name in enumerate(anatomy.layers)]
+    return None
+
+
+def _shapes(model: nn.Module, layer: str) -> list[tuple[str, tuple[int, ...], bool]]:
+    named = model.get_submodule(layer).named_parameters()
+    return [(name, tuple(each.shape), each.requires_grad) for name, each in named]
 
 
 def _key(model: Any) -> str | None:

@@ -336,44 +336,48 @@ class ModelFacts:
         """Weights of the head that a token is multiplied with, tied or not."""
         return sum(matmul.weights for matmul in self.outside if matmul.name == self.anatomy.head)
 
-    def with_layers(self, layers: Sequence[str]) -> "ModelFacts":
-        """Of the same model with more layers, all like the last one of these.
+    def only(self, layers: Sequence[str]) -> "ModelFacts":
+        """Of the same model without its other layers.
 
-        Raises `ValueError` where this one's layers are not alike.
+        Example: of 80 layers that are alike, the first stands for all; what is asked of it is answered 80 times faster.
         """
-        own = self.anatomy.layers
-        last = own[-1]
-        if len(set(self.kinds)) > 1 or self.counted or {type_of(self, layer) for layer in own} != {type_of(self, last)}:
-            raise ValueError("layers differ")
-        more = [layer for layer in layers if layer not in own]
+        dropped = frozenset(self.anatomy.layers) - set(layers)
 
-        def moved(value: Any, layer: str) -> Any:
-            """A value of the last layer as that of another."""
+        def names_dropped(value: Any) -> bool:
+            """Whether a value is about a layer that goes."""
             if isinstance(value, str):
-                return layer + value.removeprefix(last) if value == last or is_within(value, [last]) else value
+                parts = value.split(".")
+                return any(".".join(parts[:size]) in dropped for size in range(1, len(parts) + 1))
             if isinstance(value, tuple):
-                return tuple(moved(each, layer) for each in value)
+                return any(map(names_dropped, value))
             if is_dataclass(value) and not isinstance(value, type):
-                return replace(value, **{each.name: moved(getattr(value, each.name), layer) for each in fields(value)})
-            return value
+                return any(names_dropped(getattr(value, each.name)) for each in fields(value))
+            return False
 
-        def repeated(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            """The same in order; behind those of the last layer, those of the layers after it."""
-            of_last = [at for at, value in enumerate(values) if moved(value, "?") != value]
-            stop = max(of_last, default=-1) + 1
-            return (*values[:stop], *(moved(values[at], layer) for layer in more for at in of_last), *values[stop:])
-
-        def deeper(value: Any) -> Any:
+        def kept(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return dict(repeated(tuple(value.items())))
+                return {name: each for name, each in value.items() if not names_dropped(name)}
             if isinstance(value, tuple):
-                return repeated(value)
-            if is_dataclass(value) and not isinstance(value, type):
-                return replace(value, **{each.name: deeper(getattr(value, each.name)) for each in fields(value)})
+                return tuple(each for each in value if not names_dropped(each))
+            if isinstance(value, Anatomy | Partition):
+                return replace(value, **{each.name: kept(getattr(value, each.name)) for each in fields(value)})
             return value
 
-        facts: ModelFacts = deeper(self)
-        return replace(facts, kinds=self.kinds[:1] * len(layers))
+        of_layers = (each.name for each in fields(self) if each.name not in ("costs", "kinds"))
+        named = {name: kept(getattr(self, name)) for name in of_layers}
+        own = [number for number, layer in enumerate(self.anatomy.layers) if layer not in dropped]
+        return replace(self, **named, kinds=tuple(self.kinds[number] for number in own))
+
+    def with_layers(self, layers: Sequence[str], like: Sequence[int]) -> "ModelFacts":
+        """Of the same model with these layers, each of which is like one of this model's own: `like` says which.
+
+        Of a model with a dense layer and one with experts: [0, 0, 0, 1, 1] are three dense layers and two with experts.
+        Raises `ValueError` where something stands between the layers, or belongs to several.
+        """
+        if self.counted:
+            raise ValueError("what counts the tokens of a row is not repeated with its layer")
+        deeper: ModelFacts = _Deeper(self.anatomy.layers, layers, like).of(self)
+        return replace(deeper, kinds=tuple(self.kinds[own] for own in like))
 
     def to_json(self) -> dict[str, Any]:
         """As values that JSON knows. Roles, of which a model has few that differ, stand once each with the parameters
@@ -385,7 +389,10 @@ class ModelFacts:
         without_roles = replace(self, partition=replace(self.partition, roles={}))
         return {
             "facts": facts.dump_python(without_roles, mode="json"),
-            "roles": roles.dump_python([*of_role.items()], mode="json"),
+            "roles": [
+                [{**role, "groups": role["groups"] and _runs(role["groups"])}, names]
+                for role, names in roles.dump_python([*of_role.items()], mode="json")
+            ],
         }
 
     @classmethod
@@ -393,7 +400,10 @@ class ModelFacts:
         """What `to_json` gave. Raises `ValueError` or `LookupError` for anything else."""
         facts, roles = _adapters()
         found = facts.validate_python(value["facts"])
-        of_role = {name: role for role, names in roles.validate_python(value["roles"]) for name in names}
+        written = [
+            ({**role, "groups": role["groups"] and _groups(role["groups"])}, own) for role, own in value["roles"]
+        ]
+        of_role = {name: role for role, names in roles.validate_python(written) for name in names}
         ordered = {name: of_role[name] for name in found.parameters if name in of_role}
         return replace(found, partition=replace(found.partition, roles=ordered))
 
@@ -404,8 +414,83 @@ def _adapters() -> tuple[TypeAdapter[ModelFacts], TypeAdapter[list[tuple[Role, l
     return TypeAdapter(ModelFacts), TypeAdapter(list[tuple[Role, list[str]]])
 
 
-def type_of(facts: ModelFacts, layer: str) -> tuple[object, ...]:
-    """What layers that are alike have in common: the names in them, shapes and roles."""
-    inside = [(name, each) for name, each in facts.parameters.items() if is_within(name, [layer])]
-    roles = facts.partition.roles
-    return tuple((name.removeprefix(layer), each, roles.get(name)) for name, each in inside)
+def _runs(groups: list[dict[str, Any]]) -> list[list[Any]]:
+    """Groups with the same owner, size and unit that follow each other head by head stand once, with their number: 64
+    query heads of 128 features are [0, 128, "query", 0, 1, 64]."""
+    runs: list[list[Any]] = []
+    for group in groups:
+        start, stop, owner, index, unit = (group[key] for key in ("start", "stop", "owner", "index", "unit"))
+        if runs and _next_of(runs[-1]) == [start, stop, owner, index, unit]:
+            runs[-1][-1] += 1
+        else:
+            runs.append([start, stop, owner, index, unit, 1])
+    return runs
+
+
+def _next_of(run: list[Any]) -> list[Any]:
+    """The group that would make a run one longer."""
+    start, stop, owner, index, unit, count = run
+    return [start + count * (stop - start), stop + count * (stop - start), owner, index + count, unit]
+
+
+def _groups(runs: list[list[Any]]) -> list[dict[str, Any]]:
+    """What `_runs` made runs of."""
+    keys = ("start", "stop", "owner", "index", "unit")
+    return [dict(zip(keys, _next_of([*run[:-1], at]), strict=True)) for run in runs for at in range(run[-1])]
+
+
+class _Deeper:
+    """Facts with other `layers`, each made from the one of `own` layers that `like` says."""
+
+    def __init__(self, own: Sequence[str], layers: Sequence[str], like: Sequence[int]) -> None:
+        self.own, self.layers, self.like = own, layers, like
+        # By id and layer, values in which nothing names it. They are held, so that no other value gets the same id.
+        self.untouched: dict[tuple[int, str], Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """A value of the model: what belongs to its layers stands for each of the new ones, in order."""
+        if isinstance(value, Mapping):
+            return dict(self._repeated(tuple(value.items())))
+        if isinstance(value, tuple):
+            return self._repeated(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{each.name: self.of(getattr(value, each.name)) for each in fields(value)})
+        return value
+
+    def _repeated(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_layer: dict[int, list[Any]] = {at: [] for at in range(len(self.own))}
+        places = []
+        for place, value in enumerate(values):
+            for at in self._owners(value):
+                of_layer[at].append(value)
+                places.append(place)
+        if not places:
+            return values
+        first, stop = places[0], places[-1] + 1
+        if places != [*range(first, stop)]:
+            raise ValueError("not everything between the first layer and the last one belongs to one layer")
+        named = zip(self.layers, self.like, strict=True)
+        repeated = (self._moved(value, self.own[at], layer) for layer, at in named for value in of_layer[at])
+        return (*values[:first], *repeated, *values[stop:])
+
+    def _owners(self, value: Any) -> list[int]:
+        """The own layers that a value names."""
+        return [at for at, layer in enumerate(self.own) if self._moved(value, layer, "?") is not value]
+
+    def _moved(self, value: Any, old: str, new: str) -> Any:
+        """A value of one layer as that of another; the very same where it does not name the layer."""
+        if isinstance(value, str):
+            return new + value.removeprefix(old) if value == old or is_within(value, [old]) else value
+        if (id(value), old) in self.untouched:
+            return value
+        moved = value
+        if isinstance(value, tuple):
+            parts = tuple(self._moved(each, old, new) for each in value)
+            moved = parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+        elif is_dataclass(value) and not isinstance(value, type):
+            changed = {each.name: self._moved(getattr(value, each.name), old, new) for each in fields(value)}
+            is_same = all(changed[each.name] is getattr(value, each.name) for each in fields(value))
+            moved = value if is_same else replace(value, **changed)
+        if moved is value:
+            self.untouched[id(value), old] = value
+        return moved

@@ -4,6 +4,7 @@ A file that is damaged, or that stands under another's name, is not believed: it
 Nothing in it is ever run.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -19,13 +20,19 @@ from fivefold.data.cache import cache_root, key_of, locked, write_atomically
 from fivefold.data.integrity import read_signed, signed
 from fivefold.models.facts import ModelFacts
 
+SHIPPED = "facts.json"  # beside the config.json of a built-in shape
+
 
 def facts_of_config(name: str | Path) -> ModelFacts:
     """The facts of a model by its folder, its config.json, a built-in shape or a hub id; no weights are read.
 
-    Torch is loaded only where they are not kept yet. Raises `UserError` for a model that cannot be read or trained.
+    Torch is loaded only where they are neither shipped nor kept yet. Raises `UserError` for a model that cannot be
+    read or trained.
     """
-    path = shape_folder(str(name)) or expanded(str(name))
+    shape = shape_folder(str(name))
+    if shape is not None and (shipped := shipped_facts(shape)) is not None:
+        return shipped
+    path = shape or expanded(str(name))
     if not path.exists() and is_hub_id(str(name)):
         path = config_file(str(name))
 
@@ -36,6 +43,29 @@ def facts_of_config(name: str | Path) -> ModelFacts:
         return facts_of_deep(build_meta(load_model_config(name)))
 
     return kept(key_of("config", *about_code(), read_folder_config(path)), found)
+
+
+def shipped_facts(shape: Path) -> ModelFacts | None:
+    """What stands beside a built-in shape (`ship_facts`); None where another config, or another version of torch or
+    `transformers` than those here, was traced: these say which tensors a layer keeps."""
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+        tree = json.loads((shape / SHIPPED).read_text(encoding="utf-8"))
+        if tree["of"] == _about_shape(shape):
+            short = ModelFacts.from_json(tree)
+            name = short.anatomy.layers[0].removesuffix("0")
+            return short.with_layers([f"{name}{layer}" for layer in range(len(tree["like"]))], tree["like"])
+    return None
+
+
+def ship_facts(shape: Path, short: ModelFacts, like: list[int]) -> None:
+    """Write them: those of the model with a few layers, and which of these each of its layers is like."""
+    tree = {"of": _about_shape(shape), "like": like, **short.to_json()}
+    (shape / SHIPPED).write_text(json.dumps(tree, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _about_shape(shape: Path) -> list[str]:
+    """The code that finds facts is not among it: what is shipped with it was found by it, which a test holds."""
+    return [*_versions(), key_of(read_folder_config(shape))]
 
 
 def kept(key: str, find: Callable[[], ModelFacts]) -> ModelFacts:
@@ -74,7 +104,12 @@ def write_facts(file: Path, facts: ModelFacts) -> None:
 
 def about_code() -> list[str]:
     """The versions and the code that facts depend on."""
-    return [*(f"{name} {version(name)}" for name in ("torch", "transformers")), _code()]
+    return [*_versions(), _code()]
+
+
+def _versions() -> list[str]:
+    """`torch 2.13.0`, without what the build adds (`+cpu`)."""
+    return [f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers")]
 
 
 @cache

@@ -49,14 +49,29 @@ def remade(config: Any, values: dict[str, Any]) -> Any:
         raise UserError(f"a {config.model_type} model cannot be cut for a proof: {error}") from error
 
 
-def _kept(text: dict[str, Any], count: int, least: int) -> list[int]:
-    """The first layer of each kind, and as many of the first as `least` asks for."""
+def layers_kept(config: Any, least: int = 2) -> tuple[list[int], list[str]]:
+    """The layers that `fewer_layers` keeps, and all that the config says of every layer, as a text."""
+    values = text_of(config.to_dict())
+    count = config.get_text_config().num_hidden_layers
+    return _kept(values, count, least), _said(values, count)
+
+
+def _said(text: dict[str, Any], count: int) -> list[str]:
+    """What a config says of each layer alone."""
     numbered = [set(holder[key]) for holder, key in _numbered(text, count)]
     overrides = {int(number): each for number, each in (text.get(OVERRIDES) or {}).items()}
+    listed = [holder[key] for holder, key in _per_layer(text, count)]
+    return [
+        repr(([each[layer] for each in listed], [layer in each for each in numbered], overrides.get(layer)))
+        for layer in range(count)
+    ]
+
+
+def _kept(text: dict[str, Any], count: int, least: int) -> list[int]:
+    """The first layer of each kind, and as many of the first as `least` asks for."""
     first: dict[str, int] = {}
-    for layer in range(count):
-        kind = [holder[key][layer] for holder, key in _per_layer(text, count)]
-        first.setdefault(repr((kind, [layer in each for each in numbered], overrides.get(layer))), layer)
+    for layer, said in enumerate(_said(text, count)):
+        first.setdefault(said, layer)
     more = [layer for layer in range(count) if layer not in first.values()]
     return sorted([*first.values(), *more[: max(0, least - len(first))]])
 

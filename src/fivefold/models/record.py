@@ -36,11 +36,11 @@ class Event:
     """One call: what a module read and gave, and the leaves that its input depends on, by name.
 
     `small`: a module with few parameters of its own, such as a norm. `wide`: one that sees all features of a projection
-    at once. `experts`: one that holds the weights of all experts of a layer; `inputs` are tokens and their weights.
-    `opaque`: any other that holds many weights and is no linear. Of an attention call
-    `inputs` are query [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed
-    along, one number per query head. Of an experts call `router` is the module that gave the picks, if one did, and
-    `has_logits` says whether it gave its logits as well.
+    at once. `opaque`: any other that holds many weights and is no linear. Of an attention call `inputs` are query
+    [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed along, one number
+    per query head. `experts`: a module that holds the weights of all experts of a layer. Of its call `inputs` are
+    tokens [N,D] and their weights [N,K], K experts of each; `experts` is the number of all; `router` is the module that
+    gave the picks, if one did, and `has_logits` says whether it gave its logits as well.
     """
 
     kind: Kind
@@ -183,11 +183,11 @@ class Trace:
         return [
             Experts(
                 event.name,
-                event.router or _router(block, event),
-                event.experts,
-                event.inputs[1].shape[-1],
-                event is block.events[-1],
-                event.has_logits,
+                router=event.router or _router(block, event),
+                experts=event.experts,
+                top_k=event.inputs[1].shape[-1],  # of the weights [N, K] of its tokens
+                is_last=event is block.events[-1],
+                has_logits=event.has_logits,
             )
             for block in self.blocks
             for event in block.events

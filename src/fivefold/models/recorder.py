@@ -124,6 +124,9 @@ class Recorder:
         self._picks: dict[int, tuple[str, Args]] = {}  # integers -> the module that gave them, and all it gave
         self._under_way: list[str] = []  # modules, the innermost last
         self._block: BlockTrace | None = None
+        self._alive: list[
+            Tensor
+        ] = []  # what its backward keeps: no other tensor gets the memory by which each is known
         self._random.manual_seed(0)
 
     @property
@@ -188,6 +191,7 @@ class Recorder:
         if self._block is not None and not x.is_meta and self.tokens in x.shape:
             numbers = x.untyped_storage().nbytes() / x.element_size() / self.tokens
             self._block.saved.append((name or self._innermost, memory or x.untyped_storage().data_ptr(), numbers))
+            self._alive.append(x.detach())
         return x.detach()
 
     def _outside(self, name: str) -> None:
@@ -199,8 +203,8 @@ class Recorder:
         return self._record("linear", name, (x,), self._drawn(*x.shape[:-1], features))
 
     def _embedding(self, name: str, features: int, /, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._outside(name)
         if self._block is None:
+            self._outside(name)
             self._trace.places.append(ids)
         return self._drawn(*ids.shape, features).requires_grad_(self._block is None)
 
@@ -333,6 +337,7 @@ class Recorder:
     def _leave_block(self, layer: str, output: Any) -> Any:
         cast(BlockTrace, self._block).sources(output if isinstance(output, Tensor) else output[0])
         self._block = None
+        self._alive.clear()
         if isinstance(output, Tensor):
             return output.detach()
         self._trace.in_tuples.append(layer)

@@ -103,10 +103,11 @@ def _same_up_to(traced: Trace, run: Run) -> int:
 
     if changes(PLACES[0]):
         raise Untraceable(f"{traced.counts[0]} counts the tokens of a row, whatever documents are in it")
-    same, other = PLACES[0], next((place for place in PLACES if changes(place)), None)
-    while other is None or other - same > same // 8:
-        if other is None:
-            return PLACES[-1]
+    other = next((place for place in PLACES[1:] if changes(place)), None)
+    if other is None:
+        return PLACES[-1]
+    same = other // 2  # the place before it
+    while other - same > same // 8:
         middle = (same + other) // 2
         same, other = (same, middle) if changes(middle) else (middle, other)
     return same

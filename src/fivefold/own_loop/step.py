@@ -117,13 +117,15 @@ def logits(model: ParallelModel, batch: Batch) -> Tensor:
     """
     check_parallel(model)
 
-    def no_mask() -> None:
+    def one_without_mask() -> None:
+        if not isinstance(batch, Mapping):
+            raise refusal(f"logits takes one micro batch, not a {type(batch).__name__}", fix="pass a dict of tensors")
         if batch.get("attention_mask") is not None:
             raise refusal(
                 "logits takes no attention_mask", fix="leave it out: with padding at the end of a row, no token sees it"
             )
 
-    own = micro_batches(model, batch, needs_labels=False, also=no_mask)
+    own = micro_batches(model, batch, needs_labels=False, also=one_without_mask)
     inputs = to_device(own[0], next(model.parameters()).device)
     with evaluating(model):
         found = passes.logits(
@@ -159,8 +161,11 @@ def generate(
         return ids
 
     ids = on_every_rank(read)
-    if differing([zlib.crc32(repr(ids.tolist()).encode())]):
-        raise refusal("ranks were given different prompts", fix="every rank passes the same one: all compute it")
+    # Otherwise one rank would draw other tokens, or stop before the others, which would wait for it.
+    if differing([zlib.crc32(repr((ids.tolist(), options, ends)).encode())]):
+        raise refusal(
+            "ranks were given different prompts, or options", fix="every rank passes the same: all compute it"
+        )
     with ready(model):
         tokens = list(decode(model, ids, eos_token_ids=ends, **options))
     if not isinstance(prompt, str):

@@ -95,9 +95,12 @@ def parallelize(
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
     groups = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
-    model.fivefold = ParallelState(plan, mesh, tp, cp, experts, piped, reduce_dtype, balance, compiled)
     model.to_empty(device=device)  # the sharded parameters, and the buffers
     _tie(model, facts.anatomy)
+    partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
+    model.fivefold = ParallelState(
+        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, compiled
+    )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     fill(model, source)

@@ -5,12 +5,14 @@ Saved activations come from the traced layer, every number in the compute type; 
 little more.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.schedule import Slot
 from fivefold.parallel.collectives import StepShape
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
     held = {name: plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)}
     trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
     optimizer, matrices = OPTIMIZERS[shape.optimizer], set(plan.block_matrices)
-    gathered, unreduced = _of_units(plan, shape)
+    gathered, unreduced = unit_bytes([plan.padded_sizes(unit) for unit in plan.units], plan.layout.zero, shape)
     return StepBytes(
         parameters=sum(held.values()),
         gradients=sum(trained.values()),
@@ -69,19 +71,19 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
     )
 
 
-def _of_units(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int]:
-    """Gathered parameters, and gradients before they are reduced.
+def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
+    """Bytes of gathered parameters, and of gradients before they are reduced. `sizes`: of each FSDP unit the numbers
+    that it gathers and that it reduces (`ParallelPlan.padded_sizes`); the model's own unit is the last.
 
     ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
     all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
     """
-    sizes = [plan.padded_sizes(unit) for unit in plan.units]
-    *inner, (root, _) = sizes  # the model's own unit is the last
+    *inner, (root, _) = sizes
     largest = sorted((size for size, _ in inner), reverse=True)[:2]
     everything = sum(size for size, _ in sizes)
-    gathered = everything if plan.layout.zero < 3 else root + sum(largest)
+    gathered = everything if zero < 3 else root + sum(largest)
     reduced = [size for _, size in sizes]
-    waiting = sum(reduced) * shape.reduce_bytes if plan.layout.zero == 1 else max(reduced) * shape.compute_bytes
+    waiting = sum(reduced) * shape.reduce_bytes if zero == 1 else max(reduced) * shape.compute_bytes
     return gathered * shape.compute_bytes, waiting
 
 
@@ -91,24 +93,25 @@ def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
     tp, splits = plan.layout.tp, plan.splits_sequence
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     tokens = shape.rows * shape.tokens
-    under_way = _under_way(plan, shape.micro_batches)
+    in_flight = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp])
     found, whole = {}, {}
     for stage in plan.own_stages:
         for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]:
             numbers = costs[layer].saved.on_rank(tp, sequence_parallel=splits) * tokens
             whole[layer] = round(numbers * shape.compute_bytes)
             entered = shape.hidden_bytes // (tp if splits else 1)
-            found[layer] = under_way[stage] * (entered if shape.recompute.wraps(layer) else whole[layer])
+            found[layer] = in_flight[stage] * (entered if shape.recompute.wraps(layer) else whole[layer])
     if again := [layer for layer in found if shape.recompute.wraps(layer)]:
         dearest = max(again, key=lambda layer: whole[layer])
         found[dearest] += whole[dearest]
     return found
 
 
-def _under_way(plan: "ParallelPlan", micro_batches: int) -> dict[int, int]:
-    """Stage of this rank -> the most micro batches in flight at once, between their forward and their backward."""
-    most, now = dict.fromkeys(plan.own_stages, 0), dict.fromkeys(plan.own_stages, 0)
-    for slot in plan.schedule(micro_batches).orders[plan.coords.pp]:
+def under_way(order: Sequence[Slot]) -> dict[int, int]:
+    """Stage of a rank whose slots come in `order` -> the most micro batches in flight at once, between their forward
+    and their backward."""
+    most, now = Counter[int](), Counter[int]()
+    for slot in order:
         now[slot.stage] += {"F": 1, "I": -1, "B": -1, "W": 0}[slot.kind]
         most[slot.stage] = max(most[slot.stage], now[slot.stage])
     return most

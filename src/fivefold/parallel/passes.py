@@ -60,7 +60,7 @@ def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
     if not state.balance.is_begun:
         state.balance.begin_step(rows)
     found = backward(model, batch)
-    tensor.sum_partial_gradients(model, state.plan, state.mesh)
+    tensor.sum_partial_gradients(state.partial_gradients, state.mesh)
     return found
 
 

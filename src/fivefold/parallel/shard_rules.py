@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
 from fivefold.core import heads
@@ -41,6 +42,7 @@ def _shard(name: str, shape: tuple[int, ...], role: Role | None, tp: int) -> Sha
     return ShardSpec.along(name, shape, role.dim, feature_blocks(role.groups, tp))
 
 
+@lru_cache(maxsize=256)  # a model has few groups that differ, and every layer asks
 def feature_blocks(groups: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks of features of each tp rank, in global order, adjacent blocks joined.
 

@@ -3,7 +3,7 @@
 `parallelize` leaves it at `model.fivefold`. What a layout is says the plan; here is what runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -31,6 +31,7 @@ class ParallelState:
     context: context.ContextParallel
     experts: expert.ExpertParallel
     pipeline: pipeline.Pipeline
+    partial_gradients: Mapping[str, Sequence[nn.Parameter]]  # by axis, see `tensor.held_in_part`
     reduce_dtype: torch.dtype
     balance: balancing.Balance  # of routers
     compiled: Compiled | None = None  # None where blocks run as they are

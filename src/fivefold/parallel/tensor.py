@@ -12,7 +12,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,10 +260,16 @@ def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel
 # ---- once a step ----------------------------------------------------------------------------------------------------
 
 
-def sum_partial_gradients(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:
-    """Add up the gradients that tp ranks hold in part, one flat all-reduce per group, after FSDP's reduction."""
-    for axis in ("tp", "tp_kv"):
-        own = [parameter for name, parameter in model.named_parameters() if plan.gradient_sums.get(name) == axis]
+def held_in_part(model: nn.Module, plan: ParallelPlan) -> dict[str, list[nn.Parameter]]:
+    """Axis (tp, tp_kv) -> the parameters of this rank whose gradients the ranks of that axis hold in part."""
+    axes = sorted(set(plan.gradient_sums.values()))
+    return {axis: [p for name, p in model.named_parameters() if plan.gradient_sums.get(name) == axis] for axis in axes}
+
+
+def sum_partial_gradients(parameters: Mapping[str, Sequence[nn.Parameter]], mesh: Mesh) -> None:
+    """Add up the gradients that tp ranks hold in part, one flat all-reduce per axis, after FSDP's reduction.
+    `parameters`: those of `held_in_part`."""
+    for axis, own in parameters.items():
         gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]
         if not gradients:
             continue

@@ -1,39 +1,12 @@
-"""Model FLOPs and device peaks, for `perf/tflops_per_device` and `perf/mfu_pct`.
-
-Counted: every matmul of the model, forward and backward (6 per weight and token), and attention inside documents,
-causally halved. Not counted: recompute, padding, element-wise work. (The convention of PaLM, arXiv:2204.02311.)
-"""
+"""What a batch and a device add to model FLOPs (`models/flops.py`), for `perf/tflops_per_device` and `perf/mfu_pct`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.models.facts import ModelFacts
 from fivefold.planner.chips import bf16_peak
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What training a model costs: `parameters`; FLOPs `per_token` (matmuls) and `per_squared_length` (causal
-    attention, per squared document length, all layers)."""
-
-    parameters: int
-    per_token: int
-    per_squared_length: int
-
-    @classmethod
-    def of(cls, facts: ModelFacts) -> "Costs":
-        """Of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
-        active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
-        attention = [shape for cost in facts.layer_costs for shape in cost.attention]
-        return cls(
-            parameters=facts.size,
-            per_token=6 * active,
-            per_squared_length=sum(3 * shape.query * (shape.key_size + shape.value_size) for shape in attention),
-        )
 
 
 def squared_lengths(batch: Sequence[MicroBatch]) -> int:

@@ -11,10 +11,10 @@ from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.flops import Costs
 from fivefold.models.forwards import check_lengths
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.balance import BalanceOptions
-from fivefold.training.flops import Costs
 
 # Compiling a block took 27 to 50 s on two CPU cores and saved 2 to 50% of a step there, so a CPU run must be long.
 CPU_FLOPS = 100e9  # what a core sustains in training, FLOP/s: only the order of magnitude matters

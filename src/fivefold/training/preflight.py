@@ -1,10 +1,11 @@
-"""Before the first step: every rank was asked for the same run, and by arithmetic the memory of the machine and its
-disk have room for it."""
+"""Before the first step: every rank was asked for the same run, and by its plan the memory of the machine and its disk
+have room for it."""
 
 import hashlib
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -16,15 +17,16 @@ from torch import nn
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
 from fivefold.core.units import human_bytes
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.memory import GIB, Needs, room
 from fivefold.launch.world import World
+from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
-from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.memory import StepBytes
+from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import rule_of
 
@@ -64,13 +66,13 @@ def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
     }
 
 
-def check_memory(model: Any, config: RunConfig, layout: Layout, world: World) -> str | None:
+def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: World) -> str | None:
     """What a run is told of its memory when it is likely to need more than is free; None when it is not.
 
-    `model` is whole and on the meta device. The needs are left for the launcher. Raises `UserError`, the same on every
-    rank of a machine, when weights, gradients and optimizer state alone are more than there is.
+    The needs are left for the launcher. Raises `UserError`, the same on every rank of a machine, when weights,
+    gradients and optimizer state alone are more than there is.
     """
-    needs = needs_of(model, config, layout, ranks=world.local_size)
+    needs = needs_of(facts, config, layout, ranks=world.local_ranks)
     if world.folder and world.is_first:
         needs.save(Path(world.folder))
     if world.device != "cpu":
@@ -91,31 +93,26 @@ def check_memory(model: Any, config: RunConfig, layout: Layout, world: World) ->
     return f"memory may run out: {free / GIB:.2f} GiB of {where} are free, and the run needs {needs}"
 
 
-def needs_of(model: Any, config: RunConfig, layout: Layout, *, ranks: int) -> Needs:
-    """Of `ranks` of the ranks of a resolved layout; where stages of a pipeline differ, of as many mean ones."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    # Every copy over dp_replicate holds the whole state, cut evenly among its ranks.
-    held = parameters * layout.dp_replicate * ranks // layout.world * master_dtype(layout.precision).itemsize
+def needs_of(facts: ModelFacts, config: RunConfig, layout: Layout, *, ranks: Sequence[int]) -> Needs:
+    """Of `ranks` of a resolved layout together, as their plans say. Activations: those kept for backward, and the
+    logits of one chunk of the loss."""
+    of_ranks = [_bytes(lower(facts, layout, rank), config) for rank in ranks]
     return Needs(
-        parameters=parameters,
-        ranks=ranks,
-        weights=held,
-        gradients=held,
-        optimizer=OPTIMIZERS[config.optimizer.name].per_weight * held,
-        activations=ranks * _activations(model.config.get_text_config(), config, layout),
+        parameters=facts.size,
+        ranks=len(ranks),
+        weights=sum(each.parameters for each in of_ranks),
+        gradients=sum(each.gradients for each in of_ranks),
+        optimizer=sum(each.optimizer for each in of_ranks),
+        activations=sum(each.logits + sum(each.saved.values()) for each in of_ranks),
     )
 
 
-def _activations(shape: Any, config: RunConfig, layout: Layout) -> int:
-    """Bytes of a rank, about: what backward needs of the blocks of the micro batches under way (arXiv:2205.05198, with
-    attention that keeps no scores: 17 times the width of a token at a ratio of 4), or their inputs and one block."""
-    hidden = int(getattr(shape, "hidden_size", 0) or 0)
-    inner = int(getattr(shape, "intermediate_size", 0) or 4 * hidden)
-    layers = int(getattr(shape, "num_hidden_layers", 0) or 0) // layout.pp
-    tokens = layout.micro_batch_size * config.data.seq_length // layout.cp
-    block = (9 * hidden + 2 * inner) // layout.tp
-    kept = layers * block if config.memory.recompute == "none" else layers * hidden + block
-    return tokens * kept * layout.pp * COMPUTE_DTYPES[layout.precision].itemsize
+def _bytes(plan: ParallelPlan, config: RunConfig) -> StepBytes:
+    """Of a step of the run."""
+    layout = plan.layout
+    tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
+    shape = plan.step_shape(layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks)
+    return plan.bytes(replace(shape, optimizer=config.optimizer.name))
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:

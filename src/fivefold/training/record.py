@@ -84,8 +84,6 @@ def _save(config: RunConfig, about: dict[str, Any]) -> None:
 def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:
     """What a step sends from this rank."""
     layout = state_of(model).plan.layout
-    tokens = -(-config.data.seq_length // layout.row_multiple) * layout.row_multiple
-    chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
-    micro_batches = layout.accumulation(config.train.global_batch_size)
-    shape = step_shape(model, layout.micro_batch_size, tokens, micro_batches, chunks)
+    tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
+    shape = step_shape(model, layout.micro_batch_size, tokens, micro_batches, config.memory.chunks)
     return declare(model, shape, optimizer=config.optimizer.name)

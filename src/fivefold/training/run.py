@@ -30,6 +30,7 @@ from fivefold.generation.decode import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.models.discover import facts_of
+from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.state import state_of
@@ -80,7 +81,7 @@ class Trainer:
     keeper: CheckpointManager
     log: RunLog
     memory: PeakMemory
-    costs: flops.Costs
+    costs: Costs
     total_steps: int
     step: int = 0  # steps done
     start: int = 0  # of them, before this start
@@ -103,17 +104,17 @@ class Trainer:
         layout = config.layout.resolve(world.size)
         legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
-        costs = flops.Costs.of(facts_of(model))
+        facts = facts_of(model)
+        costs = Costs.of(facts)
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source = load_source(config, model)
-        scarce = preflight.check_memory(model, config, layout, world)
+        scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
-        chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
-            reduce=config.precision.reduce, loss_chunks=chunks, compile_blocks=compiled,
+            reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
         )  # fmt: skip
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
         optimizer = build_optimizer(model, config.optimizer)

@@ -1,7 +1,8 @@
 """`fivefold verify`: prove that layouts compute what one process computes, and name the first module that does not.
 
-No torch until a proof begins. In order: `reduced_model`, `proof_case` (documents), `reference` (one process),
-`proof` (a layout, watched by `observer`), `results` (tolerances and verdicts), `report` and `page`.
+In order: `launch`; on the ranks (`ranks`) `reduced_model`, `proof_case` (documents), `reference` (one process) and
+`proof` (a layout, watched by `observer`); `results` (tolerances and verdicts), `report` and `page`. Torch is loaded on
+the ranks alone.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,8 +10,8 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.state import ParallelState
 from fivefold.verification.observer import Distances
-from fivefold.verification.reference_tensors import Distance, ReferenceTensors
-from fivefold.verification.results import SMALL, LayoutResult, Row, Tolerances, judge, kind_of
+from fivefold.verification.reference_tensors import ReferenceTensors
+from fivefold.verification.results import SMALL, Distance, LayoutResult, Row, Tolerances, judge, kind_of
 
 
 class Comparison:

@@ -20,7 +20,8 @@ from fivefold.parallel.sharding import Block, ShardSpec, local_regions
 from fivefold.parallel.stages import StageStub
 from fivefold.parallel.state import state_of
 from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
-from fivefold.verification.reference_tensors import Distance, ReferenceTensors
+from fivefold.verification.reference_tensors import ReferenceTensors
+from fivefold.verification.results import Distance
 
 Distances = dict[str, Distance]
 
@@ -207,10 +208,8 @@ class Observer:
     def _tokens(self, length: int) -> Sequence[Block] | None:
         """Which tokens of a row this rank has: its part over cp, and of that all, or its part under sequence
         parallelism."""
-        layout = self._state.plan.layout
-        multiple = layout.row_multiple
-        whole = -(-self._reference.about["row_length"] // multiple) * multiple
         plan = self._state.plan
+        whole = plan.layout.padded(self._reference.about["row_length"])
         for splits in (False, True):
             tokens = plan.grid.tokens(plan.rank, whole, sequence_parallel=splits)
             if sum(stop - start for start, stop in tokens) == length:

@@ -12,8 +12,8 @@ from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
-from fivefold.verification.reference_tensors import Distance, logit_distances, save_reference_tensors
-from fivefold.verification.results import FACTOR, SMALL, kind_of, relative
+from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
+from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative
 
 
 def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
@@ -37,6 +37,7 @@ def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
     save_reference_tensors(
         reference.tensors, path, floors=floors, clip=reference.clip, token_dims=reference.token_dims,
         dtypes=reference.dtypes, features=features, row_length=case.row_length,
+        losses=reference.tensors["losses"].tolist(),
     )  # fmt: skip
 
 

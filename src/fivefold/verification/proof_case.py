@@ -125,7 +125,7 @@ def row_numbers(layout: Layout, rows: int, data_rank: int) -> list[list[int]]:
 
 def micro_batches(documents: Documents, layout: Layout, data_rank: int, row_length: int) -> list[MicroBatch]:
     """This data rank's micro batches, packed and padded as in training."""
-    length = -(-row_length // layout.row_multiple) * layout.row_multiple
+    length = layout.padded(row_length)
     return [
         assemble([documents[row] for row in rows], row_length=length, pad_id=0)
         for rows in row_numbers(layout, len(documents), data_rank)

@@ -16,8 +16,6 @@ Legend: G rows of a global batch, T tokens of a row, V vocabulary.
 """
 
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,38 +27,6 @@ from torch import Tensor
 from fivefold.parallel.sharding import Region
 
 KS = (1, 5, 10, 50, 100, 0)  # of the comparisons of logits; 0: the whole vocabulary
-
-
-@dataclass
-class Distance:
-    """How far the found values of a key are from the expected ones, on one rank; of a rank's pieces, their sum."""
-
-    squares: float = 0.0  # of the differences
-    expected: float = 0.0  # squares of the expected values
-    product: float = 0.0  # of found and expected
-    differing: int = 0  # elements that are not equal
-    elements: int = 0
-
-    def add(self, found: Tensor, expected: Tensor) -> "Distance":
-        """Count a piece. A value that is not a number differs infinitely."""
-        found, expected = found.detach().to("cpu", torch.float64), expected.to("cpu", torch.float64)
-        difference = found - expected
-        squares = float(difference.square().sum())
-        self.squares += squares if math.isfinite(squares) else math.inf
-        self.expected += float(expected.square().sum())
-        self.product += float((found * expected).sum())
-        self.differing += int((found != expected).sum())
-        self.elements += expected.numel()
-        return self
-
-    @property
-    def scale(self) -> float | None:
-        """How many times the expected values the found ones are, where that is all that is wrong with them."""
-        if not self.expected or self.squares == math.inf:
-            return None
-        factor = self.product / self.expected
-        rest = self.squares - (factor - 1) ** 2 * self.expected
-        return factor if rest <= 1e-6 * self.squares else None
 
 
 def logit_distances(found: Tensor, expected: Tensor) -> dict[str, float]:

@@ -1,13 +1,17 @@
-"""The rows of a proof: what was compared, how far it is off, how far it may be, and where the worst of it is."""
+"""The rows of a proof: what was compared, how far it is off, how far it may be, and where the worst of it is. No torch
+is loaded: who starts the workers reads their rows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import state_words
-from fivefold.verification.reference_tensors import Distance
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FACTOR = 10.0  # tolerances over the floor that was measured
 LEAST = {"fp64": 1e-10, "fp32": 1e-6, "bf16": 1e-2}  # tolerances are never smaller
@@ -22,6 +26,38 @@ WORDS = {
 # Kinds without an allowance.
 BITWISE = ("weight",)
 CONTROL = "control: a planted fault"  # its error is meant
+
+
+@dataclass
+class Distance:
+    """How far the found values of a key are from the expected ones, on one rank; of a rank's pieces, their sum."""
+
+    squares: float = 0.0  # of the differences
+    expected: float = 0.0  # squares of the expected values
+    product: float = 0.0  # of found and expected
+    differing: int = 0  # elements that are not equal
+    elements: int = 0
+
+    def add(self, found: "Tensor", expected: "Tensor") -> "Distance":
+        """Count a piece. A value that is not a number differs infinitely."""
+        found, expected = found.detach().cpu().double(), expected.cpu().double()
+        difference = found - expected
+        squares = float(difference.square().sum())
+        self.squares += squares if math.isfinite(squares) else math.inf
+        self.expected += float(expected.square().sum())
+        self.product += float((found * expected).sum())
+        self.differing += int((found != expected).sum())
+        self.elements += expected.numel()
+        return self
+
+    @property
+    def scale(self) -> float | None:
+        """How many times the expected values the found ones are, where that is all that is wrong with them."""
+        if not self.expected or self.squares == math.inf:
+            return None
+        factor = self.product / self.expected
+        rest = self.squares - (factor - 1) ** 2 * self.expected
+        return factor if rest <= 1e-6 * self.squares else None
 
 
 @dataclass(frozen=True)

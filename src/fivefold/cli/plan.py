@@ -1,0 +1,55 @@
+"""`fivefold plan`."""
+
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Debug
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A shape, a Hugging Face folder, its config, a hub id.")
+    ],
+    cluster: Annotated[str, typer.Option(metavar="TEXT", help="Such as 16x8xH100, 8xA100-40, or a TOML file.")],
+    seq_length: Annotated[str, typer.Option(metavar="N", help="Tokens of a row, such as 8k.")] = "4096",
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a step.", show_default="4 a device")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Estimate this one too, such as shard8.tp8.", show_default=False)
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
+    write_to: Annotated[
+        str | None, typer.Option("--write", metavar="FILE", help="Write a run file of the best.", show_default=False)
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write every item as JSON; - prints JSON alone.", show_default=False),
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write one offline page.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Find the layout for a cluster, with its memory and time, before anything runs.
+
+    Example: fivefold plan llama-3.1-70b --cluster 8x8xH100 --seq-length 8k --global-batch-size 256
+    """
+    from fivefold.core.units import parse_length
+    from fivefold.planner import plan as planner
+    from fivefold.planner.cluster import Cluster
+    from fivefold.planner.estimate import Workload
+    from fivefold.report.table import write
+
+    rows = global_batch_size or 4 * Cluster.parse(cluster).world
+    report = planner.planned(model, cluster, Workload(parse_length(seq_length), rows), layout=layout, top=top)
+    if write_to:
+        planner.write_run_file(write_to, model, report.estimates[0])
+    write(report, json=json)
+    if html:
+        from fivefold.planner.page import write_page
+
+        write_page(report, html)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,30 @@
+"""Model FLOPs. No torch.
+
+Counted: every matmul of the model, forward and backward (6 per weight and token), and attention inside documents,
+causally halved. Not counted: recompute, padding, element-wise work. (The convention of PaLM, arXiv:2204.02311.)
+"""
+
+from dataclasses import dataclass
+
+from fivefold.models.facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What training a model costs: `parameters`; FLOPs `per_token` (matmuls) and `per_squared_length` (causal
+    attention, per squared document length, all layers)."""
+
+    parameters: int
+    per_token: int
+    per_squared_length: int
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> "Costs":
+        """Of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
+        active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
+        attention = [shape for cost in facts.layer_costs for shape in cost.attention]
+        return cls(
+            parameters=facts.size,
+            per_token=6 * active,
+            per_squared_length=sum(3 * shape.query * (shape.key_size + shape.value_size) for shape in attention),
+        )

@@ -1,0 +1,33 @@
+"""How long a collective takes on the links of a cluster. No torch.
+
+A ring over n ranks moves (n - 1) / n of a buffer past every rank, an all-reduce twice that; each hop has a latency. An
+all-to-all keeps what goes to ranks of the same node off the network. Where a group spans nodes, its ranks of one node
+have the node's network links together, one for each device.
+"""
+
+from fivefold.parallel.collectives import Call
+from fivefold.planner.cluster import Cluster, Span
+
+
+def seconds(cluster: Cluster, span: Span, call: Call) -> float:
+    """One collective of `call.bytes`, those of the larger buffer or of what a rank sends, over a group at `span`."""
+    nodes, near = span.nodes, span.per_node
+    ranks, size, inside = nodes * near, call.bytes, cluster.node.inside
+    if ranks < 2:
+        return 0.0
+    hop, latency = inside.latency_us * 1e-6, span.link.latency_us * 1e-6
+    if call.kind in ("send", "recv"):
+        return latency + size / span.link.bytes_per_second(min(nodes, 2))
+    if call.kind == "all_to_all":
+        over_network = (ranks - near) / ranks * size / span.link.bytes_per_second(nodes) + latency if nodes > 1 else 0.0
+        return max(over_network, (near - 1) / ranks * size / inside.bytes_per_second() + hop)
+    passes = 2 if call.kind == "all_reduce" else 1
+    hops = passes * ((near - 1) * hop + (nodes - 1) * latency)
+    return hops + passes * (ranks - 1) / ranks * size / _bandwidth(cluster, span)
+
+
+def _bandwidth(cluster: Cluster, span: Span) -> float:
+    """Bytes a second past each rank of a ring. A ring that enters a node over k network links has the k together, up to
+    what the links inside carry."""
+    inside = cluster.node.inside.bytes_per_second()
+    return inside if span.nodes == 1 else min(inside, span.link.bytes_per_second(span.nodes) * span.per_node)

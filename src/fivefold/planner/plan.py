@@ -1,0 +1,143 @@
+"""`plan` and `estimate`, as the command and the Python API call them. No torch where the model's facts are known."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.errors import UserError
+from fivefold.core.files import writing
+from fivefold.core.layout import DEGREES, Layout
+from fivefold.core.units import many
+from fivefold.models.facts import ModelFacts
+from fivefold.models.facts_store import facts_of_config
+from fivefold.planner import report
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Estimate, Step, Workload
+from fivefold.planner.estimate import estimate as estimate_layout
+from fivefold.planner.price import PriceList
+from fivefold.planner.search import search
+
+Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the values of a config.json
+
+
+def price_list(model: Model, cluster: Cluster | str, engine: str = "fivefold") -> PriceList:
+    """The prices of a model on a cluster. Raises `UserError` for a model, cluster or engine that is not known."""
+    if engine not in ENGINES:
+        raise UserError(f"engine {engine!r} is not known", fix=f"choose one of {', '.join(ENGINES)}")
+    where = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster)
+    return PriceList(_facts(model), where, ENGINES[engine])
+
+
+def plan(
+    model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int], *, top: int = 10
+) -> list[Estimate]:
+    """The best layouts, best first: see `search`. Raises `UserError` where none fits."""
+    found = search(price_list(model, cluster), _workload(workload), top=top)
+    if not found.best:
+        raise _too_large(found.closest)
+    return list(found.best)
+
+
+def estimate(
+    model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int],
+    layout: Layout | str | Mapping[str, Any], *, engine: str = "fivefold",
+) -> Estimate:  # fmt: skip
+    """What a step of one layout needs. `layout`: as its text, or its fields. Raises `UserError` where it cannot run."""
+    return estimate_layout(price_list(model, cluster, engine), _layout(layout), _workload(workload))
+
+
+def planned(
+    model: Model, cluster: str, workload: Workload, *, layout: str | None = None, top: int = 10
+) -> report.PlanReport:
+    """What `fivefold plan` shows. With `layout`, that layout is first, before the best ones."""
+    prices = price_list(model, cluster)
+    asked = None if layout is None else estimate_layout(prices, Layout.parse(layout), workload)
+    found = search(prices, workload, top=top)
+    if not found.best and asked is None:
+        raise _too_large(found.closest)
+    estimates = (*([asked] if asked else []), *found.best)
+    first = found.best[0] if found.best else estimates[0]
+    name = model if isinstance(model, str) else prices.facts.model_class
+    rows = f"{workload.global_batch_size:,} rows of {workload.seq_length:,} tokens"
+    return report.PlanReport(
+        title=f"{name} on {prices.cluster.text}, {rows} a step",
+        rows=tuple(report.ranked(each, first) for each in estimates),
+        ok=asked.fits if asked else True,
+        estimates=estimates,
+        notes=(f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory",),
+        closing=f"\n{report.assumptions(first)}\nnext: fivefold train ... layout={first.layout}",
+        details=report.details(estimates),
+        timeline=_timeline(Step(prices, estimates[0].layout, workload)),
+    )
+
+
+def _timeline(step: Step) -> Mapping[str, Any] | None:
+    """Of the layout's pipeline, with as few micro batches as show what it does."""
+    if step.layout.pp == 1:
+        return None
+    return step.timeline(min(step.micro_batches, 3 * step.layout.pp)).to_json()
+
+
+def run_file(model: str, best: Estimate) -> str:
+    """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's."""
+    layout, workload = best.layout, best.workload
+    return (
+        f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / 2**30:.1f} GiB a device\n"
+        f"model: {{name_or_path: {json.dumps(model)}}}\n"
+        f"data: {{seq_length: {workload.seq_length}}}\n"
+        f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
+        f"layout: {layout}\n"
+    )
+
+
+def write_run_file(path: str, model: str, best: Estimate) -> None:
+    """Write `run_file`. An existing file is kept: raises `UserError`."""
+    if Path(path).exists():
+        raise UserError(f"{path} is there already", fix="name another file: --write FILE")
+    with writing(Path(path), instead="name another file: --write FILE"):
+        Path(path).write_text(run_file(model, best), encoding="utf-8")
+
+
+def _facts(model: Model) -> ModelFacts:
+    if not isinstance(model, Mapping):
+        return facts_of_config(model)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(dict(model)), encoding="utf-8")
+        return facts_of_config(file)
+
+
+def _workload(workload: Workload | Mapping[str, int]) -> Workload:
+    known = {each.name for each in fields(Workload)}
+    if isinstance(workload, Workload):
+        return workload
+    if wrong := set(workload) ^ known:
+        raise UserError(
+            f"a workload has {', '.join(sorted(known))}, and {', '.join(sorted(wrong))} is missing or unknown"
+        )
+    return Workload(**workload)
+
+
+def _layout(layout: Layout | str | Mapping[str, Any]) -> Layout:
+    if isinstance(layout, Mapping):
+        known = {each.name for each in fields(Layout)}
+        if wrong := [name for name in layout if name not in known]:
+            raise UserError(f"{wrong[0]!r} is no field of a layout", fix=f"degrees are {', '.join(DEGREES.values())}")
+        return Layout(**layout)
+    return layout if isinstance(layout, Layout) else Layout.parse(layout)
+
+
+def _too_large(closest: Estimate | None) -> UserError:
+    """Nothing fits. Says by how much the smallest layout is too large."""
+    if closest is None:
+        return UserError("no layout fits")
+    over = (closest.reserved - closest.cluster.chip.memory_bytes) / 2**30
+    return UserError(
+        f"no layout fits on {closest.cluster.text}: the smallest, {closest.layout}, needs "
+        f"{closest.reserved / 2**30:.1f} GiB of {closest.cluster.chip.memory_gib:g} a device, {over:.1f} too many",
+        fix="more devices, a shorter --seq-length, or devices with more memory",
+    )

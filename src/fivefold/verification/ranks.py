@@ -1,0 +1,206 @@
+"""A proof on its ranks: rank 0 computes the reference, then each layout runs on as many ranks as it has.
+
+Where fivefold started the workers itself, smaller layouts run on the first of them, each in a process group of its own.
+In a world that was there before (torchrun), the layouts of its size run in that world.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.config import parse_config
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.legality import layers_for
+from fivefold.core.terminal import say
+from fivefold.launch.memory import GIB, room
+from fivefold.launch.world import World, cores, join, leave, threads_per_worker
+from fivefold.models import hf_internals
+from fivefold.parallel import plain
+from fivefold.verification import VerifyRequest
+from fivefold.verification.prepare import prepare
+from fivefold.verification.proof import Proof
+from fivefold.verification.proof_case import ROW, WEIGHT_DECAY, ProofCase, rows_for
+from fivefold.verification.reduced_model import make_folder
+from fivefold.verification.reference_tensors import ReferenceTensors
+from fivefold.verification.report import VerifyReport
+from fivefold.verification.results import LayoutResult
+from fivefold.verification.scratch import SUBJECT, read_found, reference_file, report_on, write_found
+
+POLL_SECONDS = 0.05
+UNKNOWN = 8 * GIB  # of free memory, where nothing tells
+_INDENT = 15  # of what a line of progress says, behind its label
+Work = Callable[[World], None]
+# Called with the number of a layout, the layout, a name that is used once, and what to do in a world of its size.
+Runner = Callable[[int, Layout, str, Work], None]
+
+
+def inside(
+    request: VerifyRequest, world: World, folder: Path, publish: Callable[[VerifyReport], object]
+) -> VerifyReport:
+    """The layouts of this world's size run, the others do not. The scratch folder lies where all ranks see it."""
+    if world.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+    scratch = plain.of_first(tempfile.mkdtemp(prefix=".verify-", dir=folder) if world.is_first else "")
+    fitting = {name: str(layout) for name, layout in request.parsed.items() if layout.world == world.size}
+    own = replace(request, scratch=scratch, layouts=fitting)
+    if own.layouts:
+        in_world(own, world)
+    dist.barrier()
+    report = report_on(request, own, world.size)
+    if world.is_first:
+        publish(report)
+    dist.barrier()  # whoever exits first with a failure has the others ended
+    if world.is_first:
+        shutil.rmtree(scratch)
+    return report
+
+
+def on_worker(request: Mapping[str, Any], world: World) -> None:
+    """The body of a worker that was started for a proof. A layout runs on the first ranks. One that breaks is a
+    finding, and the next one runs."""
+    asked = VerifyRequest(**request["verify"])
+
+    def run(number: int, layout: Layout, name: str, work: Work) -> None:
+        if world.rank >= layout.world:
+            return
+        meeting = f"file://{asked.folder / name}" if layout.world > 1 else ""
+        try:
+            with join(replace(world, size=layout.world, rendezvous=meeting)) as own:
+                torch.set_num_threads(threads_per_worker(layout.world))
+                work(own)
+        except Exception as error:
+            text = f"rank {world.rank}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            (asked.folder / f"broken-{number}-{world.rank}.txt").write_text(text)
+
+    leave()
+    prove(asked, world, run)
+
+
+def in_world(asked: VerifyRequest, world: World) -> None:
+    """Prove the layouts of a joined world's size, in its own process group. A rank that breaks ends the world."""
+    prove(asked, world, lambda number, layout, name, work: work(world))
+
+
+def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
+    """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`)."""
+    hf_internals.no_progress_bars()
+    layouts = asked.parsed
+    tell: Callable[[str], None] = print_line if world.is_first and not asked.quiet else lambda text: None
+    if world.is_first:
+        _make_evidence(asked, list(layouts.values()), world, tell)
+    _wait_for(asked.folder / SUBJECT)
+    for number, (name, layout) in enumerate(layouts.items()):
+        run(number, layout, f"world-{number}", partial(_prove_one, asked, layout, number, name, tell))
+        if world.is_first:
+            (asked.folder / f"ended-{number}").touch()
+    saved = _saved(asked)
+    for number, (name, layout) in enumerate(layouts.items()):
+        if str(layout) in saved:
+            run(number, layout, f"again-{number}", partial(_load_all, asked, layout, number, name, saved))
+
+
+def _saved(asked: VerifyRequest) -> dict[str, Path]:
+    """layout -> the checkpoint that it wrote, when all of them have ended."""
+    folders = {text: asked.folder / f"saved-{number}" for number, text in enumerate(asked.layouts.values())}
+    for number in range(len(asked.layouts)):
+        _wait_for(asked.folder / f"ended-{number}")
+    return {text: folder for text, folder in folders.items() if (folder / "done").exists()}
+
+
+def print_line(text: str) -> None:
+    """At once; on a terminal a long line goes on below its own text, and no word is broken."""
+    columns = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns
+    say(fill(text, width=columns, subsequent_indent=" " * _INDENT, break_long_words=False))
+
+
+def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
+    """What is proved; its model is in a folder. Raises `UserError`."""
+    config = parse_config(asked.config)
+    machine = room()
+    model = make_folder(
+        config, asked.folder / "model", thin=asked.thin, memory=(machine.free if machine else UNKNOWN) // 2,
+        vocabulary=8 * max(layout.tp for layout in layouts) + 3, layers=max(map(layers_for, layouts)), seed=asked.seed,
+    )  # fmt: skip
+    options = config.optimizer.model_dump(exclude_none=True)
+    decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
+    return ProofCase(
+        folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
+        rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
+        seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
+        reduce=config.precision.reduce, loss_chunks=config.memory.chunks,
+        capacity_factor=config.balance.capacity_factor,
+    )  # fmt: skip
+
+
+def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World, say: Callable[[str], None]) -> None:
+    """On rank 0, while the others wait: the model, the documents and what one process computes."""
+    case = make_subject(asked, layouts)
+    torch.set_num_threads(1 if case.thin else cores())  # threads that wait for each other cost more than they save
+    say(f"  model        {case.describe()}")
+    for precision in dict.fromkeys(layout.precision for layout in layouts):
+        started = time.perf_counter()
+        prepare(case, precision, reference_file(asked, precision), world.device)
+        seconds = time.perf_counter() - started
+        say(f"  reference    one process, plain transformers, {precision}, {case.steps} steps   {seconds:.1f} s")
+    case.save(asked.folder / ".subject")
+    (asked.folder / ".subject").replace(asked.folder / SUBJECT)
+
+
+def _wait_for(path: Path) -> None:
+    """Rank 0 may compute for long; nobody waits for it in a collective."""
+    while not path.exists():
+        time.sleep(POLL_SECONDS)
+
+
+def _prove_one(
+    asked: VerifyRequest, layout: Layout, number: int, name: str, tell: Callable[[str], None], world: World
+) -> None:
+    """Prove a layout, and save it for the others to load."""
+    started = time.perf_counter()
+    found = LayoutResult(name)
+    try:
+        proof = _open(asked, layout, world)
+    except UserError as error:  # on every rank
+        found.refused = error.what
+    else:
+        found = proof.run()
+        proof.save(asked.folder / f"saved-{number}")
+        found.seconds = time.perf_counter() - started
+        found.layout, found.holds = name, proof.state.plan.by_rank() if world.is_first else {}
+    if world.is_first:
+        write_found(asked, number, found)
+    tell(_line(found))
+
+
+def _load_all(
+    asked: VerifyRequest, layout: Layout, number: int, name: str, saved: Mapping[str, Path], world: World
+) -> None:
+    """Load what every layout has saved, and add that to what was found."""
+    proof = _open(asked, layout, world)
+    proof.forget()
+    proof.reload(saved)
+    if world.is_first:
+        found = read_found(asked)[name]
+        found.rows.extend(proof.found.rows)
+        write_found(asked, number, found)
+
+
+def _open(asked: VerifyRequest, layout: Layout, world: World) -> Proof:
+    case = ProofCase.load(asked.folder / SUBJECT)
+    return Proof(case, layout, ReferenceTensors(reference_file(asked, layout.precision)), world.device)
+
+
+def _line(found: LayoutResult) -> str:
+    verdict = found.verdict if found.verdict == "WRONG" else found.verdict.lower()
+    return f"  {found.layout:<12} {verdict:<8} {found.seconds:.1f} s"

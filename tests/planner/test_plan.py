@@ -1,0 +1,97 @@
+"""`fivefold plan`, `ff.plan` and `ff.estimate`: what they show, and what they are asked wrongly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fivefold as ff
+from fivefold import cli
+from fivefold.config import load_config
+from fivefold.core.layout import Layout
+from fivefold.core.shapes import shape_folder
+from fivefold.planner.estimate import OUTSIDE
+
+WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}
+SMALL = ("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "2k", "--global-batch-size", "16")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_ranking_and_the_items_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--top", "3") == 0
+    shown = capsys.readouterr().out
+    assert "2x2,048" not in shown and "16 rows of 2,048 tokens" in shown
+    assert all(
+        word in shown for word in ("can run", "matmuls", "saved activations", "assumed:", "next: fivefold train")
+    )
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_json_has_every_item(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    for row in found["rows"]:
+        items = found["items"][row["layout"]]
+        seconds = sum(item["amount"] for item in items if item["part"] == "time")
+        assert seconds == pytest.approx(row["step_seconds"])
+        memory = sum(i["amount"] for i in items if i["part"] == "memory" and i["item"] not in OUTSIDE)
+        assert memory / 2**30 == pytest.approx(row["memory_gib"], abs=1e-3)
+
+
+def test_the_run_file_of_the_best_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    assert run(*SMALL, "--write", str(file)) == 0
+    config = load_config(file)
+    assert config.data.seq_length == 2048 and config.train.global_batch_size == 16
+    assert run(*SMALL, "--write", str(file)) == 2  # an existing file is kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp3"), "tp 3"),
+        (("llama-3.2-1b", "--cluster", "2xH1000"), "H100"),
+        (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "16", "--layout", "tp2.pp2"), "2"),
+        (("no-such-model", "--cluster", "2xH100"), "no-such-model"),
+        (("llama-3.1-8b", "--cluster", "1xA10G"), "no layout fits on 1x1xA10G"),
+    ],
+)
+def test_a_wrong_request_is_told(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_fit_is_shown_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--layout", "dp8", "--top", "2")
+    assert run("llama-3.1-8b", "--cluster", "8xH100", "--seq-length", "8k", "--global-batch-size", "8", *asked) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_the_functions_of_python() -> None:
+    best = ff.plan(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD)
+    assert best and all(isinstance(each, ff.Estimate) and each.fits for each in best)
+    fields = {"dp_replicate": 1, "dp_shard": 2, "tp": 1, "pp": 1, "recompute": "full", "precision": "bf16"}
+    values = json.loads(Path(str(shape_folder("llama-3.2-1b")), "config.json").read_text(encoding="utf-8"))
+    same = [
+        ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout="shard2+full"),
+        ff.estimate(model=values, cluster="2xH100", workload=WORKLOAD, layout=fields),
+        ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=ff.Workload(2048, 16), layout=Layout(**fields)),
+    ]
+    assert len({each.step_seconds for each in same}) == len({each.memory_gib for each in same}) == 1
+    assert same[0].tokens_per_second_per_device == pytest.approx(16 * 2048 / same[0].step_seconds / 2)
+    assert 0 < same[0].mfu < 1
+
+
+def test_python_is_told_what_is_wrong() -> None:
+    with pytest.raises(ff.UserError, match="engine 'x' is not known"):
+        ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout="shard2", engine="x")
+    with pytest.raises(ff.UserError, match="batch"):
+        ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload={**WORKLOAD, "batch": 3}, layout="shard2")
+    with pytest.raises(ff.UserError, match="'dp' is no field"):
+        ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout={"dp": 2})
