@@ -247,8 +247,10 @@ def communicator(group: dist.ProcessGroup) -> int:
 
 @dataclass(frozen=True)
 class Compile:
-    """A function that Dynamo compiled: its name and place, and why again, where it was compiled before."""
+    """A function that Dynamo compiled: its place and name, and why again, where it was compiled before."""
 
+    file: str
+    line: int
     function: str
     again: str
 
@@ -258,7 +260,9 @@ def compiles(most: int = 100_000) -> list[Compile]:
     utils: Any = import_module("torch._dynamo.utils")
     utils.set_compilation_metrics_limit(most)
     return [
-        Compile(f"{each.co_filename}:{each.co_firstlineno} {each.co_name}", getattr(each, "recompile_reason", "") or "")
+        Compile(
+            each.co_filename or "", each.co_firstlineno or 0, each.co_name, getattr(each, "recompile_reason", "") or ""
+        )
         for each in utils.get_compilation_metrics()
         if each.co_name
     ]

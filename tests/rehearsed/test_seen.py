@@ -127,7 +127,7 @@ def test_tensors_alike_are_told_together() -> None:
         ),
         (("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, "foreach_all_gather"), "gathered"),
         (("/x/torch/optim/adamw.py", 1, "_init_group"), "optimizer state"),
-        (("/tmp/torchinductor_me/ab.py", 1, "call"), "a compiled block"),
+        (("/tmp/torchinductor/ab.py", 1, "call"), "a compiled block"),
         (("/x/src/fivefold/models/packed.py", 9, "attend"), "fivefold/models/packed.py:9 attend"),
     ],
 )

@@ -4,9 +4,11 @@ An allocation is named by who made it: a line of Python that is not torch's, or 
 by the module that was running, with the numbers of layers as *.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from linecache import getline
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ _KNOWN = (
     ("fivefold/training/optimizers/", "", "the optimizer's update"),
 )
 _IN_TORCH = ("/torch/", "torch/_", "<frozen", "<string>")
-_COMPILED = "torchinductor"
+_COMPILED = "inductor/"  # part of the folder that compiled code lies in
+_SHAPE = re.compile(r"empty_strided_\w+\(\(([\d, ]+?),?\)")  # as compiled code allocates
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def made_by(frames: Sequence[tuple[str, int, str]]) -> str:
             if part in file and name in function:
                 return says
         if _COMPILED in file:
-            return "a compiled block"
+            shape = _SHAPE.search(getline(file, line))
+            return f"a compiled block [{shape[1]}]" if shape else "a compiled block"
         if not any(part in file for part in _IN_TORCH):
             return f"{short(file)}:{line} {function}"
     return "backward, in torch"

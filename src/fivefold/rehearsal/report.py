@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 TIGHT = 0.95  # of the memory of a device: NCCL and the context take some of it as well
 SHOWN = 10  # rows of a table
+CURES = (
+    "Less is needed with memory.recompute: full, a smaller train.micro_batch_size, a shorter data.seq_length, or more "
+    "shards."
+)
 NOTES = (
     "No kernel ran: nothing is said of values, and nothing of speed.",
     "Tokens go evenly to experts; a run's busiest expert has more, and its rank more memory.",
@@ -144,7 +148,8 @@ class Rehearsal:
             f"Beside what is reserved: the CUDA context, about {chip.context_gib:g} GiB, and the buffers of "
             f"{many(communicators, 'communicator')} of NCCL."
         )
-        return (beside, *NOTES)
+        is_short = any(each.out_of_memory for each in self.seen)
+        return (*((CURES,) if is_short else ()), beside, *NOTES)
 
     # ---- tables ------------------------------------------------------------------------------------------------------
 

@@ -291,7 +291,10 @@ def _against_plan(
 
 def _recompiles() -> tuple[Recompile, ...]:
     """What was compiled more than once, by cause, and where graphs broke."""
-    again = Counter((each.function, any_layer(each.again)) for each in torch_internals.compiles() if each.again)
+    again = Counter(
+        (f"{short(each.file)}:{each.line} {each.function}", any_layer(each.again))
+        for each in torch_internals.compiles() if each.again
+    )  # fmt: skip
     breaks = torch_internals.graph_breaks()
     return (
         *(Recompile(function, why, count) for (function, why), count in again.most_common()),
