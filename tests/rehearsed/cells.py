@@ -24,26 +24,36 @@ _SIZES = {
 }  # fmt: skip
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_SIZES},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_SIZES, "head_dim": 64},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **_SIZES, "head_dim": 64,
+        "query_pre_attn_scalar": 64, "sliding_window": 1024,
+    },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **_SIZES, "num_local_experts": 8,
         "num_experts_per_tok": 2, "sliding_window": None,
     },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_SIZES, "num_key_value_heads": 16,
+        "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 512,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 384, "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    },
 }  # fmt: skip
-DENSE = (
-    "shard8",
-    "tp8",
-    "shard2.tp2.cp2",
-    "cp8+ring",
-    "pp4.shard2",
-    "pp2.shard2.tp2+zb",
-    "dp2.shard4+zero1",
-    "tp4.shard2+full",
-)
-OF_EXPERTS = (
-    "shard8", "shard8.ep8", "shard4.tp2.ep4", "shard4.tp2.ep4+etp", "pp2.shard4.ep2", "shard2.cp4.ep4+full",
-    "tp8.ep8+nosp", "dp2.shard4.ep2+zero1",
-)  # fmt: skip
-LAYOUTS = {"llama": DENSE, "mixtral": OF_EXPERTS}
+LAYOUTS = {
+    "llama": (
+        "shard8", "tp8", "shard2.tp2.cp2", "cp8+ring", "pp4.shard2", "pp2.shard2.tp2+zb", "dp2.shard4+zero1",
+        "tp4.shard2+full", "single", "cp4.shard2+ulysses", "pp2.shard4+v2", "pp2.shard4+zbv", "pp2.shard4+dualpipev",
+        "shard4.tp2+nosp", "shard8+zero2", "cp4.shard2+allgather",
+    ),
+    "qwen3": ("shard8", "tp4.shard2", "pp2.shard4"),
+    "gemma2": ("shard8", "shard4.tp2"),
+    "mixtral": (
+        "shard8", "shard8.ep8", "shard4.tp2.ep4", "shard4.tp2.ep4+etp", "pp2.shard4.ep2", "shard2.cp4.ep4+full",
+        "tp8.ep8+nosp", "dp2.shard4.ep2+zero1",
+    ),
+    "deepseek_v3": ("shard8.ep8", "pp2.shard4.ep4"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

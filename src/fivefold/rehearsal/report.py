@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GIB = 2**30
-TIGHT = 0.95  # of the memory of a device: NCCL and the context take some of it as well
+TIGHT = 0.95  # of the memory of a device: NCCL takes some of it as well
 SHOWN = 10  # rows of a table
 CURES = (
     "Less is needed with memory.recompute: full, a smaller train.micro_batch_size, a shorter data.seq_length, or more "
@@ -128,7 +128,7 @@ class Rehearsal:
             return "it runs; memory, kernels and waiting were not seen"
         seen, phase = self.peak
         most, memory = phase.reserved or 0, self.cluster.chip.memory_bytes
-        how = "fits" if most <= TIGHT * memory else "tight"
+        how = "fits" if most + self.cluster.chip.context_gib * GIB <= TIGHT * memory else "tight"
         return (
             f"{how}: {human_bytes(most)} reserved at most (rank {seen.rank}, {phase.name}), "
             f"{100 * most / memory:.0f} % of {human_bytes(memory)}"
@@ -145,8 +145,8 @@ class Rehearsal:
             )
         chip, communicators = self.cluster.chip, max((each.communicators for each in self.seen), default=0)
         beside = (
-            f"Beside what is reserved: the CUDA context, about {chip.context_gib:g} GiB, and the buffers of "
-            f"{many(communicators, 'communicator')} of NCCL."
+            f"The context of CUDA has {chip.context_gib:g} GiB of the memory besides. The buffers of "
+            f"{many(communicators, 'communicator')} of NCCL come on top of that."
         )
         is_short = any(each.out_of_memory for each in self.seen)
         return (*((CURES,) if is_short else ()), beside, *NOTES)

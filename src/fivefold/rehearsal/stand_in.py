@@ -16,10 +16,10 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.data.cache import cache_root, entry, key_of
+from fivefold.planner.chips import GIB, Chip
 from fivefold.rehearsal.symbols import undefined
 
 SOURCE = Path(__file__).with_name("driver") / "driver.c"
@@ -166,8 +166,8 @@ def _nccl(torch: Torch) -> int:
     return 22703
 
 
-def environment(chip: Any, devices: int, *, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """That of a process which sees `devices` of a chip (`name`, `memory_bytes`, `sms`, `capability`)."""
+def environment(chip: Chip, devices: int, *, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """That of a process which sees `devices` of a chip."""
     path = library()
     major, minor = chip.capability
     own = {
@@ -175,6 +175,7 @@ def environment(chip: Any, devices: int, *, base: Mapping[str, str] = os.environ
         "LD_LIBRARY_PATH": ":".join(filter(None, (str(path.parent), base.get("LD_LIBRARY_PATH")))),
         "FIVEFOLD_CHIP_NAME": f"NVIDIA {chip.name}",
         "FIVEFOLD_CHIP_MEMORY": chip.memory_bytes,
+        "FIVEFOLD_CHIP_CONTEXT": int(chip.context_gib * GIB),
         "FIVEFOLD_CHIP_DEVICES": devices,
         "FIVEFOLD_CHIP_SMS": chip.sms,
         "FIVEFOLD_CHIP_MAJOR": major,

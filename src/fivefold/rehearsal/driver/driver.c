@@ -35,7 +35,10 @@ static long number(const char *name, long otherwise) {
   return text && *text ? atol(text) : otherwise;
 }
 
+static size_t used; /* of the memory; the context of CUDA is there first */
+
 static void __attribute__((constructor)) begin(void) {
+  used = number("FIVEFOLD_CHIP_CONTEXT", 0);
   const char *name = getenv("FIVEFOLD_CHIP_NAME");
   if (name) snprintf(chip.name, sizeof chip.name, "%s", name);
   chip.memory = number("FIVEFOLD_CHIP_MEMORY", chip.memory);
@@ -128,7 +131,7 @@ int cudaGetDeviceProperties_v2(struct cudaDeviceProp *out, int of) { return cuda
 #define ROUND ((size_t)2 << 20)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char *arena;
-static size_t room, top, used;
+static size_t room, top;
 
 static int is_device(const void *at) { return arena && (const char *)at >= arena && (const char *)at < arena + room; }
 
