@@ -103,7 +103,9 @@ def write(of: str, found: dict[str, Ended]) -> None:
         for e in found.values()
     )
     about = f"What `make campaign` does beside `make test`: see `benchmarks/campaign.py`. Of commit `{of}`:"
-    DOCS.write_text("\n".join(["# Campaign", "", about, "", head, *rows, ""]), encoding="utf-8")
+    missing = ", ".join(name for name, _ in parts() if name not in found)
+    below = ["", f"Not run on this commit: {missing}."] if missing else []
+    DOCS.write_text("\n".join(["# Campaign", "", about, "", head, *rows, *below, ""]), encoding="utf-8")
 
 
 def main() -> int:

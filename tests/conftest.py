@@ -6,16 +6,19 @@ import time
 from collections import Counter
 from typing import Any
 
-import torch
+gc.disable()  # a sixth of the time of imports and collection, which leave nothing to collect
+
+import torch  # noqa: E402
 
 AIM_MINUTES = 12  # of `make test` with lint and types, on two idle cores
 DEAREST = 10  # files that are told
 STARTED = time.monotonic()
-# Files that take long for the number of their tests. Two processes share the files out as they come: these come first,
-# so that neither is left alone with one of them at the end.
+# Files that take long, the longest first. Three processes share the files out as they come: these come before the
+# others, so that no process is left alone with one of them at the end.
 LONG = (
-    "parallel/test_matrix.py", "verification/test_faults.py", "test_readme.py", "verification/test_command.py",
-    "launch/test_restart.py", "parallel/test_families.py", "training/test_checks.py",
+    "parallel/test_matrix.py", "test_readme.py", "verification/test_faults.py", "launch/test_restart.py",
+    "training/test_checks.py", "verification/test_command.py", "parallel/test_families.py",
+    "parallel/test_rehearsal.py", "training/test_run.py", "parallel/test_balance.py",
 )  # fmt: skip
 
 torch.set_num_threads(1)  # models are 32 wide: threads that wait for each other cost more than they save
@@ -32,8 +35,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays: no later collection of garbage need look through it."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -41,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     seconds: Counter[str] = Counter()
     for kind in ("", "passed", "failed", "error"):  # "": of what a test stands on
         for each in terminalreporter.stats.get(kind, []):
-            seconds[each.nodeid.partition("::")[0]] += each.duration
+            seconds[each.nodeid.partition("::")[0]] += getattr(each, "duration", 0.0)  # not of a collection
     told = [f"{spent:7.1f}s {file}" for file, spent in seconds.most_common(DEAREST) if spent >= 1]
     if told:
         terminalreporter.section(f"dearest {len(told)} files")

@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
     "kv_heads": (1, 2, 4),
     "tied": (False, True),
     "optimizer": ("adamw", "muon"),
-    "several": (True, False),  # micro batches
+    "several": (True, False),  # micro batches: two instead of one, in a pipeline four instead of two
 }  # fmt: skip
 _KINDS = {(m.family in EXPERTS, m.kv_heads, m.tied, m.optimizer): m for m in MODELS}
 _OF_MODEL = ("experts", "kv_heads", "tied", "optimizer")
@@ -120,7 +120,7 @@ class MatrixCase:
             "experts": self.model.family in EXPERTS, "etp": layout.expert_tp, "zero": layout.zero,
             "sequence_parallel": layout.sequence_parallel, "full": layout.recompute == "full", "chunks": self.chunks,
             "kv_heads": self.model.kv_heads, "tied": self.model.tied, "optimizer": self.model.optimizer,
-            "several": micro > 1 if layout.pp == 1 else layout.micro_batch_size == 1,
+            "several": micro > 1 + (layout.pp > 1),
         }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def case_of(choice: Choice) -> MatrixCase:
     """The case that has these values."""
     data, schedule = choice["dp"] * choice["shard"], choice["schedule"]
     piped = choice["pp"] > 1
-    micro = (1 if choice["several"] else 2) if piped else ROWS // data // (2 if choice["several"] else 1)
+    micro = ROWS // data // (1 + piped) // (1 + choice["several"])
     text = ".".join(f"{short}{choice[short]}" for short in DEGREES if choice[short] > 1) or "single"
     words = {
         f"zero{choice['zero']}": choice["zero"] != 3, schedule: schedule not in ("", "1f1b"),
@@ -159,45 +159,45 @@ shard4+zero2+full gemma2
 dp2.pp2+zero2+zbv+mb2 gemma2/4
 cp2.tp2+zero2+allgather+mb8+nosp phi3 chunks
 dp2.cp2+ring+mb4 granite
-pp4+full granite/4 chunks
-cp2.pp2+zero1+zbv+ulysses+full granite/4
+pp4+mb2+full granite/4 chunks
+cp2.pp2+zero1+zbv+ulysses+mb2+full granite/4
 shard2.pp2+zero2+gpipe+mb2 mistral
 dp2.pp2+zero1+interleaved+v2+full mistral/4 chunks
-cp2.pp2+zb+ulysses+full mixtral chunks
+cp2.pp2+zb+ulysses+mb2+full mixtral chunks
 cp4.ep2+zero1+2x2+mb8+full mixtral
 shard4.ep2+full mixtral chunks
 dp2.tp2.ep2+mb2+nosp mixtral chunks
-cp2.pp2+zero2+ulysses+full mixtral chunks
+cp2.pp2+zero2+ulysses+mb2+full mixtral chunks
 shard2.cp2.ep4+zero1+ring+mb4+full mixtral
-tp2.pp2+dualpipev+full+nosp+etp mixtral/4 chunks
+tp2.pp2+dualpipev+mb2+full+nosp+etp mixtral/4 chunks
 shard2.pp2+zero1+dualpipev+full mixtral/4 chunks
 shard2.tp2.ep2+zero1+mb4+nosp+etp qwen3_moe
-cp2.pp2.ep2+zero1+gpipe+allgather+full qwen3_moe chunks
+cp2.pp2.ep2+zero1+gpipe+allgather+mb2+full qwen3_moe chunks
 shard4.ep4+zero1+mb2 qwen3_moe
 cp4.ep4+ulysses+mb8 qwen3_moe chunks
 dp2.pp2+zero2+gpipe+mb2 qwen3_moe chunks
 dp2.tp2+zero1+mb4+full+etp qwen3_moe
 cp2.tp2+zero2+allgather+mb4+full+etp qwen3_moe chunks
 dp2.cp2.ep2+ulysses+mb4 qwen3_moe chunks
-tp2.pp2+interleaved+v2+nosp+etp qwen3_moe/4
+tp2.pp2+interleaved+v2+mb2+nosp+etp qwen3_moe/4
 cp2.tp2.ep4+zero2+ring+mb4+full+nosp gpt_oss chunks
 shard2.pp2.ep2+zero1+full gpt_oss chunks
 shard2.pp2.ep2+zero1+zb+mb2+full gpt_oss chunks
-tp2.pp2+zb+mb2+full+nosp+etp gpt_oss
+tp2.pp2+zb+mb4+full+nosp+etp gpt_oss
 cp2.tp2.ep2+zero2+ulysses+mb8+nosp+etp gpt_oss
-pp4+gpipe+mb2 gpt_oss/4 chunks
+pp4+gpipe+mb4 gpt_oss/4 chunks
 shard2.pp2.ep2+zero2+zbv+full gpt_oss/4 chunks
-cp2.pp2.ep2+zero1+dualpipev+ring gpt_oss/4
-cp2.pp2.ep2+zero2+interleaved+v2+ulysses+mb2 gpt_oss/4
+cp2.pp2.ep2+zero1+dualpipev+ring+mb2 gpt_oss/4
+cp2.pp2.ep2+zero2+interleaved+v2+ulysses+mb4 gpt_oss/4
 shard2.cp2.ep4+allgather+mb2 olmoe
 dp2.pp2+zero2+mb2 olmoe
 tp4.ep2+mb4+nosp olmoe chunks
 cp2.tp2.ep2+zero2+ring+mb8+full+etp olmoe
-tp2.pp2+mb2+nosp+etp olmoe
-tp2.pp2+gpipe+mb2+full+nosp+etp olmoe chunks
+tp2.pp2+mb4+nosp+etp olmoe
+tp2.pp2+gpipe+mb4+full+nosp+etp olmoe chunks
 dp2.shard2.ep2+zero2+full olmoe chunks
-tp2.pp2+zbv+full+nosp+etp olmoe/4
-pp4+gpipe olmoe/4
+tp2.pp2+zbv+mb2+full+nosp+etp olmoe/4
+pp4+gpipe+mb2 olmoe/4
 shard2.pp2.ep2+zero2+interleaved+v2+mb2+full olmoe/4 chunks
 tp4+mb8+full+etp deepseek_v3
 cp4.ep4+2x2+mb8+full deepseek_v3 chunks

@@ -46,7 +46,10 @@ UNLISTED = {"bos_token_id": None, "eos_token_id": None}  # family "none": a case
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a few steps. `layout` is a text; `family` a key of FAMILIES."""
+    """One run of a few steps. `layout` is a text; `family` a key of FAMILIES.
+
+    The second of two steps sees the update of the first, and makes one from what the optimizer kept.
+    """
 
     layout: str
     family: str = "llama"
@@ -54,7 +57,7 @@ class Case:
     kv_heads: int = 2
     packing: bool = True
     rows: int = 8
-    steps: int = 3
+    steps: int = 2
     max_grad_norm: float = 0.5
     loss_chunks: int | None = None
     optimizer: str = "adamw"

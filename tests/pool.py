@@ -101,6 +101,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     faulthandler.enable(crash)
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: `_end_groups` need not look through its 400,000 objects after every call
+    gc.enable()
     dist.init_process_group(
         "gloo",
         rank=rank,

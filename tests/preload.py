@@ -1,12 +1,16 @@
 """What the forkserver of `tests/pool.py` imports once, so that no worker has to: the program, the engines of the tests,
 and the `transformers` class of every family."""
 
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+import gc
 
-import tests.training.bodies
-import tests.verification.mutation  # noqa: F401
-from tests.parity import FAMILIES
+gc.disable()  # a worker turns it on again: imports leave nothing to collect
+
+from transformers import AutoConfig  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: E402
+
+import tests.training.bodies  # noqa: E402
+import tests.verification.mutation  # noqa: E402, F401
+from tests.parity import FAMILIES  # noqa: E402
 
 for _values in FAMILIES.values():
     MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(_values["model_type"]))]

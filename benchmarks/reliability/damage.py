@@ -65,6 +65,8 @@ def main() -> int:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "damage.json").write_text(json.dumps(result, indent=1) + "\n")
     perfect = all(refused and named is not False for all_of_it in outcomes.values() for refused, named in all_of_it)
+    done = ", ".join(f"{result[kind]['refused']} of {result[kind]['done']} {kind}" for kind in outcomes)
+    print(f"refused: {done}; {'each' if perfect else 'not each'} names the tensor that it hit")
     return 0 if perfect else 1
 
 

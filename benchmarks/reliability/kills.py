@@ -60,6 +60,8 @@ def main() -> int:
     if not args.quick:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "kills.json").write_text(json.dumps(result, indent=1) + "\n")
+    same = f"losses equal {result['losses_equal']}, state {result['state_equal']}"
+    print(f"{result['recovered']} of {kills} kills recovered; {same}")
     fine = code == 0 and result["recovered"] == kills and result["losses_equal"] and result["state_equal"]
     return 0 if fine else 1
 

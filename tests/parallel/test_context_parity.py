@@ -34,8 +34,8 @@ from tests.training import bodies
 
 # Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py).
 CASES = [
-    Case("cp2+ulysses+zero2+full+fp64", "gemma3", steps=1),
-    Case("shard2.cp2+ring+zero2+full+fp64", "mistral", packing=False, steps=1),
+    Case("cp2+ulysses+zero2+full+mb4+fp64", "gemma3", steps=1),
+    Case("shard2.cp2+ring+zero2+full+mb2+fp64", "mistral", packing=False, steps=1),
     Case("dp2.cp2+allgather+full+mb2+fp64", "gemma2", steps=1),
     Case("cp2.tp2+ring+nosp+mb2+fp64", "gpt2", steps=1),
 ]

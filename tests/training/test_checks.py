@@ -17,7 +17,7 @@ from tests.allpairs import all_pairs
 from tests.data.helpers import prepare_texts, random_texts
 from tests.parity import Case
 from tests.pool import run_ranks
-from tests.tiers import every
+from tests.tiers import every, first_of_each
 from tests.training import checked
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 from tests.training.checked import hash_of
@@ -85,13 +85,13 @@ def test_a_healthy_run_raises_nothing(rows: PackedRows, options: dict[str, Any])
 def test_an_update_that_rounding_swallows_is_no_finding(rows: PackedRows, by: float, optimizer: str) -> None:
     """Nor is a step without any gradient: decay moves the matrices, and norms rightly stay."""
     plant = partial(checked.tiny_gradients, by=by)
-    assert found("shard2.tp2+fp32", rows, plant, optimizer=optimizer, steps=2) == []
+    assert found("shard2.tp2+mb2+fp32", rows, plant, optimizer=optimizer, steps=2) == []
 
 
 @pytest.mark.parametrize("rate", every([1e-9, 0.0, 1e-12, 1e-7], 4))
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_rate_that_rounding_swallows_is_no_finding(rows: PackedRows, rate: float, optimizer: str) -> None:
-    assert found("dp2.shard2+fp32", rows, rate=rate, optimizer=optimizer, steps=2) == []
+    assert found("dp2.shard2+mb2+fp32", rows, rate=rate, optimizer=optimizer, steps=2) == []
 
 
 # ---- replicas --------------------------------------------------------------------------------------------------------
@@ -138,13 +138,13 @@ REPLICAS = {
 @pytest.mark.parametrize("fault", REPLICAS)
 def test_copies_that_differ(rows: PackedRows, fault: str) -> None:
     layout, plant, expected = REPLICAS[fault]
-    assert expected in texts(found(f"{layout}+fp32", rows, plant))
+    assert expected in texts(found(f"{layout}+mb2+fp32", rows, plant))
 
 
 def test_copies_that_differ_are_told_by_axis(rows: PackedRows) -> None:
     """A rank that differs from all others differs over both axes."""
     plant = partial(checked.changed, name=NORM, on=[3], how="ulp")
-    assert texts(found("dp2.tp2+fp32", rows, plant)) == [
+    assert texts(found("dp2.tp2+mb2+fp32", rows, plant)) == [
         f"replicas: {NORM} differs over dp_replicate: rank 1 against rank 3",
         f"replicas: {NORM} differs over tp: rank 2 against rank 3",
     ]
@@ -152,7 +152,7 @@ def test_copies_that_differ_are_told_by_axis(rows: PackedRows) -> None:
 
 def test_a_momentum_of_muon_that_differs(rows: PackedRows) -> None:
     plant = partial(checked.changed, name=UP, on=[1], how="ulp", kind="momentum_buffer")
-    assert texts(found("dp2+fp32", rows, plant, optimizer="muon")) == [
+    assert texts(found("dp2+mb2+fp32", rows, plant, optimizer="muon")) == [
         f"replicas: momentum_buffer of {UP} differs over dp_replicate: rank 0 against rank 1"
     ]
 
@@ -206,25 +206,29 @@ MOVED = {
 @pytest.mark.parametrize("fault", MOVED)
 def test_what_did_not_move(rows: PackedRows, fault: str) -> None:
     layout, plant, where, detail = MOVED[fault]
-    faults = [each for each in found(f"{layout}+fp32", rows, plant) if each.what == "moved"]
+    faults = [each for each in found(f"{layout}+mb2+fp32", rows, plant) if each.what == "moved"]
     assert [each.where for each in faults] == [where] and faults[0].detail.startswith(detail)
 
 
 @pytest.mark.parametrize("plant", [checked.stale, checked.forgotten])
 def test_a_matrix_of_muon_that_did_not_move(rows: PackedRows, plant: Any) -> None:
-    faults = found("shard2.tp2+fp32", rows, partial(plant, name=UP), optimizer="muon")
+    faults = found("shard2.tp2+mb2+fp32", rows, partial(plant, name=UP), optimizer="muon")
     assert texts(faults) == [f"moved: {UP} did not change at all on ranks 0, 1, 2, 3"]
 
 
 # ---- finite ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["nan", "inf"])
-@pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
-def test_what_is_not_a_number(rows: PackedRows, kind: str, how: str) -> None:
+NOT_FINITE = [("weight", "nan"), ("exp_avg", "inf"), ("exp_avg_sq", "nan")]
+NOT_FINITE += [("weight", "inf"), ("exp_avg", "nan"), ("exp_avg_sq", "inf")]  # in a campaign
+
+
+@pytest.mark.parametrize("case", first_of_each(NOT_FINITE, lambda case: case[0]), ids="-".join)
+def test_what_is_not_a_number(rows: PackedRows, case: tuple[str, str]) -> None:
+    kind, how = case
     label = UP if kind == "weight" else f"{kind} of {UP}"
     plant = partial(checked.changed, name=UP, on=[1, 3], how=how, kind=kind)
-    assert texts(found("shard2.tp2+fp32", rows, plant)) == [f"finite: {label} is not finite on ranks 1, 3"]
+    assert texts(found("shard2.tp2+mb2+fp32", rows, plant)) == [f"finite: {label} is not finite on ranks 1, 3"]
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------
@@ -235,12 +239,12 @@ def test_a_rate_that_is_not_the_schedule_s(rows: PackedRows, optimizer: str) -> 
     plant = partial(checked.rate_is, rate=0.004, on=[1])
     group = {"adamw": 1, "muon": 2}[optimizer]
     expected = f"rates: the learning rate of group {group} is 0.004, not 0.003, on rank 1"
-    assert expected in texts(found("tp2+fp32", rows, plant, optimizer=optimizer))
+    assert expected in texts(found("tp2+mb2+fp32", rows, plant, optimizer=optimizer))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_count_of_updates_that_is_not_the_run_s(rows: PackedRows, optimizer: str) -> None:
-    faults = texts(found("shard2+fp32", rows, partial(checked.counts, by=-1), optimizer=optimizer))
+    faults = texts(found("shard2+mb2+fp32", rows, partial(checked.counts, by=-1), optimizer=optimizer))
     assert faults == ["rates: the optimizer counts 0 updates, not 1, on ranks 0, 1"]
 
 
@@ -355,7 +359,10 @@ def test_the_first_step_of_a_start_every_few_those_saved_and_the_last_are_checke
     assert [at for _, at in run_ranks(2, checked.train_and_note, never)] == [[], []]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4}])
+OTHER_LAYOUTS = [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4}]
+
+
+@pytest.mark.parametrize("layout", every(OTHER_LAYOUTS, 3))  # the matrix loads under each what another has saved
 def test_a_run_resumed_under_another_layout_passes(tmp_path: Path, layout: dict[str, int]) -> None:
     tree = run_file(tmp_path, train__max_steps=7, train__check_every=1, checkpoint__every=3, train__micro_batch_size=1)
     assert isinstance(train(tree, stop_at=6).error, Stopped)

@@ -25,7 +25,7 @@ def _known() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("layout", ["shard2", "tp2"])
-def test_three_steps_are_those_of_torch_in_one_process(layout: str) -> None:
+def test_steps_are_those_of_torch_in_one_process(layout: str) -> None:
     case = Case(f"{layout}+fp64", optimizer="sgd")
     expected = truth(case.with_layout("single"))
     per_rank = run_ranks(2, knowing, on_rank, case)

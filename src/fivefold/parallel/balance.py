@@ -273,12 +273,18 @@ def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffe
             f"the experts of {type(model).__name__} cannot be balanced: it has no routers that give logits",
             fix="set balance.aux_loss: 0, and leave z_loss, bias_rate and capacity_factor at their defaults",
         )
-    if options.bias_rate and not all(f"{each.router}.{BIAS}" in buffers for each in balance.modules):
+    if options.bias_rate and not movable_biases([each.router for each in balance.modules], buffers):
         raise UserError(
             f"balance.bias_rate {options.bias_rate}: the routers of {type(model).__name__} have no bias to move",
             fix="set balance.aux_loss instead",
         )
     balance.options = options
+
+
+def movable_biases(routers: Sequence[str], buffers: Collection[str]) -> list[str]:
+    """The bias of each of `routers`, by name; none where one of them has no bias to move. `buffers`: of the model's."""
+    names = [f"{router}.{BIAS}" for router in routers]
+    return names if all(name in buffers for name in names) else []
 
 
 def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[Collective]:

@@ -57,8 +57,8 @@ class ParallelPlan:
     """How a model lies over the ranks of a layout and what a step does, seen from `rank`.
 
     `partition`: what tensor parallelism splits. `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold
-    a parameter. `gradient_sums`: parameters whose gradients tp ranks hold in part -> the axis over which they are
-    summed.
+    a parameter or a router's buffer. `gradient_sums`: parameters whose gradients tp ranks hold in part -> the axis over
+    which they are summed.
     """
 
     facts: ModelFacts
@@ -201,20 +201,26 @@ class ParallelPlan:
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
-        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank."""
+        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank. A
+        router's buffer is whole."""
         if not self.holds(name, rank):
             return []
+        if name in self.buffers:
+            whole = tuple(slice(0, size) for size in self.buffers[name])
+            return [(whole, whole)]
         index = self.shard_index(name, rank)
         return local_regions(self.shards[name], index.part, index.fsdp_rank, index.fsdp_size)
 
     def is_owner(self, name: str) -> bool:
         """True on one of the ranks that hold the same values of `name`: it alone counts them in the gradient norm and
         saves them."""
+        if name in self.buffers:
+            return self.holds(name) and self.is_first_of_stage
         is_first_end = self.pp_ranks[name][0] == self.coords.pp
         return is_first_end and self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
 
     def holds(self, name: str, rank: int | None = None) -> bool:
-        """Whether parameter `name` is on the pipeline rank of `rank`; None: this rank."""
+        """Whether parameter or router's buffer `name` is on the pipeline rank of `rank`; None: this rank."""
         return self.grid.coords(self.rank if rank is None else rank).pp in self.pp_ranks[name]
 
     def shard_index(self, name: str, rank: int | None = None) -> ShardIndex:
@@ -357,7 +363,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     legality.refuse(legality.violations(layout, limits_of(facts)))
     partition, shards = partition_of(facts, layout.tp), shard_specs(facts, layout)
     stages = stage_plan(facts, layout)
-    pp_ranks = {name: stages.holders(name) for name in shards}
+    pp_ranks = {name: stages.holders(name) for name in (*shards, *facts.router_buffers)}
     method = _cp_method(facts, layout)
     tied = facts.anatomy.embedding_weight
     grid = RankGrid(

@@ -1,7 +1,7 @@
 """Rows of a proof from what the ranks hold: each compares its own part, and all of them hear what every rank found."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
@@ -11,7 +11,17 @@ from fivefold.parallel.plain import everywhere
 from fivefold.parallel.state import ParallelState
 from fivefold.verification.observer import Distances
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.results import SMALL, Distance, LayoutResult, Row, Tolerances, judge, kind_of
+from fivefold.verification.results import (
+    ALWAYS,
+    SMALL,
+    WORDS,
+    Distance,
+    LayoutResult,
+    Row,
+    Tolerances,
+    judge,
+    kind_of,
+)
 
 
 class Comparison:
@@ -20,6 +30,7 @@ class Comparison:
     def __init__(self, found: LayoutResult, reference: ReferenceTensors, state: ParallelState) -> None:
         self.found, self._reference, self._state = found, reference, state
         self._tolerances = Tolerances(state.plan.layout.precision, reference.about["floors"])
+        self._whole: set[str] = set()  # keys of which all values were compared
 
     def allowed(self, key: str) -> float:
         """The tolerance of a key."""
@@ -43,17 +54,21 @@ class Comparison:
         self.in_order(kind, distances, names)
 
     def in_order(self, kind: str, distances: Distances, names: list[str] | None = None) -> None:
-        """Add the rows of `judged`."""
-        for row in self.judged(kind, distances, names):
+        """Add a row for each key of a kind, in the order of the reference's execution, or of `names`."""
+        everyone = _of_all_ranks(kind, distances)
+        for row in self._rows(kind, everyone, names):
             self.found.add(row)
+        for key in dict.fromkeys(key for each in everyone for key in each):
+            values = sum(each[key].elements for each in everyone if key in each)
+            if values >= self._reference.values(_recorded_as(key)):
+                self._whole.add(key)
 
-    def judged(self, kind: str, distances: Distances, names: list[str] | None = None) -> list[Row]:
-        """A row for each key of a kind, in the order of the reference's execution, or of `names`."""
-        everyone = [
-            {key: Distance(**each) for key, each in told.items()}
-            for told in everywhere({key: asdict(each) for key, each in distances.items() if kind_of(key) == kind})
-        ]
-        source = "gradient" if kind == "raw" else kind
+    def judged(self, kind: str, distances: Distances) -> list[Row]:
+        """The rows that `in_order` adds."""
+        return self._rows(kind, _of_all_ranks(kind, distances), None)
+
+    def _rows(self, kind: str, everyone: Sequence[Distances], names: list[str] | None) -> list[Row]:
+        source = _recorded_as(kind)
         norms = {name: self._reference.norm(f"{source}/{name}") for name in self._reference.names(source)}
         floor = SMALL * math.hypot(*norms.values())
         rows = []
@@ -79,6 +94,43 @@ class Comparison:
         if everyone or say:
             first = next(iter(everyone.values()), "")
             self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
+
+    def coverage(self, not_shown: Collection[str]) -> None:
+        """Everything that the reference recorded was compared, every value of it. Of each kind that lacks some it is
+        said how many were. `not_shown`: modules of which this rank does not know what it has."""
+        somewhere = {name for rank in everywhere([*not_shown]) for name in rank}
+        names = {name for name in somewhere if f"output/{name}" not in self._whole}
+        self.found.not_shown = sorted(names)
+        wrong = {}
+        for word, keys in self._asked().items():
+            lacking = [key for key in keys if key not in self._whole and key.partition("/")[2] not in names]
+            if lacking:
+                first = lacking[0].partition("/")[2]
+                done = f"{word}: {len(keys) - len(lacking)} of {len(keys)} compared in full"
+                wrong[word] = f"{done}; the first that is not: {first}" if first else done
+        self.count("coverage", wrong)
+
+    def _asked(self) -> dict[str, list[str]]:
+        """Every key that a proof compares, under the word for its kind."""
+        asked: dict[str, list[str]] = {}
+        for key in self._reference.recorded():
+            kind = kind_of(key)
+            is_input = kind == "output" and key.endswith(" input")
+            asked.setdefault("input" if is_input else WORDS.get(kind, kind), []).append(key)
+        said = {row.what for row in self.found.rows} | {*self.found.not_told}
+        numbers = [*ALWAYS, *self._reference.numbers()]
+        return asked | {what: [what] for what in numbers if what not in said}
+
+
+def _of_all_ranks(kind: str, distances: Distances) -> list[Distances]:
+    """The distances of a kind, rank by rank."""
+    mine = {key: asdict(each) for key, each in distances.items() if kind_of(key) == kind}
+    return [{key: Distance(**each) for key, each in told.items()} for told in everywhere(mine)]
+
+
+def _recorded_as(key: str) -> str:
+    """A raw gradient is held to the reduced one."""
+    return key.replace("raw", "gradient", 1) if kind_of(key) == "raw" else key
 
 
 def relative_number(found: float, expected: float) -> float:

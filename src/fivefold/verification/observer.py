@@ -6,7 +6,7 @@ the reference, so that no rank holds more than its own.
 Legend: B rows of a micro batch, T tokens of a row, F features (trailing dimensions flattened).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.sharding import Block, ShardSpec, local_regions
+from fivefold.parallel.plain import everywhere
+from fivefold.parallel.sharding import Block, Region, ShardSpec, local_regions
 from fivefold.parallel.stages import StageStub
 from fivefold.parallel.state import state_of
 from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
@@ -24,6 +25,7 @@ from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import Distance
 
 Distances = dict[str, Distance]
+Placed = tuple[Region, Sequence[Block], Tensor]  # a row and tokens of it; which features; their values [1, T, F]
 
 
 def watch(
@@ -62,7 +64,8 @@ def _accumulation(parameter: Tensor) -> Any:
 
 class Observer:
     """Inside (`with`), every forward and backward pass of `model` is compared with `reference`, micro batch by micro
-    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type."""
+    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type;
+    `not_shown` those without parameters of which it is not known what part this rank has."""
 
     def __init__(self, model: Any, reference: ReferenceTensors, documents: Documents) -> None:
         self._model, self._reference, self._documents = model, reference, documents
@@ -77,10 +80,13 @@ class Observer:
         self._early = _before_layers(model, self._state.plan.anatomy.layers[0])
         self._is_later_stage = False  # of a pipeline, in the pass under way
         self._raw: dict[str, Tensor] = {}
+        self._shares: dict[str, list[tuple[int, Tensor]]] = {}  # module -> gradients of its output, by micro batch
         self._hooked: set[int] = set()
+        self._splits: dict[tuple[str, int], ShardSpec | None] = {}  # what `_split_of` has found
         self._nodes: list[Any] = []  # of the graph; alive, or their hooks would go with them
         self.distances: Distances = {}
         self.types: dict[str, str] = {}
+        self.not_shown: set[str] = set()
 
     def __enter__(self) -> "Observer":
         anatomy = self._state.plan.anatomy
@@ -93,7 +99,7 @@ class Observer:
             own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
             if own:
                 self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, own)))
-        outputs = [name for name in here if name in self._token_dims and name != anatomy.head]
+        outputs = [name for name in here if name in self._token_dims]
         inputs = [name for name in here if f"{name} input" in self._token_dims]
         self._handles += watch(self._model, outputs, inputs, self._note)
         return self
@@ -118,6 +124,21 @@ class Observer:
                 distances = [Distance().add(found, expected) for found in sums]
                 self.distances[f"raw/{name}"] = min(distances, key=lambda each: each.squares)
 
+    def shared_gradients(self) -> None:
+        """Compare the sum over ranks of the gradients that reach modules which several ranks compute, and of which
+        each has a share (key/value heads fewer than tp, latents). Every rank calls this."""
+        for name in dict.fromkeys(name for rank in everywhere([*self._shares]) for name in rank):
+            expected = self._reference.whole(f"backward/{name}")
+            whole = torch.zeros(expected.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
+            for micro_batch, gradient in self._shares.get(name, ()):
+                for region, blocks, share in self._placed(f"backward/{name}", gradient, micro_batch) or ():
+                    widths = [stop - start for start, stop in blocks]
+                    for block, part in zip(blocks, torch.split(share, widths, dim=-1), strict=True):
+                        whole[(*region, slice(*block))] += part.double()
+            dist.all_reduce(whole)
+            if dist.get_rank() == 0:
+                self.distances[f"backward/{name}"] = Distance().add(whole, expected)
+
     def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
         """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
         whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
@@ -137,10 +158,17 @@ class Observer:
 
     def _begin(self, *_: Any) -> None:
         if not self._inside:
-            slot = self._state.pipeline.running
-            self._micro_batch = slot.micro_batch if slot else self._passes
-            self._is_later_stage = slot is not None and slot.stage > 0
+            self._micro_batch, stage = self._place()
+            self._is_later_stage = stage > 0
             self._passes, self._inside, self._seen = self._passes + 1, True, set()
+
+    def _place(self) -> tuple[int, int]:
+        """(micro batch, stage) of the pass that begins. Forward only, a micro batch passes all stages here before the
+        next one comes."""
+        if slot := self._state.pipeline.running:
+            return slot.micro_batch, slot.stage
+        stages = self._state.plan.own_stages
+        return self._passes // len(stages), stages[self._passes % len(stages)]
 
     def _end(self, *_: Any) -> None:
         self._inside = False
@@ -172,9 +200,14 @@ class Observer:
         if expected_type and str(values.dtype) != expected_type:
             self.types[name] = f"{values.dtype} instead of {expected_type}"
         is_placed = self._compare(f"output/{name}", values, micro_batch)
-        has_gradient = values.requires_grad and f"backward/{name}" in self._reference
-        if is_placed and has_gradient and not self._is_shared(name):
-            values.register_hook(partial(self._compare_gradient, name, micro_batch))  # type: ignore[no-untyped-call]
+        if not is_placed and not self._model.get_submodule(name.removesuffix(" input"))._parameters:
+            self.not_shown.add(name)
+        if is_placed and values.requires_grad and f"backward/{name}" in self._reference:
+            look = self._keep_share if self._is_shared(name) else self._compare_gradient
+            values.register_hook(partial(look, name, micro_batch))  # type: ignore[no-untyped-call]
+
+    def _keep_share(self, name: str, micro_batch: int, gradient: Tensor) -> None:
+        self._shares.setdefault(name, []).append((micro_batch, gradient.detach()))
 
     def _compare_gradient(self, name: str, micro_batch: int, gradient: Tensor) -> None:
         self._compare(f"backward/{name}", gradient, micro_batch)
@@ -183,27 +216,37 @@ class Observer:
 
     def _compare(self, key: str, values: Tensor, micro_batch: int) -> bool:
         """Count how far `values` are from the reference's; False where it is not known what they are a part of."""
+        placed = self._placed(key, values, micro_batch)
+        if placed is None:
+            return False
+        distance = self.distances.setdefault(key, Distance())
+        for region, blocks, found in placed:
+            expected = self._reference.read(key, region)
+            distance.add(found, torch.cat([expected[..., slice(*block)] for block in blocks], dim=-1))
+        return True
+
+    def _placed(self, key: str, values: Tensor, micro_batch: int) -> "Iterator[Placed] | None":
+        """The real tokens of `values`, piece by piece; None where it is not known what they are a part of."""
         name = key.partition("/")[2]
         rows = self._rows[micro_batch]
         values_BTF = by_row(values.detach(), self._token_dims[name], len(rows))
         features = self._reference.about["features"][key]
         blocks = self._blocks(name, features, values_BTF.shape[-1])
-        if blocks is None or values_BTF.shape[0] not in (1, len(rows)):
-            return False
         tokens = self._tokens(values_BTF.shape[1])
-        if tokens is None:
-            return False
-        distance = self.distances.setdefault(key, Distance())
-        for b, row in enumerate(rows):
+        if blocks is None or tokens is None or values_BTF.shape[0] not in (1, len(rows)):
+            return None
+        return self._cut(values_BTF.expand(len(rows), -1, -1), rows, tokens, blocks)
+
+    def _cut(
+        self, values_BTF: Tensor, rows: Sequence[int], tokens: Sequence[Block], blocks: Sequence[Block]
+    ) -> "Iterator[Placed]":
+        for values_TF, row in zip(values_BTF, rows, strict=True):
             at = 0
             for start, end in tokens:
                 stop = min(end, tokens_of(self._documents[row]))
                 if start < stop:
-                    found = values_BTF[b if values_BTF.shape[0] > 1 else 0, at : at + stop - start]
-                    expected = self._reference.read(key, (slice(row, row + 1), slice(start, stop)))[0]
-                    distance.add(found, torch.cat([expected[:, slice(*block)] for block in blocks], dim=-1))
+                    yield (slice(row, row + 1), slice(start, stop)), blocks, values_TF[None, at : at + stop - start]
                 at += end - start
-        return True
 
     def _tokens(self, length: int) -> Sequence[Block] | None:
         """Which tokens of a row this rank has: its part over cp, and of that all, or its part under sequence
@@ -224,7 +267,7 @@ class Observer:
         return None if spec is None else spec.splits[0].blocks[self._state.plan.coords.tp]
 
     def _is_shared(self, name: str) -> bool:
-        """Several ranks compute it (key/value heads fewer than tp, latents): each has a part of its gradient."""
+        """Several ranks compute it (key/value heads fewer than tp, latents): each has a share of its gradient."""
         roles = [self._state.plan.partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")]
         if any(role and role.kind == "latent" for role in roles):
             return True
@@ -233,6 +276,12 @@ class Observer:
         return spec is not None and spec.replicas > 1
 
     def _split_of(self, name: str, features: int) -> ShardSpec | None:
+        """The shard of the linear whose split gives a module its part of `features`. Kept: every micro batch asks."""
+        if (name, features) not in self._splits:
+            self._splits[name, features] = self._found_split(name, features)
+        return self._splits[name, features]
+
+    def _found_split(self, name: str, features: int) -> ShardSpec | None:
         module = name.removesuffix(" input")
         own = self._own_split(module, 1 if name.endswith(" input") else 0)
         if own is not None and own.shape[own.splits[0].dim] == features:

@@ -13,7 +13,7 @@ from fivefold.verification import plots
 from fivefold.verification.report import Group, VerifyReport, groups
 from fivefold.verification.results import CONTROL, WORDS, LayoutResult, Row, number
 
-MODULES = (WORDS["output"], WORDS["backward"])
+MODULES = (WORDS["output"], WORDS["backward"], WORDS["load"])
 PARAMETERS = tuple(word for word in WORDS.values() if word not in MODULES)
 GRADIENTS = (WORDS["raw"], WORDS["gradient"], WORDS["clipped"])
 MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "

@@ -1,7 +1,8 @@
 """The evidence of a case: the reference, and how far it is from itself."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
+from fivefold.parallel.balance import movable_biases
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
 from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
@@ -18,11 +20,12 @@ from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, rela
 
 def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
     """Write the evidence of `case` in `precision` to `path`: the reference, and the floors of its tolerances."""
-    inputs = row_linears(case)
-    reference = _run(case, precision, device, inputs)
+    inputs, routers = row_linears(case), watched_routers(case)
+    run = partial(_run, case, precision, device, inputs, routers)
+    reference = run()
     with reassociated():
-        other = _run(case, precision, device, inputs)
-    noisy = _run(case, precision, device, inputs, noise=True)
+        other = run()
+    noisy = run(noise=True)
     floors: dict[str, float] = {}
     for each in (other, noisy):
         for key, floor in distances(each.tensors, reference.tensors, case).items():
@@ -34,15 +37,21 @@ def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
     features = {
         key: tensor[0, 0].numel() for key, tensor in reference.tensors.items() if kind_of(key) in ("output", "backward")
     }
+    tokens = sum(map(tokens_of, case.documents(0)))
+    values = {
+        key: features[key] * tokens if key in features else each.numel() for key, each in reference.tensors.items()
+    }
     save_reference_tensors(
-        reference.tensors, path, floors=floors, clip=reference.clip, token_dims=reference.token_dims,
-        dtypes=reference.dtypes, features=features, row_length=case.row_length,
+        reference.tensors, path, floors=floors, limits=reference.limits, token_dims=reference.token_dims,
+        dtypes=reference.dtypes, features=features, values=values, routers=routers, row_length=case.row_length,
         losses=reference.tensors["losses"].tolist(),
     )  # fmt: skip
 
 
-def _run(case: ProofCase, precision: str, device: str, inputs: list[str], *, noise: bool = False) -> Reference:
-    return Reference(case, precision, device, noise=noise).before().run(inputs)
+def _run(
+    case: ProofCase, precision: str, device: str, inputs: list[str], routers: list[str], *, noise: bool = False
+) -> Reference:
+    return Reference(case, precision, device, noise=noise, routers=routers).before().run(inputs)
 
 
 def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -57,18 +66,33 @@ def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def flips(tensors: Mapping[str, Tensor], floors: Mapping[str, float], steps: int) -> dict[str, float]:
-    """How far a first update of Adam may be off because it is a sign: of gradients that are smaller than their noise it
-    is left to chance, and at worst so is every later one. (fp64 has next to none of these.)"""
-    clipped = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if kind_of(key) == "clipped"}
-    smallest = SMALL * math.hypot(*(float(tensor.norm()) for tensor in clipped.values()))
+    """How far a first update may be off because it is a sign, as Adam's is and that of a router's bias: of what is
+    smaller than its noise it is left to chance, and at worst so is every later one. (fp64 has next to none of these.)
+    """
     found: dict[str, float] = {}
-    for name, gradient in clipped.items():
-        noise = FACTOR * floors.get(f"clipped/{name}", 0.0) * max(float(gradient.norm()), smallest)
-        uncertain = (gradient != 0) & (gradient.abs() <= noise / gradient.numel() ** 0.5)
+    for name, uncertain in (*_noisy_gradients(tensors, floors), *_noisy_loads(tensors, floors)):
         part = 2 * float(uncertain.double().mean()) ** 0.5 / FACTOR  # of the update
         update, last = (float(tensors[f"{kind}/{name}"].norm()) for kind in ("update", "last"))
         found |= {f"update/{name}": part, f"last/{name}": steps * part * update / last if last else 0.0}
     return found
+
+
+def _noisy_gradients(tensors: Mapping[str, Tensor], floors: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """Of every parameter, which numbers of its gradient are smaller than their noise."""
+    clipped = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if kind_of(key) == "clipped"}
+    smallest = SMALL * math.hypot(*(float(tensor.norm()) for tensor in clipped.values()))
+    for name, gradient in clipped.items():
+        noise = FACTOR * floors.get(f"clipped/{name}", 0.0) * max(float(gradient.norm()), smallest)
+        yield name, (gradient != 0) & (gradient.abs() <= noise / gradient.numel() ** 0.5)
+
+
+def _noisy_loads(tensors: Mapping[str, Tensor], floors: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """Of every bias that load moves, which experts may as well be on the other side of the mean."""
+    loads = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if kind_of(key) == "load"}
+    biases = [key.partition("/")[2] for key in tensors if kind_of(key) == "update"]
+    for bias, (router, load) in zip(movable_biases([*loads], biases), loads.items(), strict=False):
+        noise = FACTOR * floors.get(f"load/{router}", 0.0) * float(load.norm())
+        yield bias, (load != load.mean()) & ((load - load.mean()).abs() <= noise)
 
 
 def left_to_chance(margins: Tensor, error: float) -> float:
@@ -88,6 +112,12 @@ def row_linears(case: ProofCase) -> list[str]:
         return []
 
 
+def watched_routers(case: ProofCase) -> list[str]:
+    """The routers whose load a run counts: all, if all of them say what they do."""
+    experts = facts_of(build_meta(load_model_config(case.folder))).experts
+    return [each.router for each in experts] if all(each.has_logits for each in experts) else []
+
+
 def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: ProofCase) -> dict[str, float]:
     """How far one run of the reference is from another, by key, as the rows of a proof measure it."""
     totals: dict[str, float] = {}
@@ -102,6 +132,7 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case:
         steps = (found[what] - expected[what]).abs() / expected[what].abs().clamp(min=1e-300)
         largest = torch.cummax(steps, 0).values  # an error that has been made stays possible
         errors |= {f"{what}/{step}": float(error) for step, error in enumerate(largest)}
+    errors["loss, evaluated"] = float((found["evaluated"] - expected["evaluated"]).abs() / expected["evaluated"].abs())
     errors["loss"], errors["gradient norm"] = errors["losses/0"], errors["norms/0"]
     real = torch.tensor([[t < tokens_of(row) for t in range(case.row_length)] for row in case.documents(0)])
     errors |= logit_distances(found["logits"][real], expected["logits"][real])

@@ -3,8 +3,9 @@
 Everything runs through the functions that train; this file only looks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.balance import BalanceOptions, configure
+from fivefold.parallel.balance import BalanceOptions, configure, movable_biases
 from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.dtensor import local
@@ -37,7 +38,7 @@ from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
 from fivefold.verification.proof_case import LEARNING_RATE, ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
-from fivefold.verification.results import CONTROL, LayoutResult, Row
+from fivefold.verification.results import CONTROL, Distance, LayoutResult, Row
 
 PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
 
@@ -55,18 +56,21 @@ class Proof:
             model, self.layout, device=device, source=source, reduce=case.reduce, loss_chunks=case.loss_chunks
         )
         self.state = state_of(self.model)
-        options = BalanceOptions(capacity_factor=case.capacity_factor)
+        self.routers: list[str] = reference.about["routers"]
+        has_biases = bool(movable_biases(self.routers, self.state.plan.buffers))
+        options = BalanceOptions(capacity_factor=case.capacity_factor, bias_rate=case.bias_rate * has_biases)
         configure(self.model, self.state.balance, options, self.state.plan.buffers)
         self.optimizer = build_optimizer(self.model, case.optimizer)
         self.found = LayoutResult(str(layout), precision=layout.precision)
         self.compare = Comparison(self.found, reference, self.state)
+        self._not_shown: set[str] = set()  # modules of which this rank does not know what it has
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]:
         """All that is compared, in the order in which a step computes it."""
         return (
-            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.control,
-            self.first_step, self.trajectory, self.replicas,
+            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.evaluation, self.control,
+            self.first_step, self.trajectory, self.replicas, self.coverage,
         )  # fmt: skip
 
     def run(self) -> LayoutResult:
@@ -78,8 +82,8 @@ class Proof:
     def forget(self) -> None:
         """Every weight becomes zero: what is loaded next is all that there is."""
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                local(parameter).zero_()
+            for each in self._trained().values():
+                local(each).zero_()
 
     # ---- what is compared --------------------------------------------------------------------------------------------
 
@@ -94,13 +98,15 @@ class Proof:
         self.compare.count("shards", wrong)
 
     def weights(self) -> None:
-        """Every parameter is the reference's, bit for bit."""
-        self.compare.pieces("weight", dict(self.model.named_parameters()))
+        """Every parameter, and what routers keep, is the reference's, bit for bit."""
+        self.compare.pieces("weight", self._trained())
 
     def first_pass(self) -> None:
         """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
         with Observer(self.model, self.reference, self.case.documents(0)) as observer:
             loss = self._gradients()
+        observer.shared_gradients()
+        self._not_shown = observer.not_shown
         seen, there = observer.micro_batches
         wrong = f"{seen} of {there} on rank {dist.get_rank()}"
         self.compare.count("micro batches", {} if seen == there else {wrong: wrong})
@@ -149,23 +155,29 @@ class Proof:
                 different += sum(a != b for a, b in zip(found, tokens.tolist(), strict=True))
         self.compare.numbers({"tokens, continuations": different / expected.numel()})
 
+    def evaluation(self) -> None:
+        """The loss of the first batch, as evaluation computes it."""
+        with exactly(self.layout.precision):
+            loss = training.mean_loss(self.model, self._batch(0))
+        expected = float(self.reference.whole("evaluated"))
+        self.compare.numbers({"loss, evaluated": relative_number(loss, expected)})
+
     def first_step(self) -> None:
         """One optimizer step: gradients after clipping, the update, the moments, the collectives."""
-        before = {name: local(p).clone() for name, p in self.model.named_parameters()}
-        clipped: dict[str, Tensor] = {}
-
-        def keep(*_: Any) -> None:
-            clipped.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
-
-        handle = self.optimizer.register_step_pre_hook(keep)
+        before = {name: local(p).clone() for name, p in self._trained().items()}
         with record(self.state.mesh) as ran:
-            result = self._step(0)
-        handle.remove()
+            result, clipped = self._step_with_gradients(0)
         self._counts(result)
+        counts = zip(self.routers, result.balance.tokens_per_expert, strict=True)
+        loads = {router: torch.tensor(count, dtype=torch.float64) for router, count in counts}
+        whole = {f"load/{router}": self.reference.whole(f"load/{router}") for router in loads}
+        self.compare.in_order(
+            "load", {key: Distance().add(loads[key[5:]], expected) for key, expected in whole.items()}
+        )
         expected = float(self.reference.whole("norms")[0])
         self.compare.numbers({"gradient norm": relative_number(result.grad_norm, expected)})
         self.compare.pieces("clipped", clipped, self._backwards())
-        updates = {name: local(p) - before[name] for name, p in self.model.named_parameters()}
+        updates = {name: local(p) - before[name] for name, p in self._trained().items()}
         self.compare.pieces("update", updates)
         states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
         for kind in OPTIMIZERS[self.case.optimizer.name].state:
@@ -178,10 +190,13 @@ class Proof:
         self.found.losses = [result.loss]
 
     def trajectory(self) -> None:
-        """The losses and norms of the other steps, and the weights after the last."""
+        """What the optimizer is given in the second step, which no clipping may have changed; the losses and norms of
+        the other steps, and the weights after the last."""
         norms = [float(self.reference.whole("norms")[0])]
         for step in range(1, self.case.steps):
-            result = self._step(step)
+            result, gradients = self._step_with_gradients(step)
+            if step == 1:
+                self.compare.pieces("second", gradients, self._backwards())
             self.found.losses.append(result.loss)
             norms.append(result.grad_norm)
         for what, found in (("losses", self.found.losses), ("norms", norms)):
@@ -191,12 +206,16 @@ class Proof:
                 error, allowed = relative_number(a, b), self.compare.allowed(f"{what}/{step}")
                 rows.append(Row(f"{what} of {len(found)} steps", error, allowed, error <= allowed, f"step {step + 1}"))
             self.found.add(next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error)))
-        self.compare.pieces("last", dict(self.model.named_parameters()))
+        self.compare.pieces("last", self._trained())
 
     def replicas(self) -> None:
         """What several ranks hold, weights and optimizer state, is the same on all of them after all steps."""
         found = checks.replicas(self.model, self.optimizer)  # on every rank alike
         self.compare.count("replicas", {each.where: str(each) for each in found})
+
+    def coverage(self) -> None:
+        """Everything that the reference recorded was compared."""
+        self.compare.coverage(self._not_shown)
 
     def control(self) -> None:
         """A fault is planted on the first rank that has a norm: it must be found, and where it is. It is taken out."""
@@ -204,16 +223,14 @@ class Proof:
         module = name.rpartition(".")[0]
         added = 0.25 + PLANTED * self.compare.allowed(f"output/{module}")
         first_holder = next(rank for rank in range(self.layout.world) if self.state.plan.regions(name, rank))
+        planted = [local(dict(self.model.named_parameters())[name]).detach()] if dist.get_rank() == first_holder else []
+        before = [part.clone() for part in planted]
+        for part in planted:
+            part.add_(added)
         with Observer(self.model, self.reference, self.case.documents(0)) as observer:
-            if dist.get_rank() == first_holder:
-                part = local(dict(self.model.named_parameters())[name]).detach()
-                before = part.clone()
-                part.add_(added)
-                self._gradients()
-                part.copy_(before)
-            else:
-                self._gradients()
-        self._drop_gradients()
+            self._outputs()
+        for part, values in zip(planted, before, strict=True):
+            part.copy_(values)
         first = next((row for row in self.compare.judged("output", observer.distances) if not row.ok), None)
         if first is None:
             row = Row(CONTROL, 0.0, 0.0, False, f"{module}: the next pass does not compute with it")
@@ -229,7 +246,7 @@ class Proof:
         told = everywhere({key: value.tolist() for key, value in state.items() if value.ndim == 0})
         numbers = {key: torch.tensor(value) for rank in told for key, value in rank.items()}
         keys = dict.fromkeys(key for rank in everywhere([*state]) for key in rank if key not in numbers)
-        whole = {key: self._gathered(key.partition("/")[2], state.get(key)) for key in keys}
+        whole = self._gathered(state, [*keys])
         save(self.model, self.optimizer, folder / "step-000001", Metadata(step=1, state={}))
         if dist.get_rank() == 0:
             from safetensors.torch import save_file
@@ -281,13 +298,40 @@ class Proof:
         dist.all_reduce(loss)
         return loss
 
+    def _outputs(self) -> None:
+        """Compute what modules compute of the first batch: forward only, unless a capacity drops tokens, which it does
+        in training alone."""
+        if self.case.capacity_factor is None:
+            with exactly(self.layout.precision):
+                training.mean_loss(self.model, self._batch(0))
+        else:
+            self._gradients()
+            self._drop_gradients()
+
     def _step(self, step: int) -> training.StepResult:
         batch = self._batch(step)
         with exactly(self.layout.precision):
             return training.train_step(
                 self.model, self.optimizer, batch, learning_rate=LEARNING_RATE,
-                max_grad_norm=self.reference.about["clip"],
+                max_grad_norm=self.reference.about["limits"][step],
             )  # fmt: skip
+
+    def _step_with_gradients(self, step: int) -> tuple[training.StepResult, dict[str, Tensor]]:
+        """A step, and the gradients that its optimizer is given."""
+        given: dict[str, Tensor] = {}
+
+        def keep(*_: Any) -> None:
+            given.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
+
+        handle = self.optimizer.register_step_pre_hook(keep)
+        result = self._step(step)
+        handle.remove()
+        return result, given
+
+    def _trained(self) -> dict[str, Tensor]:
+        """What steps change on this rank, by name: the parameters, and what routers keep."""
+        buffers = {name: each for name, each in self.model.named_buffers() if name in self.state.plan.buffers}
+        return {**dict(self.model.named_parameters()), **buffers}
 
     def _drop_gradients(self) -> None:
         """What was only looked at; a step does this by its optimizer."""
@@ -296,8 +340,13 @@ class Proof:
 
     def _counts(self, result: training.StepResult) -> None:
         """What a step divides its loss by is what its documents have."""
-        tokens = sum(map(tokens_of, self.case.documents(0)))
-        counts = {"targets": (result.targets, self.case.targets(0)), "tokens": (result.tokens, tokens)}
+        documents = self.case.documents(0)
+        squares = sum(len(each.tokens) ** 2 for row in documents for each in row if len(each.targets))
+        counts = {
+            "targets": (result.targets, self.case.targets(0)),
+            "tokens": (result.tokens, sum(map(tokens_of, documents))),
+            "squared lengths": (result.squared_lengths, squares),
+        }
         wrong = {what: f"{found} {what}, not {there}" for what, (found, there) in counts.items() if found != there}
         self.compare.count("counts of a step", wrong)
 
@@ -315,23 +364,28 @@ class Proof:
         self.compare.count("collectives", {kind + axis: f"{kind} over {axis}" for axis, kind in wrong})
 
     def _state(self) -> dict[str, Tensor]:
-        """Every parameter and moment, as this rank holds it; and the numbers that the optimizer keeps per parameter:
-        how many steps it took."""
+        """Every parameter and moment and what routers keep, as this rank holds it; and the numbers that the optimizer
+        keeps per parameter: how many steps it took."""
         found: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._trained().items():
             state = {"weight": parameter.detach(), **self.optimizer.state.get(parameter, {})}
             found |= {f"{kind}/{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
         return found
 
-    def _gathered(self, name: str, tensor: Tensor | None) -> Tensor:
-        """All of a tensor that lies as parameter `name`, on rank 0. None: this rank has none of it."""
-        dtype = master_dtype(self.layout.precision)
-        whole = torch.zeros(self.state.plan.shards[name].shape, dtype=dtype, device=self._device)
-        if tensor is not None and self.state.plan.is_owner(name):
-            for region, place in self.state.plan.regions(name):
-                whole[region] = local(tensor)[place]
-        dist.all_reduce(whole)
-        return whole.cpu()
+    def _gathered(self, state: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:
+        """All of the tensors of `keys`, of which each rank has its part in `state` or nothing, on rank 0."""
+        shapes = [self.state.plan.stored_shapes[key.partition("/")[2]] for key in keys]
+        sizes = [prod(shape) for shape in shapes]
+        flat = torch.zeros(sum(sizes), dtype=master_dtype(self.layout.precision), device=self._device)
+        parts = zip(keys, torch.split(flat, sizes), shapes, strict=True)
+        whole = {key: part.view(shape) for key, part, shape in parts}
+        for key in state.keys() & whole.keys():
+            name = key.partition("/")[2]
+            if self.state.plan.is_owner(name):
+                for region, place in self.state.plan.regions(name):
+                    whole[key][region] = local(state[key])[place]
+        dist.all_reduce(flat)  # at once: a small collective costs each rank more than what it sends
+        return {key: tensor.cpu() for key, tensor in whole.items()}
 
     def _norm(self) -> str:
         """The last parameter that is a norm's whose output is compared: where a fault is planted. (The head computes in

@@ -30,7 +30,7 @@ from fivefold.parallel import plain
 from fivefold.verification import VerifyRequest
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
-from fivefold.verification.proof_case import ROW, WEIGHT_DECAY, ProofCase, rows_for
+from fivefold.verification.proof_case import BIAS_RATE, CHUNKS, ROW, WEIGHT_DECAY, ProofCase, rows_for
 from fivefold.verification.reduced_model import make_folder
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import VerifyReport
@@ -138,8 +138,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
         rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
-        reduce=config.precision.reduce, loss_chunks=config.memory.chunks,
-        capacity_factor=config.balance.capacity_factor,
+        reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
+        capacity_factor=config.balance.capacity_factor, bias_rate=max(config.balance.bias_rate, BIAS_RATE),
     )  # fmt: skip
 
 

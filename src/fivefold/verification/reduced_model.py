@@ -19,7 +19,7 @@ from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.experts import router_buffers
 from fivefold.models.fewer_layers import GLOBAL, OVERRIDES, fewer_layers, remade, text_of
 
-BYTES_PER_PARAMETER = 300  # of a proof: three runs of the reference and what is kept of them, a run of the layout
+BYTES_PER_PARAMETER = 325  # of a proof: three runs of the reference and what is kept of them, a run of the layout
 HEAD_DIM, VOCABULARY, WINDOW = 8, 101, 11  # of a thin model
 WIDE = (
     "intermediate_size", "n_inner", "shared_intermediate_size", "dense_intermediate_size", "intermediate_size_mlp",

@@ -7,7 +7,7 @@ each document's gradient is added in fp32, which is what mixed precision means e
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from fivefold.config import OptimizerSection
 from fivefold.models import hf_internals
+from fivefold.models.experts import router_buffers
+from fivefold.parallel.balance import movable_biases
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification.exact import exactly
@@ -27,7 +29,7 @@ from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 
 _IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
-CLIP = 0.5  # of the first step's gradient norm: clipping bites
+CLIP = 0.5  # of a step's gradient norm: clipping bites; the inverse, in each second step: it does not
 
 
 class Reference:
@@ -35,10 +37,10 @@ class Reference:
 
     def __init__(
         self, case: ProofCase, precision: str, device: str, *, noise: bool = False,
-        model: torch.nn.Module | None = None,
+        model: torch.nn.Module | None = None, routers: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
-        which a copy is trained; None: that of the folder of the case."""
+        which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted."""
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
         self.master = self._load(model, torch.float32).to(device, master_dtype(precision))
@@ -49,13 +51,14 @@ class Reference:
             routers_in_fp32(self.model)
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
+        self.loads = Loads(self.model, routers)
         if noise:
             embedding = self.model.get_input_embeddings()
             embedding.register_forward_hook(lambda _, args, out: one_ulp(out))
         self.tensors: dict[str, Tensor] = {}
         self.dtypes: dict[str, str] = {}
         self.token_dims: dict[str, int] = {}
-        self.clip = 0.0
+        self.limits: list[float] = []  # of the gradient norm, step by step
 
     def _load(self, model: torch.nn.Module | None, dtype: torch.dtype) -> Any:
         if model is None:
@@ -64,23 +67,28 @@ class Reference:
 
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
-        self._keep("weight", dict(self.master.named_parameters()))
+        self._keep("weight", trained(self.master))
         optimizers = torch_optimizers(self.master, self.case.optimizer, LEARNING_RATE)
         losses, norms = [], []
         for step in range(self.case.steps):
             with exactly(self.precision):
                 loss = self._gradients(step, inputs if step == 0 else None)
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.master.parameters() if p.grad is not None])
-            if step == 0:
-                most = self.case.max_grad_norm
-                self.clip = CLIP * float(norm) if most is None else most or math.inf
-            self._update(optimizers, norm, is_first=step == 0)
+            self.limits.append(self._limit(step, float(norm)))
+            self._update(optimizers, norm, step)
             losses.append(loss)
             norms.append(float(norm))
-        self._keep("last", dict(self.master.named_parameters()))
+        self._keep("last", trained(self.master))
         self.tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
         self.tensors["norms"] = torch.tensor(norms, dtype=torch.float64)
         return self
+
+    def _limit(self, step: int, norm: float) -> float:
+        """What the gradient norm of a step is clipped to."""
+        most = self.case.max_grad_norm
+        if most is None:
+            return norm * (CLIP if step % 2 == 0 else 1 / CLIP)
+        return most or math.inf
 
     def before(self) -> "Reference":
         """What is computed with the first weights only: the continuations of the prompts."""
@@ -101,7 +109,7 @@ class Reference:
             ids = torch.cat([ids, logits.argmax().reshape(1)])
         return ids[prompt:].cpu(), torch.stack(margins).cpu()
 
-    def _keep(self, kind: str, named: dict[str, Tensor | None]) -> None:
+    def _keep(self, kind: str, named: Mapping[str, Tensor | None]) -> None:
         for name, tensor in named.items():
             if tensor is not None:
                 self.tensors[f"{kind}/{name}"] = tensor.detach().cpu().clone()
@@ -112,11 +120,14 @@ class Reference:
             with torch.no_grad():
                 for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
                     mine.copy_(kept.to(self.compute_dtype))
+                for name in router_buffers(self.master):
+                    self.model.get_buffer(name).copy_(self.master.get_buffer(name))
 
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
         """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
         self._sync()
         count, summed = self.case.targets(step), 0.0
+        self.loads.begin()
         seen = None if inputs is None else Watch(self, inputs)
         batch = self.case.documents(step)
         for row, start, ids, targets in self._sequences(batch):
@@ -143,7 +154,17 @@ class Reference:
                 for row, start, ids, _ in self._sequences(batch):
                     logits = self.model(input_ids=ids[None]).logits[0]
                     self.tensors["logits"][row, start : start + len(ids)] = logits.cpu()
+        if seen:
+            self.tensors["evaluated"] = self._evaluated()
         return summed / count
+
+    def _evaluated(self) -> Tensor:
+        """The loss of the first batch from its logits, in which no capacity drops anything."""
+        summed = torch.zeros((), dtype=torch.float64)
+        for row, start, _, targets in self._sequences(self.case.documents(0)):
+            logits = self.tensors["logits"][row, start : start + len(targets)].to(master_dtype(self.precision))
+            summed += F.cross_entropy(logits, targets.cpu(), reduction="sum")
+        return summed / self.case.targets(0)
 
     def _sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Of each document its row, where it starts there, its tokens and its targets."""
@@ -164,25 +185,32 @@ class Reference:
                 kept.grad = gradient if kept.grad is None else kept.grad + gradient
                 mine.grad = None
 
-    def _update(self, optimizers: list[torch.optim.Optimizer], norm: Tensor, *, is_first: bool) -> None:
-        parameters = dict(self.master.named_parameters())
-        torch.nn.utils.clip_grads_with_norm_(self.master.parameters(), self.clip, norm)
-        before = {name: p.detach().clone() for name, p in parameters.items()} if is_first else {}
-        if is_first:
-            self._keep("clipped", {name: p.grad for name, p in parameters.items()})
+    def _update(self, optimizers: list[torch.optim.Optimizer], norm: Tensor, step: int) -> None:
+        parameters, is_first = dict(self.master.named_parameters()), step == 0
+        torch.nn.utils.clip_grads_with_norm_(self.master.parameters(), self.limits[step], norm)
+        before = {name: p.detach().clone() for name, p in trained(self.master).items()} if is_first else {}
+        if step < 2:
+            self._keep(("clipped", "second")[step], {name: p.grad for name, p in parameters.items()})
         # torch's Muon iterates in bf16; ours in the type that the model computes in
         keep_type = patch.object(Tensor, "bfloat16", Tensor.clone)
         with keep_type if self.precision != "bf16" else nullcontext():
             for optimizer in optimizers:
                 optimizer.step()
+        self.loads.move(self.master, self.case.bias_rate)
         if is_first:
-            self._keep("update", {name: p.detach() - before[name] for name, p in parameters.items()})
+            self._keep("update", {name: p.detach() - before[name] for name, p in trained(self.master).items()})
+            self._keep("load", self.loads.counts)
             for optimizer in optimizers:
                 for name, parameter in parameters.items():
                     for kind, value in optimizer.state.get(parameter, {}).items():
                         if value.ndim:
                             self._keep(kind, {name: value})
         self.master.zero_grad()
+
+
+def trained(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What steps change, by name: the parameters, and what routers keep."""
+    return {**dict(model.named_parameters()), **{name: model.get_buffer(name) for name in router_buffers(model)}}
 
 
 def torch_optimizers(
@@ -209,7 +237,8 @@ class Watch:
         self._row = self._start = self._length = 0  # of the document under way
         self._seen: set[str] = set()
         self._repeated: set[str] = set()  # run more than once in a pass (Gemma 3's rotary tables: in any order)
-        names = [name for name, _ in reference.model.named_modules() if name]
+        head = reference.model.get_output_embeddings()  # what it computes are the logits
+        names = [name for name, module in reference.model.named_modules() if name and module is not head]
         self._handles = watch(reference.model, names, inputs, self._note)
 
     def begin(self, row: int, start: int, length: int) -> None:
@@ -304,6 +333,34 @@ class Drops:
                     taken[expert] += 1
                     kept[token, pick] = 1
         return logits, weights * kept, index
+
+
+class Loads:
+    """Counts the tokens that each of `routers` (names) sends to each expert in training, and moves their biases by it:
+    up by a fixed step where an expert has less than the mean, down where it has more (arXiv:2408.15664)."""
+
+    def __init__(self, model: torch.nn.Module, routers: Sequence[str]) -> None:
+        self.counts: dict[str, Tensor] = {}  # of the step under way: router -> [experts], fp64
+        self._routers = routers
+        for name in routers:
+            model.get_submodule(name).register_forward_hook(partial(self._after, name))
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.counts = {}
+
+    def move(self, model: torch.nn.Module, rate: float) -> None:
+        """Move the bias of every router of `model`, if they have one."""
+        for name, router in zip(movable_biases(self._routers, router_buffers(model)), self._routers, strict=False):
+            counts = self.counts[router]
+            bias = model.get_buffer(name)
+            bias += rate * torch.sign(counts.mean() - counts).to(bias)
+
+    def _after(self, name: str, _module: Any, _args: Any, out: Any) -> None:
+        if torch.is_grad_enabled():
+            index = next(each for each in out if not each.is_floating_point())
+            counts = torch.bincount(index.flatten(), minlength=out[0].shape[-1]).double()
+            self.counts[name] = self.counts[name] + counts if name in self.counts else counts
 
 
 def routers_in_fp32(model: torch.nn.Module) -> None:

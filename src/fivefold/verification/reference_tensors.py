@@ -2,17 +2,20 @@
 
 | key | what |
 |---|---|
-| `weight/P` | parameter P before the first step |
+| `weight/P` | parameter P, or a buffer that routers keep, before the first step |
 | `output/M` | output of module M over the packed rows [G, T, ...]; `M input` what a module was given |
 | `backward/M` | gradient of the loss with respect to that output |
 | `logits` | [G, T, V] |
+| `evaluated` | the loss of the first batch without gradients, fp64 |
 | `gradient/P`, `clipped/P`, `update/P` | of the first step: gradient before and after clipping, change of the weight |
+| `second/P` | of the second step: gradient that the optimizer is given, which no clipping may have changed |
+| `load/M` | of the first step: tokens that router M sends to each expert [E] |
 | `exp_avg/P`, `exp_avg_sq/P`, `momentum_buffer/P` | optimizer state after the first step |
 | `last/P` | parameter P after the last step |
 | `losses`, `norms` | [steps], fp64 |
 | `greedy` | [prompts, tokens] |
 
-Legend: G rows of a global batch, T tokens of a row, V vocabulary.
+Legend: G rows of a global batch, T tokens of a row, V vocabulary, E experts.
 """
 
 import json
@@ -70,9 +73,24 @@ class ReferenceTensors:
         """The norm of a tensor."""
         return float(self.about["norms"][key])
 
+    def values(self, key: str) -> int:
+        """How many numbers of a tensor a proof compares: all; of what modules compute, those of real tokens."""
+        return int(self.about["values"][key])
+
     def names(self, kind: str) -> list[str]:
         """The names under `kind/`, in the order in which they were found."""
         return [key.partition("/")[2] for key in self.about["norms"] if key.startswith(f"{kind}/")]
+
+    def recorded(self) -> list[str]:
+        """Every key that is compared as a tensor; each gradient twice, before and after it is reduced."""
+        return [key for key in self.about["norms"] if "/" in key] + [f"raw/{name}" for name in self.names("gradient")]
+
+    def numbers(self) -> list[str]:
+        """What is compared as numbers."""
+        steps = len(self.whole("losses"))
+        return [key for key in self.about["floors"] if "/" not in key] + [
+            f"{w} of {steps} steps" for w in ("losses", "norms")
+        ]
 
 
 def save_reference_tensors(tensors: dict[str, Tensor], path: Path, **about: Any) -> None:

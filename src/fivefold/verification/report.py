@@ -37,13 +37,14 @@ class VerifyReport(Report[LayoutRow]):
         """`{"ok", "layouts": [{"layout", "ok", "rows": [{"what", "error", "tolerance", "ok", "where"}]}]}`.
 
         Beside the rows: `not_run`, why a layout did not run, else null; `not_told`, what its precision is too coarse
-        for."""
+        for; `not_shown`, modules of which it does not say what part a rank computes."""
         layouts = [
             {
                 "layout": each.layout,
                 "ok": each.ok,
                 "not_run": each.refused or None,
                 "not_told": each.not_told,
+                "not_shown": each.not_shown,
                 "seconds": round(each.seconds, 3),
                 "rows": [asdict(row) | {"error": min(row.error, HUGE)} for row in each.rows],
             }
@@ -118,3 +119,5 @@ def _show(found: LayoutResult, console: "Console") -> None:
     console.print(table)
     if found.not_told:
         console.print(Text(f"  too coarse to tell: {', '.join(found.not_told)}", style="dim"))
+    if found.not_shown:
+        console.print(Text(shown(f"  not looked at: {', '.join(found.not_shown)}"), style="dim"))

@@ -20,12 +20,17 @@ SMALL = 1e-6  # a gradient this much smaller than the whole has no relative erro
 # What each kind of key is called.
 WORDS = {
     "weight": "weight", "output": "output", "backward": "gradient of output", "raw": "gradient, raw",
-    "gradient": "gradient, reduced", "clipped": "gradient, clipped", "update": "update",
-    **state_words(), "last": "weight, last step",
+    "gradient": "gradient, reduced", "load": "load of experts", "clipped": "gradient, clipped", "update": "update",
+    **state_words(), "second": "gradient, second step", "last": "weight, last step",
 }  # fmt: skip
 # Kinds without an allowance.
 BITWISE = ("weight",)
 CONTROL = "control: a planted fault"  # its error is meant
+# What every proof looks at once, whatever its reference recorded.
+ALWAYS = (
+    "shards", "micro batches", "types", "rerun", CONTROL, "counts of a step", "gradients left after the step",
+    "collectives", "replicas",
+)  # fmt: skip
 
 
 @dataclass
@@ -96,6 +101,7 @@ class LayoutResult:
     rows: list[Row] = field(default_factory=list)
     refused: str = ""
     not_told: list[str] = field(default_factory=list)  # what a precision is too coarse for
+    not_shown: list[str] = field(default_factory=list)  # modules of which the layout does not say what a rank has
     losses: list[float] = field(default_factory=list)
     holds: dict[str, Any] = field(default_factory=dict)  # parameter -> shape and the regions of each rank
     seconds: float = 0.0

@@ -12,7 +12,7 @@ from torch import Tensor
 from fivefold.checkpoint import load
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.verification import proof
-from tests.verification.faults.fault import Expected, fault
+from tests.verification.faults.fault import Expected, Model, fault
 from tests.verification.faults.tensor import PHI3
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,6 +43,26 @@ def _loaded(change: Callable[[dict[str, Any]], None]) -> Any:
 )
 def moments_lost() -> Any:
     return _loaded(lambda state: state.clear())
+
+
+@fault(
+    "the router's correction bias is not loaded: it was moved, and starts again where the model has it",
+    known="a state dict of parameters and optimizer state",
+    layout="shard2.ep2",
+    kind="load",
+    model=Model("deepseek_v3"),
+    expects=_named(r"e_score_correction_bias"),
+)
+def moved_bias_not_loaded() -> Any:
+    plain = load.restore
+
+    def restore(model: Any, *rest: Any) -> None:
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        plain(model, *rest)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+
+    return patch.object(proof, "restore", restore)
 
 
 @fault(

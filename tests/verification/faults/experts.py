@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, hf_internals, merged
-from fivefold.parallel import capacity, expert, plan, shard_rules, tensor
+from fivefold.parallel import apply, balance, capacity, expert, plan, shard_rules, tensor
+from fivefold.parallel.balance import Balance
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.mappings import gather, mapping
 from fivefold.parallel.sharding import Split
@@ -314,7 +315,76 @@ def shared_experts_counted_twice() -> Any:
     known="buffers left out of a state dict of parameters",
     layout="shard2.ep2",
     model=DEEPSEEK,
-    expects=OF_EXPERTS,
+    expects=[("weight", r"e_score_correction_bias")],
 )
 def correction_bias_not_loaded() -> Any:
-    return patch.object(plan.ParallelPlan, "buffers", {})
+    plain = apply.fill
+
+    def fill(model: Any, source: Any) -> None:
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        plain(model, source)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+
+    return patch.object(apply, "fill", fill)
+
+
+@fault(
+    "the step leaves the router's correction bias where it was",
+    known="a bias that is moved in the trainer's loop, and not in the step that another loop calls",
+    layout="shard2.ep2",
+    model=DEEPSEEK,
+    expects=[("update", r"e_score_correction_bias")],
+)
+def correction_bias_not_moved() -> Any:
+    return patch.object(Balance, "move_biases", lambda *_: None)
+
+
+@fault(
+    "the router's correction bias moves by the load of a rank's own tokens",
+    known="a load that is not summed over data ranks",
+    layout="shard2.ep2",
+    model=DEEPSEEK,
+    expects=[("load of experts", r"mlp\.gate")],
+)
+def correction_bias_moved_by_own_load() -> Any:
+    plain = Balance.end_step
+
+    def end_step(self: Balance) -> Any:
+        with patch.object(balance.dist, "all_reduce", lambda *_, **__: None):
+            return plain(self)
+
+    return patch.object(Balance, "end_step", end_step)
+
+
+@fault(
+    "padding is counted among the tokens of experts, and moves the router's correction bias",
+    known="a load from the length of a batch, padding included",
+    layout="shard2.ep2",
+    model=DEEPSEEK,
+    expects=[("load of experts", r"mlp\.gate")],
+)
+def padding_counted_as_load() -> Any:
+    plain = Balance._real
+
+    def real(self: Balance, logits: Tensor) -> tuple[Tensor, Tensor]:
+        real_BT, tokens_B = plain(self, logits)
+        return torch.ones_like(real_BT), tokens_B
+
+    return patch.object(Balance, "_real", real)
+
+
+@fault(
+    "what a layer computes again in backward is counted as load again",
+    known="a counter in a forward that recompute runs twice",
+    layout="pp2+full",
+    model=DEEPSEEK,
+    expects=[("load of experts", r"mlp\.gate: 2 times")],
+)
+def load_counted_again_in_backward() -> Any:
+    plain = Balance.begin_micro_batch
+
+    def begin(self: Balance, tokens_B: Tensor | None, *, again: bool = False) -> None:
+        plain(self, tokens_B)
+
+    return patch.object(Balance, "begin_micro_batch", begin)

@@ -156,6 +156,31 @@ def last_chunk_dropped() -> Any:
     return patch.object(loss, "chunked_loss", chunked)
 
 
+@fault(
+    "of the head's gradient the last chunk alone is kept",
+    known="gradients of chunks assigned in place of added",
+    layout="shard2",
+    expects=[("gradient, raw", r"lm_head")],
+)
+def head_gradient_of_the_last_chunk() -> Any:
+    return patch.object(loss, "_accumulate", lambda sums, grads: [*grads])
+
+
+@fault(
+    "evaluation counts targets on every tensor parallel rank",
+    known="a mean over ranks that have the same tokens",
+    layout="tp2",
+    expects=[("loss, evaluated", r"")],
+)
+def evaluated_targets_counted_on_every_tensor_rank() -> Any:
+    plain = step.mean_loss
+
+    def mean_loss(model: Any, batches: Any) -> float:
+        return plain(model, batches) / step.state_of(model).plan.layout.tp
+
+    return patch.object(step, "mean_loss", mean_loss)
+
+
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 

@@ -196,6 +196,49 @@ def rate_set_after_the_update() -> Any:
 
 
 @fault(
+    "the learning rate of a step is set in the first group alone: norms and biases keep that of the run file",
+    known="a schedule of param_groups[0]",
+    layout="shard2",
+    expects=[("update", r"norm|bias")],
+)
+def rate_of_the_first_group() -> Any:
+    plain = adamw.RULE.build
+
+    def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+        def forget(of: torch.optim.Optimizer, *_: Any) -> None:
+            for group in of.param_groups[1:]:
+                group["lr"] = options.learning_rate
+
+        made = plain(model, options)
+        made.register_step_pre_hook(forget)
+        return made
+
+    return _adamw(build)
+
+
+@fault(
+    "Muon's weights decay by the decay alone, not by rate times decay",
+    known="decay taken for what the rate has been multiplied into",
+    layout="shard2",
+    model=Model(optimizer="muon"),
+    expects=[("update", r"_proj\.weight")],
+)
+def muon_decays_without_the_rate() -> Any:
+    plain = muon.RULE.build
+
+    def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
+        def divided(of: torch.optim.Optimizer, *_: Any) -> None:
+            own = of.param_groups[0]
+            own["weight_decay"] = options.weight_decay / own["lr"]
+
+        made = plain(model, options)
+        made.register_step_pre_hook(divided)
+        return made
+
+    return patch.object(muon.RULE, "build", build)
+
+
+@fault(
     "the step count stays at 1: every step is corrected like the first",
     known="a count that is made again every step",
     layout="shard2",

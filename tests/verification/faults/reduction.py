@@ -213,6 +213,16 @@ def gradients_not_zeroed() -> Any:
     return patch.object(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None)
 
 
+@fault(
+    "squared lengths are those of rows, not of documents: attention is counted with FLOPs that it does not have",
+    known="FLOPs of attention from the length of a packed row",
+    layout="shard2",
+    expects=[("counts of a step", r"squared")],
+)
+def lengths_of_rows_squared() -> Any:
+    return patch.object(step, "squared_lengths", lambda batch: sum(len(each.input_ids) * 31**2 for each in batch))
+
+
 # ---- the norm, and clipping by it ------------------------------------------------------------------------------------
 
 
@@ -270,6 +280,20 @@ def clipped_on_one_tensor_rank() -> Any:
     def clip_(model: Any, *args: Any) -> None:
         if step.state_of(model).plan.coords.tp == 0:
             clip(model, *args)
+
+    return patch.object(step, "clip_", clip_)
+
+
+@fault(
+    "gradients whose norm is below the limit are scaled up to it",
+    known="a factor of limit over norm without its minimum with one",
+    layout="shard2",
+    expects=[("gradient, second step", r"times")],
+)
+def small_gradients_scaled_up() -> Any:
+    def clip_(model: Any, norm: float, limit: float) -> None:
+        for _, gradient in local_gradients(model):
+            gradient.mul_(limit / (norm + 1e-6))
 
     return patch.object(step, "clip_", clip_)
 

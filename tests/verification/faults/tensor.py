@@ -157,6 +157,20 @@ def gathered_features_keep_their_own_gradient() -> Any:
     return patch.object(tensor, "gather_features", mapping(gather_blocks, cut))
 
 
+@fault(
+    "each copy of a key/value head gets the whole gradient of a norm across all heads, and the copies are summed",
+    known="a gather whose backward does not know of copies",
+    layout="tp4",
+    model=Model("olmo2"),
+    expects=[("gradient of output", r"self_attn\.k_proj: 2 times")],
+)
+def gathered_copies_get_the_whole_gradient() -> Any:
+    def whole(grad: Tensor, group: Any, blocks: Any) -> Tensor:
+        return sum_all(grad, group)[..., mappings.feature_indices(blocks[group.rank()])]
+
+    return patch.object(tensor, "gather_features", mapping(gather_blocks, whole))
+
+
 # ---- what ranks compute ---------------------------------------------------------------------------------------------
 
 
