@@ -43,7 +43,7 @@ def rehearse(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Run the real step of one rank of any cluster, without a GPU: memory, syncs, collectives.
+    """Run the real step of any rank of a cluster, without its devices: does it fit?
 
     Example: fivefold rehearse run.yaml --cluster 16x8xH100 --ranks all-kinds
     """

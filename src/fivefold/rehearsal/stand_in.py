@@ -48,10 +48,10 @@ class Torch:
     @classmethod
     def installed(cls) -> "Torch | None":
         """None where there is no torch."""
-        found = find_spec("torch")
-        if found is None or found.origin is None:
+        origin = getattr(find_spec("torch"), "origin", None)
+        if origin is None:
             return None
-        folder = Path(found.origin).parent
+        folder = Path(origin).parent
         says = run_path(str(folder / "version.py"))
         return cls(folder, says["__version__"], says.get("cuda"))
 
