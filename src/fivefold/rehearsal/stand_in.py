@@ -5,6 +5,7 @@ which a process sees it. No torch here: it is built before torch is imported.
 generated as a function that returns 0: those names differ between versions of torch.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,7 +14,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
 
@@ -48,7 +48,7 @@ class Torch:
     @classmethod
     def installed(cls) -> "Torch | None":
         """None where there is no torch."""
-        origin = getattr(find_spec("torch"), "origin", None)
+        origin = getattr(importlib.util.find_spec("torch"), "origin", None)
         if origin is None:
             return None
         folder = Path(origin).parent
