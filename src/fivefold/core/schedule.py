@@ -8,20 +8,20 @@ Each way to order the slots is one `Schedule` record of `SCHEDULES`, at the end 
 record; a new schedule is a function that yields slots, and a record.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
+Seconds = TypeVar("Seconds", float, Any)  # a number, or an array of them
 TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
 
 
-@dataclass(frozen=True, order=True)
-class Slot:
+class Slot(NamedTuple):
     """A micro batch on a stage, forward or backward."""
 
     stage: int
@@ -77,7 +77,7 @@ class Timeline:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: slots as objects with rank, stage, kind, micro_batch, start, end, waited."""
         slots = [
-            {"rank": t.rank, **asdict(t.slot), "start": t.start, "end": t.end, "waited": t.waited} for t in self.slots
+            {"rank": t.rank, **t.slot._asdict(), "start": t.start, "end": t.end, "waited": t.waited} for t in self.slots
         ]
         return {"ranks": self.ranks, "span": self.span, "bubble": self.bubble, "slots": slots}
 
@@ -144,23 +144,54 @@ class SchedulePlan:
     def simulate(self, seconds: Callable[[Slot], float] | None = None, *, transfer: float = 0.0) -> Timeline:
         """When each slot runs if it takes `seconds(slot)` (default: `TYPICAL`), and a transfer `transfer`."""
         last = seconds or (lambda slot: TYPICAL[slot.kind])
-        ended: dict[Slot, tuple[float, int]] = {}
-        free, at, done = [0.0] * self.ranks, [0] * self.ranks, list[Timed]()
-        while any(at[rank] < len(order) for rank, order in enumerate(self.orders)):
-            moved = False
-            for rank, order in enumerate(self.orders):
-                while at[rank] < len(order) and all(need in ended for need in self._needs(order[at[rank]])):
-                    slot = order[at[rank]]
-                    ready = [end + transfer * (on != rank) for end, on in map(ended.get, self._needs(slot))]  # type: ignore[misc]
-                    start = max([free[rank], *ready])
-                    free[rank] = start + last(slot)
-                    ended[slot] = (free[rank], rank)
-                    if slot.kind == "B":  # stands for both
-                        ended[Slot(slot.stage, "I", slot.micro_batch)] = ended[slot]
-                    done.append(Timed(rank, slot, start, free[rank]))
-                    at[rank], moved = at[rank] + 1, True
-            assert moved, f"{self} waits for itself"
+        free, ended, done = [0.0] * self.ranks, list[float](), list[Timed]()
+        for rank, slot, needs in self._walk:
+            ready = [ended[need] + transfer * is_sent for need, is_sent in needs]
+            start = max([free[rank], *ready])
+            free[rank] = start + last(slot)
+            ended.append(free[rank])
+            done.append(Timed(rank, slot, start, free[rank]))
         return Timeline(self.ranks, tuple(done))
+
+    def span(
+        self,
+        seconds: Mapping[Kind, Sequence[Seconds]],
+        transfer: Seconds,
+        larger: Callable[[Seconds, Seconds], Seconds],
+    ) -> Seconds:
+        """The span of `simulate`, without its slots. `seconds`: of a slot of each kind, by stage.
+
+        With numbers `larger` is `max`. With arrays, and numpy's `maximum`, many timings are run at once.
+        """
+        free, ended = [seconds["F"][0] * 0] * self.ranks, list[Seconds]()
+        for rank, slot, needs in self._walk:
+            start = free[rank]
+            for need, is_sent in needs:
+                start = larger(start, ended[need] + transfer if is_sent else ended[need])
+            free[rank] = start + seconds[slot[1]][slot[0]]
+            ended.append(free[rank])
+        return reduce(larger, free)
+
+    @cached_property
+    def _walk(self) -> tuple[tuple[int, Slot, tuple[tuple[int, bool], ...]], ...]:
+        """All slots, each behind those that it needs: (rank, slot, (place of a slot that it needs, whether that one's
+        result is sent)). How long slots take does not matter."""
+        found: list[tuple[int, Slot, tuple[tuple[int, bool], ...]]] = []
+        places: dict[Slot, tuple[int, int]] = {}
+        at = [0] * self.ranks
+        while any(at[rank] < len(order) for rank, order in enumerate(self.orders)):
+            before = len(found)
+            for rank, order in enumerate(self.orders):
+                while at[rank] < len(order) and all(need in places for need in self._needs(order[at[rank]])):
+                    slot = order[at[rank]]
+                    needs = tuple((place, on != rank) for place, on in map(places.__getitem__, self._needs(slot)))
+                    places[slot] = len(found), rank
+                    if slot.kind == "B":  # stands for both
+                        places[Slot(slot.stage, "I", slot.micro_batch)] = places[slot]
+                    found.append((rank, slot, needs))
+                    at[rank] += 1
+            assert len(found) > before, f"{self} waits for itself"
+        return tuple(found)
 
     def _needs(self, slot: Slot) -> list[Slot]:
         stage, mb = slot.stage, slot.micro_batch
@@ -182,6 +213,7 @@ class SchedulePlan:
 # ---- how layers are cut into stages ----------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
 def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Layers of each stage: the cuts of `costs` whose dearest stage is the cheapest, and then the most even.
 

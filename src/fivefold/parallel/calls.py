@@ -138,10 +138,7 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
         yield from _enter(step, anatomy.head, is_in_block=False)
     for name, groups in partition.across.items():
         yield from _across(step, name, groups)
-    sums = {"tp": 0, "tp_kv": 0}
-    for name, axis in plan.gradient_sums.items():
-        sums[axis] += plan.held_bytes(name, shape.master_bytes)
-    for axis, size in sums.items():
+    for axis, size in plan.summed_bytes(shape.master_bytes, plan.gradient_sums).items():
         if size:
             yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
 

@@ -66,9 +66,14 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         gathered=gathered,
         unreduced=unreduced,
         saved=_saved(plan, shape),
-        logits=_logits(plan, shape),
-        buffers=4 * sum(map(prod, plan.buffers.values())),
+        logits=logit_bytes(plan, shape),
+        buffers=buffer_bytes(plan.buffers),
     )
+
+
+def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
+    """Of the routers' buffers, in fp32; `buffers`: their shapes."""
+    return 4 * sum(map(prod, buffers.values()))
 
 
 def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
@@ -109,15 +114,16 @@ def _saved(plan: "ParallelPlan", shape: StepShape) -> dict[str, int]:
 
 def under_way(order: Sequence[Slot]) -> dict[int, int]:
     """Stage of a rank whose slots come in `order` -> the most micro batches in flight at once, between their forward
-    and their backward."""
+    and their backward. Where gradients of weights come apart, the inputs of linears and the gradients of their outputs
+    wait for them: about as much as forward left."""
     most, now = Counter[int](), Counter[int]()
     for slot in order:
-        now[slot.stage] += {"F": 1, "I": -1, "B": -1, "W": 0}[slot.kind]
+        now[slot.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[slot.kind]
         most[slot.stage] = max(most[slot.stage], now[slot.stage])
     return most
 
 
-def _logits(plan: "ParallelPlan", shape: StepShape) -> int:
+def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
     """The largest chunk of the loss: its logits in the compute type, and their gradient in fp32 (fp64)."""
     if not plan.has_ends[1]:
         return 0

@@ -6,7 +6,7 @@ verify, report and `fivefold doctor MODEL --layout TEXT` read it. It costs the s
 one of two.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -241,6 +241,14 @@ class ParallelPlan:
         """Bytes of this rank's part of a parameter, of so many each number."""
         regions = [local_region for _, local_region in self.regions(name)]
         return sum(map(numel, regions)) * itemsize
+
+    def summed_bytes(self, itemsize: int, names: Iterable[str]) -> dict[str, int]:
+        """Axis -> bytes of the gradients of `names` that are summed over it once a step, on this rank."""
+        sums = {"tp": 0, "tp_kv": 0}
+        for name in names:
+            if name in self.gradient_sums:
+                sums[self.gradient_sums[name]] += self.held_bytes(name, itemsize)
+        return sums
 
     def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
         """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""

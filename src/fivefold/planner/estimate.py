@@ -4,27 +4,47 @@ Prices of single layers (`price.py`) are added up to the stages of the pipeline,
 with them. Memory is that of the fullest pipeline rank. Time is that of the whole step.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import takewhile
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.core import legality
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.schedule import SchedulePlan, Slot, Timeline
+from fivefold.core.schedule import Kind, SchedulePlan, Slot, Timeline
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.memory import under_way, unit_bytes
-from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.memory import buffer_bytes, under_way, unit_bytes
+from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.engines import Engine
 from fivefold.planner.links import seconds
-from fivefold.planner.price import ITEMS, LayerPrice, PriceList, Prices, Seconds, Stage, UnitPrice, nothing
+from fivefold.planner.price import (
+    ITEMS,
+    Content,
+    LayerPrice,
+    Numbers,
+    PriceList,
+    Prices,
+    Seconds,
+    Shard,
+    Shards,
+    Stages,
+    UnitPrice,
+    nothing,
+)
 
+Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
+ROUNDING = 1e-9  # of sums in another order
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -106,6 +126,12 @@ class Estimate:
         return self.flops / self.step_seconds / self.layout.world / peak
 
 
+def padded(length: int, layout: Layout) -> int:
+    """Tokens of a row under a layout."""
+    multiple = layout.row_multiple
+    return -(-length // multiple) * multiple
+
+
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
 
 
@@ -118,33 +144,214 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     return Step(prices, layout, workload).estimate()
 
 
-@lru_cache(maxsize=4096)
-def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
+@lru_cache(maxsize=256)
+def schedule_plan(layout: Layout, micro_batches: int) -> SchedulePlan:
+    """Of a layout that says its pipeline alone. It keeps what it has computed."""
     return SchedulePlan.of(layout, micro_batches)
 
 
-def _saturated(layout: Layout, micro_batches: int) -> int:
-    """As many micro batches as show what a pipeline rank ever holds at once, and how often it gathers: beyond 3 pp they
-    only repeat. In rounds of pp they stay whole rounds."""
-    enough = 3 * layout.pp + 2 * layout.schedule.multiple(layout.pp)
-    if micro_batches <= enough:
-        return micro_batches
-    return enough - enough % layout.schedule.multiple(layout.pp)
+def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
+    """As many micro batches as show what repeats with more of them: `rounds` times pp, and a whole round more."""
+    multiple = layout.schedule.multiple(layout.pp)
+    enough = rounds * layout.pp + multiple
+    return micro_batches if micro_batches <= enough else enough - enough % multiple
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, the most that wait for their backward.
+    `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
+    reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
+    after its last other slot.
+    """
+
+    in_flight: Numbers
+    forward: Numbers
+    backward: Numbers
+    reductions: Numbers
+    left: Numbers
 
 
 @lru_cache(maxsize=16384)
-def _in_flight(layout: Layout, micro_batches: int, rank: int) -> dict[int, int]:
-    return under_way(_schedule(layout, _saturated(layout, micro_batches)).orders[rank])
+def _in_flight(pipeline: Layout, count: int) -> tuple[Numbers, Numbers]:
+    """Of each stage: the most micro batches in flight, and the gradients of weights that are left to the end."""
+    plan, found, left = schedule_plan(pipeline, count), np.zeros(pipeline.stages), np.zeros(pipeline.stages)
+    for order in plan.orders:
+        for stage, most in under_way(order).items():
+            found[stage] = most
+        for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
+            left[slot.stage] += 1
+    return found, left
 
 
 @lru_cache(maxsize=16384)
-def _unshards(layout: Layout, micro_batches: int, rank: int) -> dict[str, Unshards]:
-    """Counts for one micro batch, of a unit that one stage uses and of the model's own, as (times of a step) / m."""
-    count = _saturated(layout, micro_batches)
-    plan = _schedule(layout, count)
-    own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-    users = {"layer": frozenset(own[:1]), "": frozenset(own[-1:])}
-    return of_slots(plan.orders[rank], users, count, own, layout.zero)
+def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flow:
+    """Of a pipeline, and its ZeRO stage. `at_least`: of reductions no more than there are for certain; to count them is
+    dear where gradients of weights come apart."""
+    alone, splits = replace(pipeline, zero=3), pipeline.schedule.splits_backward
+    ranks = (
+        pipeline.pp if splits and not at_least else 1
+    )  # where backwards are whole, FSDP does the same in every stage
+    shown, multiple = _saturated(pipeline, micro_batches, rounds=3), pipeline.schedule.multiple(pipeline.pp)
+    times = _times(alone, shown, pipeline.zero, ranks)
+    if shown < micro_batches:  # more micro batches repeat what the last round did
+        growth = (times - _times(alone, shown - multiple, pipeline.zero, ranks)) / multiple
+        times = times + growth * (micro_batches - shown)
+    forward, backward, reductions = times / micro_batches
+    if splits and at_least:
+        reductions = np.full(pipeline.stages, 1 / micro_batches)
+    in_flight, left = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
+    return Flow(in_flight, forward, backward, reductions, left)
+
+
+def _times(pipeline: Layout, micro_batches: int, zero: int, ranks: int) -> Numbers:
+    """[forward, backward, reductions; stage]: how often FSDP gathers and reduces a unit that one stage uses. `ranks`:
+    those that are asked; the first stage of rank 0 stands for all stages where it is 1."""
+    plan, found = schedule_plan(pipeline, micro_batches), np.zeros((3, pipeline.stages))
+    for rank in range(ranks):
+        own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
+        users = {str(stage): frozenset((stage,)) for stage in (own if ranks > 1 else own[:1])}
+        times = of_slots(plan.orders[rank], users, micro_batches, own, zero)
+        for stage, each in times.items():
+            found[:, int(stage)] = each.forward, each.backward, each.reductions
+    return found if ranks > 1 else np.repeat(found[:, :1], pipeline.stages, axis=1)
+
+
+# ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
+#
+# The last dimension of an array counts parts (kinds of layers, embedding, head), stages, or pipeline ranks. Dimensions
+# before it, if there are any, count layouts.
+
+
+def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+    """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
+    are taken to be alike: a layer's parameters are gathered while the one before it runs."""
+    forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
+    ahead, both, again, after = (
+        np.maximum(0.0, each) @ stages.layers.T
+        for each in (
+            sent.gather - forward, sent.gather + sent.reduce - backward, sent.gather - backward, sent.reduce - backward
+        )
+    )  # fmt: skip
+    together: Numbers = np.minimum(of.backward, of.reductions)
+    exposed: Numbers = together * both + (of.backward - together) * again + (of.reductions - together) * after
+    return of.forward * ahead, exposed
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights; bytes kept until
+    backward, and besides while a layer is computed again."""
+
+    forward: Numbers
+    backward: Numbers
+    weights: Numbers
+    kept: Numbers
+    again: Numbers
+
+    @staticmethod
+    def of(prices: Sequence[Prices]) -> "Work":
+        """[one for each of prices, part]."""
+
+        def each(value: Callable[[LayerPrice], float]) -> Numbers:
+            return np.array([[value(part) for part in price.parts] for price in prices])
+
+        return Work(
+            each(lambda part: part.forward.sum()), each(lambda part: part.backward.sum()),
+            each(lambda part: part.weights.sum()), each(lambda part: part.kept), each(lambda part: part.again),
+        )  # fmt: skip
+
+    def at(self, places: Places) -> "Work":
+        """Those at some places."""
+        return Work(*(getattr(self, each.name)[places] for each in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Of each part: seconds of one gather of its units, and of one reduction."""
+
+    gather: Numbers
+    reduce: Numbers
+
+    @staticmethod
+    def of(shards: Sequence[Shards]) -> "Sent":
+        """[one for each of shards, part]. The head is in the model's own unit, which stays gathered."""
+        units = [[each.units for each in (*shard.layers, shard.embedding, Shard())] for shard in shards]
+        return Sent(
+            np.array([[sum(unit.gather_seconds for unit in part) for part in each] for each in units]),
+            np.array([[sum(unit.reduce_seconds for unit in part) for part in each] for each in units]),
+        )
+
+    def at(self, places: Places) -> "Sent":
+        """Those at some places."""
+        return Sent(self.gather[places], self.reduce[places])
+
+
+def passes(work: Work, sent: Sent, stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+    """Seconds of a micro batch's forward and backward in each stage."""
+    before, after = data_seconds(work, sent, stages, of, overlaps=overlaps)
+    return work.forward @ stages.layers.T + before, work.backward @ stages.layers.T + after
+
+
+def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
+    """Seconds of each kind of slot, of each stage."""
+    weights = work.weights @ stages.layers.T
+    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+
+
+def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.int64]":
+    """The pipeline rank with the most to do: the first of those that have it."""
+    work = (forward + backward) @ stages.ranks.T
+    found: NDArray[np.int64] = np.argmax(work >= work.max(axis=-1, keepdims=True) * (1 - ROUNDING), axis=-1)
+    return found
+
+
+def least_span(
+    slots: Mapping[Kind, Numbers], stages: Stages, of: Flow, micro_batches: NDArray[np.int64] | int,
+    transfer: Numbers | float, *, splits_backward: bool,
+) -> Numbers:  # fmt: skip
+    """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
+    has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
+    while the rank can compute the gradients of weights that are left."""
+    forward, backward, weights = slots["F"], slots["B"], slots["W"]
+    back = slots["I"] if splits_backward else backward
+    hops = stages.first * np.expand_dims(transfer, -1)
+    there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
+    work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
+    found: Numbers = np.max(there + np.maximum(work, work - of.left * weights @ stages.ranks.T + again), axis=-1)
+    return found
+
+
+def saved_bytes(work: Work, stages: Stages, in_flight: Numbers) -> Numbers:
+    """Of each pipeline rank: what forward passes leave behind; with recompute, one layer's tensors besides while it is
+    computed again."""
+    kept = (work.kept @ stages.layers.T * in_flight) @ stages.ranks.T
+    again: Numbers = np.max(np.where(stages.has, np.expand_dims(work.again, -2), 0.0), axis=-1)
+    return kept + again
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What a pipeline rank does once a step, in seconds. `update`: the optimizer. `ends`: the first unit's gather and
+    the last one's reduction. `replicas`, `last`: all-reduces over replicas, of all units and of the last. `reductions`:
+    one of each unit. `sums`: gradients that ranks hold in part."""
+
+    update: Numbers | float
+    ends: Numbers | float
+    replicas: Numbers | float
+    last: Numbers | float
+    reductions: Numbers | float
+    sums: Numbers | float
+
+    def at(self, places: Places) -> "Edges":
+        """Those at some places."""
+        return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
+
+    def seconds(self, backward: Numbers | float) -> Numbers:
+        """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
+        hidden = np.maximum(0.0, backward - self.reductions)
+        found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
+        return found
 
 
 @dataclass(frozen=True)
@@ -170,19 +377,23 @@ class Step:
     @cached_property
     def tokens(self) -> int:
         """Of a row, padded."""
-        multiple = self.layout.row_multiple
-        return -(-self.workload.seq_length // multiple) * multiple
+        return padded(self.workload.seq_length, self.layout)
 
     @cached_property
     def prices(self) -> Prices:
         return self.price_list.of(self.layout, self.tokens)
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return self.price_list.stages(self.pipeline)
+    @cached_property
+    def shards(self) -> Shards:
+        return self.price_list.shards(self.layout)
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(number for number in range(len(self.stages)) if _rank_of(self.pipeline, number) == rank)
+    @cached_property
+    def stages(self) -> Stages:
+        return self.price_list.stages(replace(self.pipeline, zero=3))
+
+    @cached_property
+    def flow(self) -> Flow:
+        return flow(self.pipeline, self.micro_batches)
 
     @property
     def cluster(self) -> Cluster:
@@ -192,116 +403,91 @@ class Step:
     def engine(self) -> Engine:
         return self.price_list.engine
 
-    @property
-    def is_tied(self) -> bool:
-        return self.price_list.facts.anatomy.tied
-
-    # ---- what a stage is made of -------------------------------------------------------------------------------------
-
-    def parts(self, stage: Stage) -> Iterator[tuple[LayerPrice, int]]:
-        """The prices of a stage, and how often each counts."""
-        for kind, count in stage.kinds:
-            yield self.prices.layers[kind], count
-        if stage.has_embedding:
-            yield self.prices.embedding, 1
-        if stage.has_head:
-            yield self.prices.head, 1
-
-    def units(self, rank: int) -> Iterator[tuple[UnitPrice, int]]:
-        """The FSDP units of a pipeline rank; the model's own is the last. A tied embedding is part of it, and on both
-        ends of a pipeline."""
-        own = [self.stages[stage] for stage in self.stages_of(rank)]
-        for price, count in (part for stage in own for part in self.parts(stage)):
-            yield from ((unit, count) for unit in price.units)
-        if any(stage.has_head or (stage.has_embedding and self.is_tied) for stage in own):
-            yield self.prices.root, 1
-
     # ---- time --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def passes(self) -> tuple[tuple[Seconds, Seconds, Seconds], ...]:
-        """Of each stage: forward, backward, and of the backward that for weights, in one micro batch, with FSDP."""
-        found = []
-        for number, stage in enumerate(self.stages):
-            forward, backward, weights = nothing(), nothing(), nothing()
-            counts = _unshards(self.pipeline, self.micro_batches, _rank_of(self.pipeline, number))["layer"]
-            times = tuple(each / _saturated(self.pipeline, self.micro_batches) for each in _counts(counts))
-            for price, count in self.parts(stage):
-                forward += price.forward * count
-                backward += price.backward * count
-                weights += price.weights * count
-                before, after = self._exposed(price, times)
-                forward[_DATA] += before * count
-                backward[_DATA] += after * count
-            found.append((forward, backward, weights))
-        return tuple(found)
+    def work(self) -> Work:
+        return Work.of([self.prices]).at(0)
 
-    def _exposed(self, price: LayerPrice, times: tuple[float, ...]) -> tuple[float, float]:
-        """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of a layer. Neighbours
-        are taken to be alike: a layer's parameters are gathered while the one before it runs."""
-        gather, reduce = (
-            sum(getattr(unit, kind) for unit in price.units) for kind in ("gather_seconds", "reduce_seconds")
-        )
-        forward, backward = (price.forward.sum(), price.backward.sum()) if self.engine.overlaps_data else (0.0, 0.0)
-        first, again, reductions = times
-        together = min(again, reductions)
-        after = together * max(0.0, gather + reduce - backward)
-        after += (again - together) * max(0.0, gather - backward) + (reductions - together) * max(
-            0.0, reduce - backward
-        )
-        return first * max(0.0, gather - forward), after
+    @cached_property
+    def sent(self) -> Sent:
+        return Sent.of([self.shards]).at(0)
+
+    @cached_property
+    def passes(self) -> tuple[Numbers, Numbers]:
+        """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
+        return passes(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+
+    @cached_property
+    def busiest(self) -> int:
+        """The pipeline rank with the most to do."""
+        return int(busiest(*self.passes, self.stages))
 
     def _totals(self, rank: int) -> Seconds:
         """Of a pipeline rank in one micro batch, by item."""
-        total = nothing()
-        for stage in self.stages_of(rank):
-            total += self.passes[stage][0] + self.passes[stage][1]
-        return total
-
-    @cached_property
-    def busiest(self) -> tuple[int, Seconds]:
-        """The pipeline rank with the most to do, and what."""
-        return max(((rank, self._totals(rank)) for rank in range(self.layout.pp)), key=lambda each: each[1].sum())
+        found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
+        for part, count in zip(self.prices.parts, layers, strict=True):
+            found += (part.forward + part.backward) * count
+        before, after = data_seconds(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+        found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
+        return found
 
     @cached_property
     def at_least(self) -> float:
-        """No step is shorter: the busiest rank works without a gap."""
-        return float(self.micro_batches * self.busiest[1].sum())
+        """No step is shorter. Without a pipeline, none is longer."""
+        splits = self.pipeline.schedule.splits_backward
+        slots = durations(*self.passes, self.work, self.stages)
+        span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
+        return float(span) + self.after
+
+    @cached_property
+    def after(self) -> float:
+        """Seconds of the busiest rank beside the passes."""
+        return float(self.edges.update) + self.edge_seconds
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.span() + self.after
 
     @cached_property
     def transfer(self) -> float:
         """Seconds of hidden states from one pipeline rank to the next."""
-        if self.layout.pp == 1:
-            return 0.0
-        shape, tp = self.prices.shape, self.layout.tp if self.layout.sequence_parallel else 1
-        call = Call(axis="pp", kind="send", bytes=shape.hidden_bytes // tp, phase="forward")
-        return seconds(self.cluster, self.price_list.span(self.grid, "pp"), call)
+        return transfer_seconds(self.price_list, self.prices, self.layout.pp)
+
+    @property
+    def transfer_call(self) -> Call:
+        """One send between pipeline ranks."""
+        return transfer_call(self.prices)
 
     @cached_property
     def grid(self) -> RankGrid:
-        return RankGrid(
-            self.layout, embedding_ranks=(0, self.layout.pp - 1) if self.layout.pp > 1 and self.is_tied else ()
-        )
+        return self.price_list.grid(self.layout)
 
     def span(self) -> float:
         """Seconds from the first slot of the pipeline to the end of the last."""
-        return self.at_least if self.layout.pp == 1 else self.timeline(self.micro_batches).span
+        if self.layout.pp == 1:
+            forward, backward = self.passes
+            return float(forward[0] + backward[0]) * self.micro_batches
+        plan = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches)
+        return float(plan.span(self.durations, self.transfer, max))
+
+    @cached_property
+    def durations(self) -> dict[Kind, list[float]]:
+        """Seconds of a slot of each kind, by stage."""
+        return {kind: each.tolist() for kind, each in durations(*self.passes, self.work, self.stages).items()}
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
-        durations = [
-            {"F": float(f.sum()), "B": float(b.sum()), "I": float(b.sum() - w.sum()), "W": float(w.sum())}
-            for f, b, w in self.passes
-        ]
 
         def duration(slot: Slot) -> float:
-            return durations[slot.stage][slot.kind]
+            return self.durations[slot.kind][slot.stage]
 
-        return _schedule(self.pipeline, micro_batches).simulate(duration, transfer=self.transfer)
+        return schedule_plan(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
-        rank, total = self.busiest
+        rank, total = self.busiest, self._totals(self.busiest)
         whys = {
             "matmuls": f"{self.micro_batches} micro batches of {self.layout.micro_batch_size} x {self.tokens} tokens",
             "host": "Python and launches beyond the device's time", "data": "FSDP's collectives that outlast compute",
@@ -310,81 +496,80 @@ class Step:
             if amount:
                 yield Item("time", name, float(amount) * self.micro_batches, whys.get(name, ""))
         if self.layout.pp > 1:
-            yield Item("time", "bubble", span - self.at_least, f"pipeline rank {rank} waits for others")
-        units = [(unit, count) for unit, count in self.units(rank)]
-        held = sum(unit.trained * count for unit, count in units)
-        yield Item("time", "optimizer", traffic_seconds(self.cluster.chip, UPDATE_BYTES * held), f"{held:,} parameters")
-        yield Item("time", "edges of the step", self._edges(units), "first gather, last reduction, sums over ranks")
+            bubble = span - float(total.sum()) * self.micro_batches
+            yield Item("time", "bubble", bubble, f"pipeline rank {rank} waits for others")
+        held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
+        yield Item("time", "optimizer", float(self.edges.update), f"{held:,} parameters")
+        why = "first gather, last reduction, sums over ranks"
+        yield Item("time", "edges of the step", self.edge_seconds, why)
 
-    def _edges(self, units: Sequence[tuple[UnitPrice, int]]) -> float:
+    @property
+    def content(self) -> Content:
+        """What the busiest rank has of the model."""
+        return self.stages.contents[self.busiest]
+
+    @cached_property
+    def edges(self) -> Edges:
+        return edges_of(self.price_list, self.shards, self.content, self.layout)
+
+    @cached_property
+    def edge_seconds(self) -> float:
         """What no compute hides at the ends of a step: the first unit's gather, the last one's reduction, sums of
         gradients over replicas beyond one backward, and the sums over all ranks."""
-        ends = max((unit.gather_seconds + unit.reduce_seconds for unit, _ in units), default=0.0)
-        replicas = sum(unit.replicate_seconds * count for unit, count in units)
-        reductions = sum(unit.reduce_seconds * count for unit, count in units)
-        rank, _ = self.busiest
-        backward = sum(self.passes[stage][1].sum() for stage in self.stages_of(rank)) * self.engine.overlaps_data
-        last = max((unit.replicate_seconds for unit, _ in units), default=0.0)
-        exposed = max(last, replicas - max(0.0, backward - reductions))
-        sums = sum(
-            price.step_seconds * count
-            for stage in self.stages_of(rank)
-            for price, count in self.parts(self.stages[stage])
-        )
-        tied = 0.0
-        if len(self.grid.embedding_ranks) > 1:
-            call = Call(
-                axis="pp_ends",
-                kind="all_reduce",
-                bytes=self.prices.root.held * self.prices.shape.master_bytes,
-                phase="step",
-            )
-            tied = seconds(self.cluster, self.cluster.tier_of(self.grid.members("pp_ends", 0)), call)
-        return float(ends + exposed + sums + tied + self.prices.edges + self.engine.step_seconds)
+        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_data
+        return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.engine.step_seconds
+
+    def calls(self, rank: int) -> Iterator[Call]:
+        """The collectives of a pipeline rank that are priced, but for those between pipeline ranks: those of its parts
+        in all micro batches, of its units as often as FSDP gathers and reduces them, and those once a step."""
+        content, own = self.stages.contents[rank], tuple(np.flatnonzero(self.stages.ranks[rank]).tolist())
+        times, of_rank = self._unshards(rank, own), self.shards.of(content)
+        shards = (*self.shards.layers, self.shards.embedding, Shard())
+        for stage in own:
+            counts = self.stages.layers[stage].astype(int).tolist()
+            for part, shard, count in zip(self.prices.parts, shards, counts, strict=True):
+                yield from (replace(call, times=call.times * count * self.micro_batches) for call in part.calls)
+                yield from (call for unit in shard.units for call in self._counted(unit, times[str(stage)], count))
+        yield from (call for unit in of_rank[-1][0].units for call in self._counted(unit, times[""], 1))
+        yield from sum_calls(of_rank)
+        if (tied := tied_call(self.shards, content, self.layout)) is not None:
+            yield tied
+        yield from self.price_list.world_calls
+
+    def _counted(self, unit: UnitPrice, times: Unshards, count: int) -> Iterator[Call]:
+        """The collectives of `count` units alike in a step."""
+        of_kind = {
+            "all_gather": times.forward + times.backward, "reduce_scatter": times.reductions,
+            "all_reduce": int(self.layout.dp_replicate > 1),
+        }  # fmt: skip
+        yield from (replace(call, times=of_kind[kind] * count) for kind, call in unit.calls.items())
+
+    def _unshards(self, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
+        """Of a unit of each stage of a rank, and of the model's own, which stages at the model's ends use."""
+        content = self.stages.contents[rank]
+        ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
+        ends |= {own[-1]} if content.has_head else set()
+        users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
+        order = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches).orders[rank]
+        return of_slots(order, users, self.micro_batches, own, self.layout.zero)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item; the last two are not tensors."""
-        shape, chip = self.prices.shape, self.cluster.chip
-        units = [unit for unit, count in self.units(rank) for _ in range(count)]
-        held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
-        sizes = [(unit.gathered, unit.reduced) for unit in units]
-        if not any(self.stages[stage].has_head or (stage == 0 and self.is_tied) for stage in self.stages_of(rank)):
-            sizes.append((0, 0))  # the model's own unit is empty here
-        gathered, waiting = unit_bytes(sizes, self.layout.zero, shape)
-        found: dict[str, float] = {
-            "parameters": held * shape.master_bytes,
-            "gradients": trained * shape.master_bytes,
-            "optimizer state": trained * shape.master_bytes * len(OPTIMIZERS[shape.optimizer].state),
-            "gathered parameters": gathered,
-            "unreduced gradients": waiting,
-            "saved activations": self._saved(rank),
-            "logits": self.prices.logits if any(self.stages[stage].has_head for stage in self.stages_of(rank)) else 0,
-            "router buffers": self.prices.buffers,
-        }
+        content = self.stages.contents[rank]
+        found = resting_bytes(self.price_list, self.shards, content, self.layout.zero)
+        found["saved activations"] = float(saved_bytes(self.work, self.stages, self.flow.in_flight)[rank])
+        found["logits"] = self.prices.logits if content.has_head else 0
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
-        found["runtime"] = _runtime_bytes(chip, self.grid)
+        found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
         return found
-
-    def _saved(self, rank: int) -> float:
-        """What forward passes leave behind; with recompute, one layer's tensors besides while it is computed again."""
-        flying = _in_flight(self.pipeline, self.micro_batches, rank)
-        total, again = 0.0, 0
-        for stage in self.stages_of(rank):
-            for price, count in self.parts(self.stages[stage]):
-                total += flying[stage] * count * price.kept
-                again = max(again, price.saved if price.kept < price.saved else 0)
-        return total + again
 
     @cached_property
     def fullest(self) -> tuple[int, dict[str, float]]:
         """The pipeline rank that needs the most memory, and what for."""
-        found = ((rank, self.memory_of(rank)) for rank in self._distinct_ranks())
+        found = ((rank, self.memory_of(rank)) for rank in range(self.layout.pp))
         return max(found, key=lambda each: sum(each[1].values()))
-
-    def _distinct_ranks(self) -> Iterable[int]:
-        return range(self.layout.pp)
 
     @cached_property
     def needs(self) -> float:
@@ -410,18 +595,76 @@ class Step:
         )
 
 
-_DATA = ITEMS.index("data")
+def resting_bytes(price_list: PriceList, shards: Shards, content: Content, zero: int) -> dict[str, float]:
+    """Of a pipeline rank by item: what does not depend on the micro batch."""
+    shape, of_rank = shards.shape, shards.of(content)
+    units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
+    held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
+    gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
+    return {
+        "parameters": held * shape.master_bytes,
+        "gradients": trained * shape.master_bytes,
+        "optimizer state": trained * shape.master_bytes * len(OPTIMIZERS[shape.optimizer].state),
+        "gathered parameters": gathered,
+        "unreduced gradients": waiting,
+        "router buffers": buffer_bytes(price_list.facts.router_buffers),
+    }
 
 
-def _counts(unshards: Unshards) -> tuple[int, int, int]:
-    return unshards.forward, unshards.backward, unshards.reductions
+def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
+    """Of a pipeline rank."""
+    cluster, of_rank = price_list.cluster, shards.of(content)
+    units = [(unit, count) for shard, count in of_rank for unit in shard.units]
+    replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
+    over = [
+        (seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls else 0.0, count)
+        for unit, count in units
+    ]
+    sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
+    if (call := tied_call(shards, content, layout)) is not None:
+        sums += seconds(cluster, price_list.span(Axis(2, layout.world // layout.pp * (layout.pp - 1))), call)
+    held = sum(unit.trained * count for unit, count in units)
+    return Edges(
+        update=traffic_seconds(cluster.chip, UPDATE_BYTES * held),
+        ends=max((unit.gather_seconds + unit.reduce_seconds for unit, _ in units), default=0.0),
+        replicas=sum(took * count for took, count in over),
+        last=max((took for took, _ in over), default=0.0),
+        reductions=sum(unit.reduce_seconds * count for unit, count in units),
+        sums=sums,
+    )
 
 
-def _rank_of(pipeline: Layout, stage: int) -> int:
-    return pipeline.schedule.rank_of(stage, pipeline.pp)
+def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:
+    """The sum of a tied embedding's gradients, where it is on two pipeline ranks and this is one of them."""
+    if not shards.tied or layout.pp == 1 or content.has_embedding == content.has_head:
+        return None
+    return Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
 
 
-def _runtime_bytes(chip: Chip, grid: RankGrid) -> float:
+def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
+    """The sums of gradients that a rank holds in part, once a step."""
+    sums = Counter[str]()
+    for shard, count in of_rank:
+        for axis, size in shard.sums.items():
+            sums[axis] += size * count
+    for axis, size in sums.items():
+        if size:
+            yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
+
+
+def transfer_call(prices: Prices) -> Call:
+    """Hidden states from one pipeline rank to the next."""
+    size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
+    return Call(axis="pp", kind="send", bytes=size, phase="forward")
+
+
+def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
+    """Of hidden states from one pipeline rank to the next."""
+    span = price_list.span(Axis(pp, price_list.cluster.world // pp))
+    return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
+
+
+def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
     """The context, and a communicator for the world and for each axis of several ranks."""
     communicators = sum(axis.size > 1 for axis in grid.axes.values()) + (grid.world > 1)
     return (chip.context_gib + communicators * chip.communicator_gib) * 2**30

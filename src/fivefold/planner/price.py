@@ -5,19 +5,20 @@ costs a millisecond, and all layouts that differ only in the pipeline share it. 
 saved tensor is said here a second time.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import prod
+from functools import cache, cached_property
+from math import gcd, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, ModelFacts
 from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.memory import logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.stage_plan import stage_plan
@@ -29,8 +30,10 @@ from fivefold.planner.links import seconds
 
 # What the time of a slot is made of. `host`: what Python and launches take beyond the device's own time.
 ITEMS = ("matmuls", "attention", "element-wise", "host", "tp", "cp", "ep", "data")
-AXES = {"tp_kv": "tp", "cp_ring": "cp", "cp_ulysses": "cp", "ep_shard": "data", "dp_shard": "data"}
+AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
+OF_UNITS = ("dp_shard", "ep_shard", "dp_replicate")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
+Numbers = NDArray[np.float64]
 
 
 def nothing() -> Seconds:
@@ -40,15 +43,16 @@ def nothing() -> Seconds:
 @dataclass(frozen=True)
 class UnitPrice:
     """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding.
-    `gather_seconds`, `reduce_seconds`: one collective each; `replicate_seconds`: the all-reduce over replicas."""
+    `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
+    `gather_seconds`, `reduce_seconds`: of one each."""
 
     held: int
     trained: int
     gathered: int
     reduced: int
+    calls: Mapping[str, Call]
     gather_seconds: float
     reduce_seconds: float
-    replicate_seconds: float
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class LayerPrice:
     """One layer of a kind, or one of the model's ends, in one micro batch.
 
     `forward`, `backward`: seconds by item, without FSDP's collectives; `weights`: of the backward, what gives the
-    gradients of weights. `saved`: bytes that forward leaves; `kept`: the same with recompute. `units`: its parameters.
-    `step_seconds`: its collectives once a step.
+    gradients of weights. `saved`: bytes that forward leaves; `kept`: those that stay until backward, which is less with
+    recompute. `calls`: its collectives, without FSDP's.
     """
 
     forward: Seconds
@@ -65,15 +69,20 @@ class LayerPrice:
     weights: Seconds
     saved: int = 0
     kept: int = 0
-    units: tuple[UnitPrice, ...] = ()
-    step_seconds: float = 0.0
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def again(self) -> int:
+        """Bytes that it has besides while it is computed again."""
+        return self.saved if self.kept < self.saved else 0
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Of all kinds of layers, of the embedding, and of the head with what belongs to neither (the model's own unit).
+    """What one micro batch costs: of all kinds of layers, of the embedding, and of the head.
 
-    `logits`: bytes of one chunk of the loss. `boundary`: one transfer between pipeline ranks, seconds.
+    It depends on tp, cp, ep, the rows and recompute, and not on how parameters are sharded over data ranks.
+    `logits`: bytes of one chunk of the loss.
     """
 
     plan: ParallelPlan
@@ -81,19 +90,73 @@ class Prices:
     layers: tuple[LayerPrice, ...]
     embedding: LayerPrice
     head: LayerPrice
-    root: UnitPrice
     logits: int
-    buffers: int
-    edges: float
+
+    @property
+    def parts(self) -> tuple[LayerPrice, ...]:
+        """Kinds of layers, embedding, head: in the order of `Stages.layers`."""
+        return (*self.layers, self.embedding, self.head)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What a pipeline stage has: (kind, layers of it), and the model's ends."""
+class Shard:
+    """The parameters of a layer of a kind, or of what is in no layer: `units`, and by axis the bytes of gradients that
+    are summed over it once a step."""
+
+    units: tuple[UnitPrice, ...] = ()
+    sums: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a pipeline rank has of the model: (kind, layers of it), and the ends. Ranks alike are equal."""
 
     kinds: tuple[tuple[int, int], ...]
     has_embedding: bool
     has_head: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The parameters of a rank, of which data ranks have equal parts: of each kind of layer, of the embedding's unit,
+    and of the model's own unit where a pipeline rank has (embedding, head). It depends on tp, ep and the shards alone.
+
+    `tied`: bytes of a tied embedding on a rank.
+    """
+
+    shape: StepShape
+    grid: RankGrid
+    layers: tuple[Shard, ...]
+    embedding: Shard
+    rest: Callable[[tuple[bool, bool]], Shard]
+    tied: int
+
+    def of(self, content: Content) -> list[tuple[Shard, int]]:
+        """What a pipeline rank has, and how often; the model's own unit is the last."""
+        found = [(self.layers[kind], count) for kind, count in content.kinds]
+        found += [(self.embedding, 1)] * content.has_embedding
+        return [*found, (self.rest((content.has_embedding, content.has_head)), 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The stages of a pipeline. `layers[stage, part]`: layers of each kind, then 1 for the embedding, 1 for the head.
+    `ranks[rank, stage]`: 1 where the rank has the stage. `contents`: of each rank. `first`: the first stage of each."""
+
+    layers: Numbers
+    ranks: Numbers
+    contents: tuple[Content, ...]
+    first: NDArray[np.int64]
+
+    @cached_property
+    def distinct(self) -> tuple[Content, ...]:
+        """Contents that differ."""
+        return tuple(dict.fromkeys(self.contents))
+
+    @cached_property
+    def has(self) -> NDArray[np.bool_]:
+        """[rank, part]: whether a rank has something of a part."""
+        return self.ranks @ self.layers > 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +190,7 @@ class _Pricing:
 
     def seconds(self, call: Call) -> float:
         """One of a call's collectives."""
-        return seconds(self.prices.cluster, self.prices.span(self.plan.grid, call.axis), call)
+        return seconds(self.prices.cluster, self.prices.span(self.plan.grid.axes[call.axis]), call)
 
     # ---- compute -----------------------------------------------------------------------------------------------------
 
@@ -179,10 +242,9 @@ class _Pricing:
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
         backward[:3] += forward[:3] * recompute
         self._launch(forward, backward, recompute=recompute)
-        step = self._sent(layer, forward, backward)
+        calls = self._sent(layer, forward, backward)
         kept = self.shape.hidden_bytes // (self.plan.layout.tp if self.plan.splits_sequence else 1)
-        units = tuple(self.unit(unit) for unit in self.plan.units if _is_of(unit.name, layer))
-        return LayerPrice(forward, backward, weights, saved, kept if recompute else saved, units, step)
+        return LayerPrice(forward, backward, weights, saved, kept if recompute else saved, calls)
 
     def _launch(self, forward: Seconds, backward: Seconds, *, recompute: bool) -> None:
         """A device that is done before Python has issued its kernels waits. The two times meet smoothly."""
@@ -191,48 +253,29 @@ class _Pricing:
             device = seconds_.sum()
             seconds_[ITEMS.index("host")] = (device**4 + (host * passes) ** 4) ** 0.25 - device
 
-    def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> float:
-        """Add a layer's collectives, but for FSDP's. Those that may run beside compute are exposed as far as they
-        outlast attention. The seconds of those once a step."""
-        once, beside = 0.0, {"forward": 0.0, "backward": 0.0}
-        for call in self.calls:
-            axis = AXES.get(call.axis, call.axis)
-            if axis not in ("tp", "cp", "ep") or not (call.layer == layer or is_within(call.layer, [layer])):
-                continue
-            took = self.seconds(call) * call.times
-            if call.phase == "step":
-                once += took
-            elif call.overlaps:
+    def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
+        """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
+        far as they outlast attention."""
+        beside = {"forward": 0.0, "backward": 0.0}
+        own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
+        for call in own:
+            took, axis = self.seconds(call) * call.times, AXES[call.axis]
+            if call.overlaps:
                 beside[call.phase] += took / 2  # a send and a receive go at once
             else:
                 hidden = self.engine.overlaps_tensor if axis == "tp" else 0.0
                 (forward if call.phase == "forward" else backward)[ITEMS.index(axis)] += took * (1 - hidden)
         for where, took in ((forward, beside["forward"]), (backward, beside["backward"])):
             where[ITEMS.index("cp")] += max(0.0, took - where[ITEMS.index("attention")])
-        return once
-
-    # ---- FSDP --------------------------------------------------------------------------------------------------------
-
-    def unit(self, unit: Unit) -> UnitPrice:
-        """Its numbers, and its collectives, found among the calls by its name."""
-        gathered, reduced = self.plan.padded_sizes(unit)
-        held = sum(self.plan.held_bytes(name, 1) for name in unit.parameters)
-        frozen = sum(self.plan.held_bytes(name, 1) for name in unit.frozen)
-        found = {call.kind: self.seconds(call) for call in self.calls if _is_unit(call, unit.name)}
-        return UnitPrice(
-            held, held - frozen, gathered, reduced,
-            found.get("all_gather", 0.0), found.get("reduce_scatter", 0.0), found.get("all_reduce", 0.0),
-        )  # fmt: skip
+        return tuple(own)
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
     def embedding(self) -> LayerPrice:
         """A lookup: its collectives alone."""
         forward, backward = nothing(), nothing()
-        name = self.plan.anatomy.embedding
-        step = self._sent(name, forward, backward)
-        units = tuple(self.unit(unit) for unit in self.plan.units if unit.name == name)
-        return LayerPrice(forward, backward, nothing(), units=units, step_seconds=step)
+        calls = self._sent(self.plan.anatomy.embedding, forward, backward)
+        return LayerPrice(forward, backward, nothing(), calls=calls)
 
     def head(self) -> LayerPrice:
         """The head's matmul and the loss."""
@@ -244,12 +287,40 @@ class _Pricing:
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
         forward, backward, weights = nothing(), nothing(), nothing()
         forward[:3], backward[:3], weights[0] = (matmuls, 0, loss), (2 * matmuls, 0, loss), matmuls
-        return LayerPrice(
-            forward, backward, weights, step_seconds=self._sent(self.plan.anatomy.head, forward, backward)
-        )
+        return LayerPrice(forward, backward, weights, calls=self._sent(self.plan.anatomy.head, forward, backward))
 
     def _outputs(self, module: str, outputs: int) -> int:
         return self.plan.vocabulary if module == self.plan.anatomy.head else outputs
+
+
+@dataclass(frozen=True)
+class _Sharding(_Pricing):
+    """What shards are computed from."""
+
+    def shard(self, modules: Sequence[str]) -> Shard:
+        """The parameters of modules that have units of their own."""
+        names = [name for name in self.plan.shards if is_within(name, modules)]
+        units = tuple(self.unit(unit) for unit in self.plan.units if unit.name and is_within(f"{unit.name}.", modules))
+        if not units:  # of a tied embedding, which is in the model's own unit
+            return Shard()
+        return Shard(units, self.plan.summed_bytes(self.shape.master_bytes, names))
+
+    def rest(self) -> Shard:
+        """The model's own unit."""
+        unit = self.plan.units[-1]
+        return Shard((self.unit(unit),), self.plan.summed_bytes(self.shape.master_bytes, unit.parameters))
+
+    def unit(self, unit: Unit) -> UnitPrice:
+        """Its numbers, and its collectives, found among the calls by its name."""
+        gathered, reduced = self.plan.padded_sizes(unit)
+        held = sum(self.plan.held_bytes(name, 1) for name in unit.parameters)
+        frozen = sum(self.plan.held_bytes(name, 1) for name in unit.frozen)
+        own = (call for call in self.calls if call.layer == unit.name and call.axis in OF_UNITS)
+        calls = {call.kind: replace(call, times=1) for call in own}
+        gather, reduce = (
+            self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
+        )
+        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce)
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
@@ -259,70 +330,145 @@ def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
     return replace(product, inputs=max(1, round(product.inputs * share)))
 
 
-def _is_of(unit: str, layer: str) -> bool:
-    return unit == layer or is_within(unit, [layer])
+def _is_of(module: str, layer: str) -> bool:
+    return module == layer or is_within(module, [layer])
 
 
-def _is_unit(call: Call, name: str) -> bool:
-    return call.layer == name and call.axis in ("dp_shard", "ep_shard", "dp_replicate")
+def work_layout(layout: Layout) -> Layout:
+    """The smallest layout whose ranks do the same in a micro batch, its rows and recompute aside: one stage, and no
+    more shards than `ep` needs."""
+    shards = layout.ep // gcd(layout.ep, layout.cp * layout.tp // layout.etp)
+    return Layout(
+        dp_shard=shards, tp=layout.tp, cp=layout.cp, ep=layout.ep, cp_method=layout.cp_method,
+        sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
+    )  # fmt: skip
 
 
-def without_pipeline(layout: Layout) -> Layout:
-    """The layout of one stage."""
-    return replace(layout, pp=1, pp_schedule="1f1b", pp_virtual=1, pp_split="auto")
+def shard_layout(layout: Layout) -> Layout:
+    """A small layout whose ranks hold the same shards: two replicas stand for any number. FSDP shards over cp too."""
+    return Layout(
+        dp_replicate=2, dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
 class PriceList:
-    """All prices of a model on a cluster, each computed once. `short`: the model with one layer of each kind."""
+    """All prices of a model on a cluster, each computed once. `short`: the model with one layer of each kind.
+    `ends`: with its first and its last layer."""
 
     facts: ModelFacts
     cluster: Cluster
     engine: Engine
     short: ModelFacts = field(init=False)
-    _found: dict[tuple[Layout, int], Prices] = field(init=False, default_factory=dict)
-    _stages: dict[Layout, tuple[Stage, ...]] = field(init=False, default_factory=dict)
+    ends: ModelFacts = field(init=False)
+    _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
+    _found: dict[tuple[Layout, int, int, str], Prices] = field(init=False, default_factory=dict)
+    _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
+    _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
+        self.ends = self.facts.only([layers[0], layers[-1]])
 
     def of(self, layout: Layout, tokens: int) -> Prices:
-        """Under a layout whose pipeline does not matter, for rows of `tokens` tokens, padded. Raises `UserError` where
-        the layout does not fit the model."""
-        key = without_pipeline(layout), tokens
+        """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Raises `UserError` where the layout does
+        not fit the model."""
+        work = work_layout(layout)
+        key = work, tokens, layout.micro_batch_size, layout.recompute
         if key not in self._found:
             self._found[key] = self._price(*key)
         return self._found[key]
 
-    def span(self, grid: RankGrid, axis: str) -> Span:
-        """Where the ranks of rank 0's group along an axis stand. In order, nodes are filled: all groups stand alike."""
-        place = Axis(grid.world, 1) if axis == "world" else grid.axes[axis]
-        if place not in self._spans:
-            self._spans[place] = self.cluster.tier_of(place.members(0))
-        return self._spans[place]
+    def shards(self, layout: Layout) -> Shards:
+        """The parameters of a rank under a layout."""
+        key = shard_layout(layout)
+        if key not in self._shards:
+            self._shards[key] = self._shard(key)
+        return self._shards[key]
 
-    def stages(self, pipeline: Layout) -> tuple[Stage, ...]:
+    def span(self, axis: Axis) -> Span:
+        """Where the ranks of rank 0's group along an axis stand. In order, nodes are filled: all groups stand alike."""
+        if axis not in self._spans:
+            self._spans[axis] = self.cluster.tier_of(axis.members(0))
+        return self._spans[axis]
+
+    def stages(self, pipeline: Layout) -> Stages:
         """The stages of a layout that says its pipeline alone."""
         if pipeline not in self._stages:
-            plan, kinds = stage_plan(self.facts, pipeline), self.facts.kinds
-            numbers = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
-            counts = [Counter(numbers[kind] for kind in kinds[first:last]) for first, last in plan.splits]
-            self._stages[pipeline] = tuple(
-                Stage(tuple(count.items()), stage == 0, stage == plan.count - 1) for stage, count in enumerate(counts)
-            )
+            self._stages[pipeline] = self._staged(pipeline)
         return self._stages[pipeline]
 
-    def _price(self, layout: Layout, tokens: int) -> Prices:
-        plan = lower(self.short, layout, 0)
-        shape = plan.step_shape(layout.micro_batch_size, tokens, 1)
-        pricing, needs = _Pricing(plan, shape, self), plan.bytes(shape)
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Of each layer, as a place in the layers of `short`."""
+        places = {kind: place for place, kind in enumerate(sorted(set(self.facts.kinds)))}
+        return tuple(places[kind] for kind in self.facts.kinds)
+
+    @cached_property
+    def world_calls(self) -> tuple[Call, ...]:
+        """Collectives of all ranks, once a step. Those of routers count all layers, which the plan is told of."""
+        plan = self.plan(Layout(dp_shard=self.cluster.world))
+        plan = replace(plan, facts=replace(self.short, experts=self.facts.experts))
+        return tuple(call for call in plan.calls(plan.step_shape(1, 2, 1)) if call.axis == "world")
+
+    @cached_property
+    def world_seconds(self) -> float:
+        span = self.span(Axis(self.cluster.world, 1))
+        return sum(seconds(self.cluster, span, call) * call.times for call in self.world_calls)
+
+    def plan(self, layout: Layout) -> ParallelPlan:
+        """Of the short model, seen from rank 0."""
+        if layout not in self._plans:
+            self._plans[layout] = lower(self.short, layout, 0)
+        return self._plans[layout]
+
+    def grid(self, layout: Layout) -> RankGrid:
+        """The ranks of a layout, with what the model adds to them."""
+        return replace(self.plan(work_layout(layout)).grid, layout=layout)
+
+    def _price(self, work: Layout, tokens: int, rows: int, recompute: str) -> Prices:
+        plan = self.plan(work)
+        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute))
+        pricing = _Pricing(plan, shape, self)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
-        root = next(unit for unit in plan.units if unit.name == "")
-        world = [call for call in pricing.calls if call.axis == "world"]
-        return Prices(
-            plan, shape, tuple(pricing.layer(layer, cost) for layer, cost in costs), pricing.embedding(),
-            pricing.head(), pricing.unit(root), needs.logits, needs.buffers,
-            sum(pricing.seconds(call) * call.times for call in world),
-        )  # fmt: skip
+        layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
+        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), logit_bytes(plan, shape))
+
+    def _shard(self, layout: Layout) -> Shards:
+        plan = self.plan(layout)
+        pricing = _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self)
+        layers = tuple(pricing.shard([layer]) for layer in plan.anatomy.layers)
+        tied = plan.held_bytes(plan.tied, pricing.shape.master_bytes) if plan.tied else 0
+
+        @cache
+        def rest(ends: tuple[bool, bool]) -> Shard:
+            return pricing.rest() if all(ends) else self._rest(layout, *ends)
+
+        return Shards(pricing.shape, plan.grid, layers, pricing.shard([plan.anatomy.embedding]), rest, tied)
+
+    def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
+        """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""
+        if not (has_embedding or has_head):
+            return Shard((UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0),))
+        layout = replace(layout, pp=2)
+        plan = lower(self.ends, layout, layout.world // 2 if has_head else 0)
+        return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
+
+    def _staged(self, pipeline: Layout) -> Stages:
+        plan, pp = stage_plan(self.facts, pipeline), pipeline.pp
+        kinds = len(self.short.anatomy.layers)
+        layers, ranks = np.zeros((plan.count, kinds + 2)), np.zeros((pp, plan.count))
+        for stage, (first, last) in enumerate(plan.splits):
+            ranks[plan.rank_of(stage), stage] = 1
+            for kind in self.kinds[first:last]:
+                layers[stage, kind] += 1
+        layers[0, kinds] = layers[-1, kinds + 1] = 1
+        own = ranks @ layers
+        contents = tuple(
+            Content(tuple((kind, int(row[kind])) for kind in range(kinds) if row[kind]), bool(row[-2]), bool(row[-1]))
+            for row in own
+        )
+        return Stages(layers, ranks, contents, ranks.argmax(axis=1))

@@ -1,129 +1,186 @@
 """`plan`: every legal layout of a cluster, ranked. No torch.
 
-Layouts that cannot run are left out by the rules that refuse them at the start of a run (`core/legality.py`). Of the
-others the busiest pipeline rank's work is priced, which bounds the step from below; the pipeline itself is run slot by
-slot for those that may still be among the best.
+All layouts are bounded from below at once (`bounds.py`). Those that may be among the best are run slot by slot. A set
+of degrees is shown once, with the best of its options. Layouts that fit tightly are left out while others fit.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fivefold.core import legality
+import numpy as np
+
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.legality import ModelLimits
-from fivefold.parallel.limits import limits_of
-from fivefold.planner.estimate import Estimate, Step, Workload
-from fivefold.planner.price import PriceList
+from fivefold.planner.bounds import Bounding, Bounds
+from fivefold.planner.estimate import ROUNDING, TIGHT, Estimate, Step, Workload
+from fivefold.planner.price import Numbers, PriceList
+from fivefold.planner.space import Integers, Space
 
-MOST_MICRO_BATCH = 16  # rows of a forward pass: more of them make no matmul faster
+ALIKE = 1.005  # the ratio of two numbers that nobody tells apart
+FAR = 1.5  # a layout that takes so many times as long is not shown
 NEAR = 0.02  # two layouts whose times are this close are tied: the simpler one comes first
-SIMULATED = 200  # layouts whose pipeline is run slot by slot, beyond those that are asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """`best`: estimates, best first. `legal`: layouts that can run. `fitting`: those that fit the memory."""
+    """`best`: estimates, best first, of different degrees. `options`: of each, how many layouts of its degrees fit;
+    sets that are no faster, leaner or simpler than another are left out.
+    `legal`: layouts that can run. `fitting`: those that fit the memory. `closest`: where none does, the smallest."""
 
     best: tuple[Estimate, ...]
+    options: tuple[int, ...]
     legal: int
     fitting: int
     closest: Estimate | None = None
 
-
-def layouts(
-    limits: ModelLimits, world: int, devices_per_node: int, batch: int, *, has_experts: bool
-) -> Iterator[Layout]:
-    """Every layout worth pricing. Tensor parallelism stays inside a node: over the network it loses everywhere that it
-    was measured."""
-    divisors = [each for each in range(1, world + 1) if world % each == 0]
-    tps = [each for each in divisors if each <= devices_per_node]
-    most_pp = limits.layers or 1
-    for tp, cp, pp in product(tps, divisors, divisors):
-        if world % (tp * cp * pp) or pp > most_pp:
-            continue
-        data = world // (tp * cp * pp)
-        basis = Layout(tp=tp, cp=cp, pp=pp, dp_shard=data)
-        if any((*legality.of_heads(basis, limits), *legality.of_layers(basis, limits))):
-            continue
-        for shard in (each for each in divisors if data % each == 0):
-            degrees = replace(basis, dp_replicate=data // shard, dp_shard=shard)
-            yield from _options(degrees, limits, batch, has_experts=has_experts)
-
-
-def _options(degrees: Layout, limits: ModelLimits, batch: int, *, has_experts: bool) -> Iterator[Layout]:
-    """The execution options of a layout's degrees."""
-    ranks = degrees.expert_ranks
-    eps = [ep for ep in range(1, ranks + 1) if ranks % ep == 0] if has_experts else [1]
-    zeros = (3, 2, 1) if degrees.dp_shard * degrees.cp > 1 else (3,)
-    rows = [each for each in (1, 2, 4, 8, MOST_MICRO_BATCH) if batch % (each * degrees.data_ranks) == 0]
-    for ep, zero, rows_each, recompute, (schedule, virtual) in product(
-        eps, zeros, rows, ("none", "full"), _schedules(degrees, limits)
-    ):
-        layout = replace(
-            degrees, ep=ep, zero=zero, micro_batch_size=rows_each, recompute=recompute, pp_schedule=schedule,
-            pp_virtual=virtual,
-        )  # fmt: skip
-        if not legality.violations(layout, limits, world=layout.world, batch=batch):
-            yield layout
-
-
-def _schedules(degrees: Layout, limits: ModelLimits) -> list[tuple[str, int]]:
-    """(schedule, stages a rank). The gradients of weights of compiled blocks are not put off, so that the schedules
-    which split backward gain nothing: see docs/pipeline.md."""
-    if degrees.pp == 1:
-        return [("1f1b", 1)]
-    most = (limits.layers or 1) // degrees.pp
-    return [("1f1b", 1), *(("interleaved", each) for each in (2, 4, 8) if each <= most)]
+    def distance(self, estimate: Estimate) -> float:
+        """By how much a step is longer than that of the fastest: 0.03 is 3 %."""
+        return estimate.step_seconds / min(each.step_seconds for each in self.best) - 1
 
 
 def simplicity(layout: Layout) -> tuple[int, ...]:
     """The simpler layout comes first: data parallelism before tensor parallelism, and that before context and
     the pipeline; then fewer options."""
     return (
-        layout.pp, layout.cp, layout.tp, layout.ep, layout.dp_replicate, 3 - layout.zero,
-        layout.recompute != "none", layout.pp_virtual, layout.micro_batch_size,
+        *_degrees(layout), layout.dp_replicate, layout.recompute != "none", layout.expert_tp,
+        layout.schedule.splits_backward, layout.stages_per_rank, layout.cp_method != "auto", 3 - layout.zero,
+        layout.micro_batch_size,
     )  # fmt: skip
 
 
 def search(prices: PriceList, workload: Workload, *, top: int = 10) -> Found:
     """The best layouts. Raises `UserError` where no layout is legal."""
-    cluster, limits = prices.cluster, limits_of(prices.facts)
-    legal, fitting, smallest = 0, list[tuple[float, Step]](), None
-    memory = cluster.chip.memory_bytes
-    candidates = layouts(
-        limits, cluster.world, cluster.domain, workload.global_batch_size, has_experts=bool(prices.facts.experts)
-    )
-    for layout in candidates:
-        legal += 1
-        step = Step(prices, layout, workload)
-        if step.needs <= memory:
-            fitting.append((step.at_least, step))
-        elif smallest is None or step.needs < smallest.needs:
-            smallest = step
+    space = Space(prices, workload)
+    legal = sum(map(len, space.rows))
     if not legal:
         raise UserError(
-            f"no layout of {cluster.text} runs {prices.facts.model_class} with global_batch_size "
+            f"no layout of {prices.cluster.text} runs {prices.facts.model_class} with global_batch_size "
             f"{workload.global_batch_size}",
             fix="a multiple of the devices is a good global batch size",
         )
-    fitting.sort(key=lambda each: (each[0], simplicity(each[1].layout)))
-    found = list[Estimate]()
-    for at_least, step in fitting:
-        times = sorted(each.step_seconds for each in found)
-        if len(found) >= top and (at_least > times[top - 1] * (1 + NEAR) or len(found) >= top + SIMULATED):
-            break
-        found.append(step.estimate())
-    closest = None if fitting or smallest is None else smallest.estimate()
-    return Found(best=tuple(ranked(found)[:top]), legal=legal, fitting=len(fitting), closest=closest)
+    bounding = Bounding(space)
+    bounded = [bounding.of(rows) for rows in space.rows]
+    memory = prices.cluster.chip.memory_bytes
+    fitting = [each.at(each.needs <= memory) for each in bounded]
+    easily = [each.at(each.needs <= memory * TIGHT) for each in fitting]
+    sets = _Candidates(bounding, easily if any(map(len, easily)) else fitting).best(top)
+    return Found(
+        best=tuple(Step(prices, each.layout, workload).estimate() for each in sets),
+        options=tuple(each.options for each in sets),
+        legal=legal,
+        fitting=sum(map(len, fitting)),
+        closest=None if sets else _closest(space, bounded),
+    )
 
 
-def ranked(found: list[Estimate]) -> list[Estimate]:
-    """Fastest first; of layouts within `NEAR` of the fastest of those that are left, the simplest first."""
-    left, order = sorted(found, key=lambda each: each.step_seconds), list[Estimate]()
+def _closest(space: Space, bounded: Sequence[Bounds]) -> Estimate:
+    """The layout that needs the least memory."""
+    least = min(bounded, key=lambda each: each.needs.min())
+    layout = space.layout(least.rows, int(least.needs.argmin()))
+    return Step(space.prices, layout, space.workload).estimate()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The best layout of a set of degrees: the simplest of those that are about as fast as the fastest. `needs`: bytes
+    of a device. `options`: layouts of the set."""
+
+    layout: Layout
+    seconds: float
+    needs: float
+    options: int
+
+    def says_nothing_beside(self, other: "Chosen") -> bool:
+        """Whether another one is simpler, as fast and needs no more memory. Example: shard2.cp4+mb2 beside
+        shard4.cp2."""
+        is_as_good = other.seconds <= self.seconds * ALIKE and other.needs <= self.needs * ALIKE
+        return is_as_good and _degrees(other.layout) < _degrees(self.layout)
+
+
+@dataclass(eq=False)
+class _Candidates:
+    """Layouts that fit, as arrays: `at_least` seconds; `batch`: those of one pipeline and number of micro batches;
+    `set`: those of the same degrees."""
+
+    bounding: Bounding
+    bounds: Sequence[Bounds]
+
+    def __post_init__(self) -> None:
+        lengths = [len(each) for each in self.bounds]
+        self.at_least = np.concatenate([each.at_least for each in self.bounds])
+        self.needs = np.concatenate([each.needs for each in self.bounds])
+        self.pipeline = np.repeat(np.arange(len(lengths)), lengths)
+        self.number = np.concatenate([np.arange(length) for length in lengths])
+        micro_batches = np.concatenate([each.rows.micro_batches for each in self.bounds])
+        self.batch = self.pipeline * (micro_batches.max(initial=0) + 1) + micro_batches
+        places, sets = self.bounding.space.places, dict[tuple[int, ...], int]()
+        of_place = np.array([sets.setdefault(_degrees(place), len(sets)) for place in places])
+        self.set = of_place[np.concatenate([each.rows.place for each in self.bounds])]
+
+    def layout(self, candidate: int) -> Layout:
+        rows = self.bounds[self.pipeline[candidate]].rows
+        return self.bounding.space.layout(rows, int(self.number[candidate]))
+
+    def seconds(self, batch: Integers) -> Numbers:
+        """Of steps. Without a pipeline the bound is the time."""
+        rows = self.bounds[self.pipeline[batch[0]]].rows
+        return self.at_least[batch] if rows.pp == 1 else self.bounding.seconds(rows.at(self.number[batch]))
+
+    def best(self, top: int) -> list[Chosen]:
+        """Of the `top` best sets of degrees, best first."""
+        if not len(self.at_least):
+            return []
+        order = np.lexsort((self.at_least, self.set))
+        starts = np.flatnonzero(np.diff(self.set[order], prepend=-1))
+        ends, leanest = np.append(starts[1:], len(order)), np.minimum.reduceat(self.needs[order], starts)
+        found, fastest = list[Chosen](), np.inf
+        for each in np.argsort(self.at_least[order[starts]], kind="stable"):
+            own, shown = order[starts[each] : ends[each]], _ranked(found)
+            least = Chosen(self.layout(int(own[0])), float(self.at_least[own[0]]), float(leanest[each]), len(own))
+            slowest = max((chosen.seconds for chosen in shown[:top]), default=0.0)
+            if (len(shown) >= top and least.seconds > slowest * (1 + NEAR)) or least.seconds > fastest * FAR:
+                break
+            if not any(least.says_nothing_beside(other) for other in found):
+                found.append(self._chosen(own))
+                fastest = min(fastest, found[-1].seconds)
+        return _ranked(found)[:top]
+
+    def _chosen(self, own: Integers) -> Chosen:
+        """Of one set, whose candidates come in the order of their bounds. Each is run while it may be the fastest; then
+        the simplest of those that may be near the fastest, until one is."""
+        bounds, seconds = self.at_least[own] * (1 - ROUNDING), np.full(len(own), np.inf)
+        is_run = np.zeros(len(own), dtype=bool)
+
+        def run(one: int) -> None:
+            """With it those of its batch that may be near."""
+            near = bounds <= min(seconds.min(), bounds[one]) * (1 + NEAR)
+            batch = np.flatnonzero(near & ~is_run & (self.batch[own] == self.batch[own[one]]))
+            seconds[batch], is_run[batch] = self.seconds(own[batch]), True
+
+        while len(left := np.flatnonzero(~is_run & (bounds < seconds.min()))):
+            run(int(left[0]))
+        near = np.flatnonzero(bounds <= seconds.min() * (1 + NEAR))
+        layouts = {int(each): self.layout(int(own[each])) for each in near}
+        for each in sorted(layouts, key=lambda each: simplicity(layouts[each])):
+            if not is_run[each]:
+                run(each)
+            if seconds[each] <= seconds.min() * (1 + NEAR):
+                return Chosen(layouts[each], float(seconds[each]), float(self.needs[own[each]]), len(own))
+        raise AssertionError("the fastest is near itself")
+
+
+def _degrees(layout: Layout) -> tuple[int, ...]:
+    """What layouts of one set have in common. Of data parallelism, how many ranks are replicas is an option."""
+    return layout.pp, layout.cp, layout.tp, layout.ep
+
+
+def _ranked(found: Sequence[Chosen]) -> list[Chosen]:
+    """Fastest first; of those within `NEAR` of the fastest that is left, the simplest first. Those that say nothing
+    beside another are left out."""
+    new = [each for each in found if not any(each.says_nothing_beside(other) for other in found)]
+    left, order = sorted(new, key=lambda each: each.seconds), list[Chosen]()
     while left:
-        near = [each for each in left if each.step_seconds <= left[0].step_seconds * (1 + NEAR)]
+        near = [each for each in left if each.seconds <= left[0].seconds * (1 + NEAR)]
         order += sorted(near, key=lambda each: simplicity(each.layout))
         left = left[len(near) :]
     return order

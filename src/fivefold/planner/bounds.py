@@ -1,0 +1,210 @@
+"""The memory and the least step time of many layouts at once. No torch.
+
+The numbers are those of `estimate`: its prices and its sums, over arrays of layouts. Memory is exact. No step is
+shorter than its bound, and without a pipeline none is longer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+import numpy as np
+
+from fivefold.planner.estimate import (
+    Edges,
+    Flow,
+    Sent,
+    Work,
+    busiest,
+    durations,
+    edges_of,
+    flow,
+    least_span,
+    passes,
+    resting_bytes,
+    runtime_bytes,
+    saved_bytes,
+    schedule_plan,
+    transfer_seconds,
+)
+from fivefold.planner.price import Content, Numbers, Shards, Stages
+from fivefold.planner.space import Integers, Rows, Space, Which
+
+AT_ONCE = 2**17  # numbers of an array: what a processor's cache holds
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Of `rows`: bytes of the fullest rank, all in all, and the seconds that a step takes at least."""
+
+    rows: Rows
+    needs: Numbers
+    at_least: Numbers
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def at(self, which: Which) -> "Bounds":
+        """Some of them."""
+        return Bounds(self.rows.at(which), self.needs[which], self.at_least[which])
+
+
+@dataclass(eq=False)
+class Bounding:
+    """Prices of a space as arrays."""
+
+    space: Space
+    _shards: list[Shards] = field(init=False, default_factory=list)
+    _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[int, int, Content], float] = field(init=False, default_factory=dict)
+    _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
+
+    def of(self, rows: Rows) -> Bounds:
+        """Computed in pieces, whose arrays stay small."""
+        size = max(1, AT_ONCE // (rows.pipeline.stages))
+        stages = self.space.prices.stages(rows.pipeline)
+        parts = [self._of(rows.at(slice(start, start + size)), stages) for start in range(0, len(rows), size)]
+        needs, at_least = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return Bounds(rows, needs, at_least)
+
+    # ---- what is looked up -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def work(self) -> Work:
+        """[number in `Space.works`, part]."""
+        return Work.of([prices for _, _, prices in self.space.works])
+
+    @cached_property
+    def logits(self) -> Numbers:
+        return np.array([float(prices.logits) for _, _, prices in self.space.works])
+
+    @cached_property
+    def shards(self) -> Integers:
+        """Place -> its number in `_shards`."""
+        numbers: dict[int, int] = {}
+        found = []
+        for place in self.space.places:
+            shards = self.space.prices.shards(place)
+            if id(shards) not in numbers:
+                numbers[id(shards)] = len(self._shards)
+                self._shards.append(shards)
+            found.append(numbers[id(shards)])
+        return np.array(found)
+
+    @cached_property
+    def sent(self) -> Sent:
+        """[number in `_shards`, part]."""
+        assert len(self.shards), "there are places"
+        return Sent.of(self._shards)
+
+    @cached_property
+    def replicas(self) -> Integers:
+        """Of each place."""
+        return np.array([place.dp_replicate for place in self.space.places])
+
+    @cached_property
+    def runtime(self) -> Numbers:
+        """Bytes beside tensors, of each place."""
+        chip, prices = self.space.prices.cluster.chip, self.space.prices
+        return np.array([runtime_bytes(chip, prices.grid(place)) for place in self.space.places])
+
+    def resting(self, numbers: Integers, zeros: Integers, contents: Sequence[Content]) -> Numbers:
+        """[layout, content]: bytes that do not depend on the micro batch. `numbers`: in `_shards`."""
+        pairs, inverse = np.unique(np.stack((numbers, zeros)), axis=1, return_inverse=True)
+        found = [[self._rest(number, zero, each) for each in contents] for number, zero in pairs.T.tolist()]
+        return np.array(found)[inverse]
+
+    def _rest(self, number: int, zero: int, content: Content) -> float:
+        key = number, zero, content
+        if key not in self._resting:
+            found = resting_bytes(self.space.prices, self._shards[number], content, zero)
+            self._resting[key] = float(sum(found.values()))
+        return self._resting[key]
+
+    def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
+        """[layout, content]: seconds once a step."""
+        numbers, replicas = self.shards[places], self.replicas[places]
+        _, first, inverse = np.unique(numbers * 2**32 + replicas, return_index=True, return_inverse=True)
+        found = [[self._edge(int(places[each]), content) for content in contents] for each in first]
+        return Edges(*np.moveaxis(np.array(found)[inverse], -1, 0))
+
+    def _edge(self, place: int, content: Content) -> tuple[float, ...]:
+        layout = self.space.places[place]
+        key = int(self.shards[place]), layout.dp_replicate, layout.pp, content
+        if key not in self._edges:
+            edges = edges_of(self.space.prices, self._shards[key[0]], content, layout)
+            self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
+        return self._edges[key]
+
+    def flow(self, rows: Rows, *, at_least: bool) -> Flow:
+        """[layout, stage]."""
+        pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
+        flows = [flow(replace(rows.pipeline, zero=zero), count, at_least=at_least) for zero, count in pairs.T.tolist()]
+        return Flow(
+            np.stack([each.in_flight for each in flows])[inverse],
+            np.stack([each.forward for each in flows])[inverse],
+            np.stack([each.backward for each in flows])[inverse],
+            np.stack([each.reductions for each in flows])[inverse],
+            np.stack([each.left for each in flows])[inverse],
+        )
+
+    def transfer(self, pp: int) -> Numbers:
+        """Of hidden states between pipeline ranks, for each micro batch of `Space.works`."""
+        if pp not in self._transfer:
+            prices, works = self.space.prices, self.space.works
+            self._transfer[pp] = np.array([transfer_seconds(prices, each, pp) for _, _, each in works])
+        return self._transfer[pp]
+
+    # ---- what is computed --------------------------------------------------------------------------------------------
+
+    def _of(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
+        """Bytes of the fullest rank, and the least seconds."""
+        of = self.flow(rows, at_least=True)
+        forward, backward = self._passes(rows, stages, of)
+        transfer = self.transfer(rows.pp)[rows.work]
+        splits = rows.pipeline.schedule.splits_backward
+        slots = durations(forward, backward, self.work.at(rows.work), stages)
+        span = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
+        after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
+        return self._needs(rows, stages, of.in_flight), span + after
+
+    def _needs(self, rows: Rows, stages: Stages, in_flight: Numbers) -> Numbers:
+        work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
+        tensors = self.resting(self.shards[rows.place], rows.zero, stages.distinct)[:, number]
+        tensors = tensors + saved_bytes(work, stages, in_flight)
+        tensors += self.logits[rows.work][:, None] * np.array([each.has_head for each in stages.contents])
+        found: Numbers = tensors.max(axis=1) * self.space.prices.engine.slack + self.runtime[rows.place]
+        return found
+
+    def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
+        work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
+        return passes(work, sent, stages, of, overlaps=self.space.prices.engine.overlaps_data)
+
+    def _least_after(self, rows: Rows, stages: Stages) -> Numbers:
+        """Where it is not known which rank is the busiest, or how long its backward is."""
+        prices, edges = self.space.prices, self.edges(rows.place, stages.distinct)
+        found: Numbers = np.min(edges.update + edges.seconds(np.inf), axis=1)
+        return found + prices.world_seconds + prices.engine.step_seconds
+
+    def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
+        """Seconds of the busiest rank beside the passes."""
+        prices, rank = self.space.prices, busiest(forward, backward, stages)
+        each = np.arange(len(rows), dtype=np.int64)
+        content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
+        edges = self.edges(rows.place, stages.distinct).at((each, content))
+        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_data
+        return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
+
+    def seconds(self, rows: Rows) -> Numbers:
+        """Of a step, with the pipeline run slot by slot. All have the same number of micro batches."""
+        pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
+        forward, backward = self._passes(rows, stages, self.flow(rows, at_least=False))
+        of_kind = durations(forward, backward, self.work.at(rows.work), stages)
+        transfer = self.transfer(rows.pp)[rows.work]
+        timings = np.concatenate([*of_kind.values(), transfer[:, None]], axis=1)
+        distinct, inverse = np.unique(timings, axis=0, return_inverse=True)
+        columns = distinct.T
+        split = dict(zip(of_kind, np.split(columns[:-1], len(of_kind)), strict=True))
+        plan = schedule_plan(pipeline, int(rows.micro_batches[0]))
+        span: Numbers = plan.span(split, columns[-1], np.maximum)
+        return span[inverse.reshape(-1)] + self._after(rows, stages, forward, backward)

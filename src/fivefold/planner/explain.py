@@ -1,0 +1,95 @@
+"""Why a layout takes as long as it does, why it is slower than another, and what would make it fit. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fivefold.core import legality
+from fivefold.core.layout import Layout
+from fivefold.parallel.limits import limits_of
+from fivefold.planner.estimate import Estimate, Item, Step
+from fivefold.planner.price import PriceList
+
+USEFUL = ("matmuls", "attention")  # what a model cannot be trained without
+MOST_CURES = 3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An item of time that two layouts differ in. `seconds`: how much longer it takes in the first. `share`: of the
+    other's step; 0.1 is 10 %."""
+
+    item: str
+    seconds: float
+    share: float
+
+
+def binds(estimate: Estimate) -> Item:
+    """What a step takes the most time for, of all that another layout or faster hardware could avoid."""
+    return max((row for row in _time(estimate) if row.item not in USEFUL), key=lambda row: row.amount)
+
+
+def slower_by(estimate: Estimate, other: Estimate) -> tuple[Difference, ...]:
+    """The items of time in which a layout differs from another, those first in which it loses the most. They add up to
+    the difference of the two steps."""
+    own, others = ({row.item: row.amount for row in _time(each)} for each in (estimate, other))
+    found = [(item, own.get(item, 0.0) - others.get(item, 0.0)) for item in dict.fromkeys((*own, *others))]
+    whole = other.step_seconds
+    return tuple(Difference(item, more, more / whole) for item, more in sorted(found, key=lambda each: -each[1]))
+
+
+def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
+    """The changes that would make a layout fit, at most three: those of its neighbours that fit, the fastest first.
+
+    A neighbour differs in one option, or has twice the degree of one dimension at the cost of data parallelism. Where
+    none fits, neighbours of neighbours are asked, and theirs. None where a layout that fits is further off.
+    """
+    seen, asked = {estimate.layout}, [estimate.layout]
+    for _ in range(3):
+        asked = [each for layout in asked for each in neighbours(prices, layout, estimate) if each not in seen]
+        asked = list(dict.fromkeys(asked))
+        seen |= set(asked)
+        steps = [Step(prices, layout, estimate.workload) for layout in asked]
+        fitting = [step for step in steps if step.needs <= prices.cluster.chip.memory_bytes]
+        if fitting:
+            return tuple(step.estimate() for step in sorted(fitting, key=lambda step: step.seconds)[:MOST_CURES])
+        asked = [step.layout for step in sorted(steps, key=lambda step: step.needs)[:MOST_CURES]]
+    return ()
+
+
+def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[Layout]:
+    """Legal layouts that need less memory in one respect."""
+    limits, world, batch = limits_of(prices.facts), prices.cluster.world, estimate.workload.global_batch_size
+    return [
+        each for each in _changed(layout, prices.cluster.domain)
+        if not legality.violations(each, limits, world=world, batch=batch)
+    ]  # fmt: skip
+
+
+def _changed(layout: Layout, domain: int) -> Iterator[Layout]:
+    """With one change each. What a dimension gains, data parallelism loses: replicas first, then shards."""
+    if layout.recompute == "none":
+        yield replace(layout, recompute="full")
+    if layout.micro_batch_size > 1:
+        yield replace(layout, micro_batch_size=layout.micro_batch_size // 2)
+    if layout.zero < 3:
+        yield replace(layout, zero=layout.zero + 1)
+        yield replace(layout, zero=3)
+    if layout.dp_replicate > 1:
+        yield replace(layout, dp_replicate=1, dp_shard=layout.data_ranks)
+    if not layout.sequence_parallel:
+        yield replace(layout, sequence_parallel=True)
+    if layout.pp > 1 and layout.schedule.splits_backward:
+        yield replace(layout, pp_schedule="1f1b", pp_virtual=1)
+    fewer = [(name, getattr(layout, name)) for name in ("dp_replicate", "dp_shard")]
+    lost = next(({name: size // 2} for name, size in fewer if size % 2 == 0), None)
+    if lost is None:
+        return
+    if layout.tp * 2 <= domain:
+        yield replace(layout, tp=layout.tp * 2, **lost)
+    yield replace(layout, cp=layout.cp * 2, **lost)
+    yield replace(layout, pp=layout.pp * 2, **lost)
+    yield replace(layout, ep=layout.ep * 2)
+
+
+def _time(estimate: Estimate) -> Iterator[Item]:
+    return (row for row in estimate.rows if row.part == "time")

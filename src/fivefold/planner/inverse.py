@@ -1,0 +1,137 @@
+"""Questions the other way round: the longest sequence that fits, the fewest devices, the price of a token. No torch.
+
+Memory alone decides what fits, so these ask the layouts that need little of it, and run no pipeline.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from fivefold.core import legality
+from fivefold.core.errors import UserError
+from fivefold.core.layout import MOST_RING, Layout
+from fivefold.parallel.limits import limits_of
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.estimate import Estimate, Step, Workload
+from fivefold.planner.price import PriceList
+from fivefold.planner.space import divisors
+
+STEP = 1024  # tokens that lengths are asked in
+MOST_TOKENS = 2**27  # of a row: far above every model
+BYTES_PER_PARAMETER = 16  # at rest in fp32: the parameter, its gradient, two moments
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row that fits, and its estimate."""
+
+    seq_length: int
+    estimate: Estimate
+
+
+def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Longest:
+    """The longest rows that train on the cluster, in steps of 1,024 tokens; of `layout`, or of any.
+
+    A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It never has fewer rows
+    than a layout deals out, one micro batch to each data rank and as many as a pipeline takes. Raises `UserError` where
+    not even 1,024 tokens fit.
+    """
+    fixed = None if layout is None else (_legal(prices, layout),)
+
+    def fitting(length: int) -> Iterator[Step]:
+        steps = (_step(prices, each, workload, length) for each in fixed or leanest(prices, length))
+        return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes)
+
+    units = _most(lambda number: any(True for _ in fitting(number * STEP)), MOST_TOKENS // STEP)
+    if not units:
+        what = f"{prices.facts.model_class} on {prices.cluster.text} with rows of {STEP:,} tokens"
+        raise UserError(
+            f"{layout or 'no layout'}: {what} does not fit", fix="use more devices, or devices with more memory"
+        )
+    return Longest(units * STEP, min(fitting(units * STEP), key=lambda step: step.at_least).estimate())
+
+
+def _legal(prices: PriceList, layout: Layout) -> Layout:
+    """A layout with its shards known. Raises `UserError` where it cannot run the model."""
+    layout = layout.resolve(prices.cluster.world)
+    legality.refuse(legality.violations(layout, limits_of(prices.facts), world=prices.cluster.world))
+    return layout
+
+
+def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) -> Step:
+    """A layout's step with rows of `length`."""
+    fewest, multiple = legality.micro_batches_for(layout)
+    dealt = layout.micro_batch_size * layout.data_ranks
+    rounds = round(workload.tokens / (length * dealt * multiple))
+    return Step(prices, layout, Workload(length, dealt * max(fewest, rounds * multiple, multiple)))
+
+
+def leanest(prices: PriceList, length: int) -> Iterator[Layout]:
+    """Of each set of degrees that is legal, the layout that needs the least memory: everything is sharded, one row runs
+    at a time, and layers are computed again."""
+    limits, cluster = limits_of(prices.facts), prices.cluster
+    degrees = divisors(cluster.world)
+    for tp, cp, pp in product(degrees, degrees, degrees):
+        too_short = tp * cp > 1 and length < 2 * tp * cp
+        if tp > cluster.domain or cp > MOST_RING or cluster.world % (tp * cp * pp) or too_short:
+            continue
+        for ep in degrees if limits.experts else (1,):
+            layout = Layout(
+                tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=cluster.world // (tp * cp * pp), recompute="full",
+                sequence_parallel="sequence_parallel" not in limits.refusals,
+            )  # fmt: skip
+            if not legality.violations(layout, limits, world=cluster.world):
+                yield layout
+
+
+def fewest_devices(prices: PriceList, workload: Workload) -> Estimate:
+    """The fewest devices of the cluster on which a step of `workload` runs: a part of a node, or whole nodes.
+
+    The cluster says how many there are at most. Raises `UserError` where all of them are too few.
+    """
+    for cluster in _smaller(prices.cluster):
+        everything = BYTES_PER_PARAMETER * sum(
+            each.size for each in prices.facts.parameters.values() if each.is_trained
+        )
+        if cluster.world * cluster.chip.memory_bytes < everything:
+            continue
+        own = PriceList(prices.facts, cluster, prices.engine)
+        limits, batch = limits_of(own.facts), workload.global_batch_size
+        legal = (
+            each for each in leanest(own, workload.seq_length)
+            if not legality.violations(each, limits, world=cluster.world, batch=batch)
+        )  # fmt: skip
+        steps = [step for each in legal if (step := Step(own, each, workload)).needs <= cluster.chip.memory_bytes]
+        if steps:
+            return min(steps, key=lambda step: step.at_least).estimate()
+    raise UserError(
+        f"no layout of {prices.cluster.text} fits {prices.facts.model_class} with {workload.global_batch_size} rows of "
+        f"{workload.seq_length:,} tokens",
+        fix="name a larger cluster, or a shorter --seq-length",
+    )
+
+
+def _smaller(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster with fewer devices, the smallest first, and the cluster itself."""
+    for devices in divisors(cluster.devices_per_node)[:-1]:
+        yield replace(cluster, nodes=1, devices_per_node=devices)
+    for nodes in range(1, cluster.nodes + 1):
+        yield replace(cluster, nodes=nodes)
+
+
+def cost_per_million_tokens(estimate: Estimate, per_device_hour: float) -> float:
+    """What training on a million tokens costs, in the currency of `per_device_hour`."""
+    device_hours = estimate.layout.world * estimate.step_seconds / 3600
+    return per_device_hour * device_hours / estimate.workload.tokens * 1e6
+
+
+def _most(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number, from 0 to `most`, for which `holds` is true, where it is true for all numbers below that."""
+    high = 1
+    while high <= most and holds(high):
+        high *= 2
+    low, high = high // 2, min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,205 @@
+"""Every layout worth pricing, as arrays. No torch.
+
+A layout is a place (degrees, and how ranks share a micro batch), the rows of a micro batch, recompute, the ZeRO stage
+and the schedule of a pipeline. The rules of `core/legality.py` are asked once for each part, not for each layout: a
+layout is legal where its parts are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core import legality
+from fivefold.core.layout import Layout
+from fivefold.core.legality import ModelLimits
+from fivefold.core.schedule import SCHEDULES
+from fivefold.parallel.limits import limits_of
+from fivefold.planner.estimate import Workload, padded
+from fivefold.planner.price import PriceList, Prices, work_layout
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # rows of a forward pass
+ENOUGH_TOKENS = 2**15  # of a micro batch on a rank: with more, nothing is done faster or hidden better
+VIRTUAL = (1, 2, 4, 8)  # stages of a pipeline rank
+LEAST_TOKENS = 256  # of a row on a rank of cp and tp: with fewer, collectives outlast all compute
+
+Integers = NDArray[np.int64]
+Which = NDArray[np.bool_] | NDArray[np.int64] | slice
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Layouts of one pipeline: its degree, schedule and stages a rank. Arrays: micro batch (a number in `Space.works`),
+    place (in `Space.places`), micro batches of a step, ZeRO stage."""
+
+    pp: int
+    schedule: str
+    virtual: int
+    work: Integers
+    place: Integers
+    micro_batches: Integers
+    zero: Integers
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def at(self, which: Which) -> "Rows":
+        """Some of them."""
+        arrays = (self.work[which], self.place[which], self.micro_batches[which], self.zero[which])
+        return Rows(self.pp, self.schedule, self.virtual, *arrays)
+
+    @property
+    def pipeline(self) -> Layout:
+        """The layout's pipeline alone."""
+        return Layout(pp=self.pp, pp_schedule=self.schedule, pp_virtual=self.virtual)
+
+
+@dataclass(eq=False)
+class Space:
+    """The layouts of a model on a cluster for a workload.
+
+    `works`: the rows, recompute and prices of each kind of micro batch. `places`: layouts without these, without ZeRO
+    stage and schedule.
+    """
+
+    prices: PriceList
+    workload: Workload
+    works: list[tuple[int, str, Prices]] = field(init=False, default_factory=list)
+    places: list[Layout] = field(init=False, default_factory=list)
+
+    @cached_property
+    def limits(self) -> ModelLimits:
+        return limits_of(self.prices.facts)
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ...]:
+        """All legal layouts, by pipeline."""
+        by_pp: dict[int, list[tuple[Integers, ...]]] = {}
+        for shared in self._shared():
+            for place, arrays in self._of(shared):
+                by_pp.setdefault(place.pp, []).append(arrays)
+        return tuple(
+            rows
+            for pp, parts in sorted(by_pp.items())
+            for rows in self._scheduled(pp, *(np.concatenate(each) for each in zip(*parts, strict=True)))
+        )
+
+    def layout(self, rows: Rows, number: int) -> Layout:
+        """One of some rows."""
+        size, recompute, _ = self.works[rows.work[number]]
+        place: Layout = self.places[rows.place[number]]
+        return replace(
+            place, zero=int(rows.zero[number]), micro_batch_size=size, recompute=recompute,
+            pp_schedule=rows.schedule, pp_virtual=rows.virtual,
+        )  # fmt: skip
+
+    # ---- what shares a micro batch -----------------------------------------------------------------------------------
+
+    def _shared(self) -> Iterator[Layout]:
+        """How ranks can share a micro batch: tp, cp and its method, ep and `expert_tp`.
+
+        Tensor parallelism stays inside a node: over the network it loses everywhere that it was measured. It splits the
+        sequence wherever the model lets it: without, ranks send as many bytes and keep more.
+        """
+        cluster, length = self.prices.cluster, self.workload.seq_length
+        degrees, split = divisors(cluster.world), "sequence_parallel" not in self.limits.refusals
+        for tp, cp in product(degrees, degrees):
+            too_short = tp * cp > 1 and length < LEAST_TOKENS * tp * cp
+            if tp > cluster.domain or cluster.world % (tp * cp) or too_short:
+                continue
+            for features, ep in product(
+                (False, True) if tp > 1 else (False,), degrees if self.limits.experts else (1,)
+            ):
+                if ep <= max(1, self.limits.experts or 0):
+                    basis = work_layout(Layout(tp=tp, cp=cp, sequence_parallel=split, expert_tp=features, ep=ep))
+                    yield from self._methods(basis)
+
+    def _methods(self, basis: Layout) -> Iterator[Layout]:
+        """With every `cp_method` that means something of its own: auto first."""
+        means = set()
+        for method in ("auto", "ring", "ulysses", "allgather") if basis.cp > 1 else ("auto",):
+            layout = replace(basis, cp_method=method)
+            if not legality.violations(layout, self.limits):
+                meant = self.prices.plan(work_layout(layout)).cp_method
+                if meant not in means:
+                    yield layout
+                means.add(meant)
+
+    def _of(self, shared: Layout) -> Iterator[tuple[Layout, tuple[Integers, ...]]]:
+        """The places of layouts that share a micro batch so; arrays of work, place, micro batches and ZeRO stage."""
+        world, batch = self.prices.cluster.world, self.workload.global_batch_size
+        rest = world // (shared.tp * shared.cp)
+        works = None
+        for pp in divisors(rest):
+            for shards in divisors(rest // pp) if self._schedules(pp) else ():
+                place = replace(shared, pp=pp, dp_shard=shards, dp_replicate=rest // pp // shards)
+                sizes = self._sizes(place.data_ranks)
+                if not len(sizes) or any(legality.of_world(place, world)):
+                    continue
+                works = self._works(shared) if works is None else works
+                own, rows = works[np.isin(works[:, 1], sizes)].T
+                zeros = np.array((3, 2, 1) if shards * place.cp > 1 else (3,))
+                numbers = np.full(len(own) * len(zeros), len(self.places))
+                counts = np.tile(batch // (rows * place.data_ranks), len(zeros))
+                self.places.append(place)
+                yield place, (np.tile(own, len(zeros)), numbers, counts, np.repeat(zeros, len(own)))
+
+    def _works(self, shared: Layout) -> Integers:
+        """[number in `works`, rows] of every micro batch that is shared so."""
+        found = []
+        length = self.workload.seq_length // shared.cp
+        useful = [rows for rows in self._all_sizes if rows == 1 or (rows // 2) * length < ENOUGH_TOKENS]
+        for rows, recompute in product(useful, ("none", "full")):
+            layout = replace(shared, micro_batch_size=rows, recompute=recompute)
+            found.append((len(self.works), rows))
+            self.works.append((rows, recompute, self.prices.of(layout, padded(self.workload.seq_length, layout))))
+        return np.array(found)
+
+    @cached_property
+    def _all_sizes(self) -> tuple[int, ...]:
+        """Rows of a micro batch that some layout can have."""
+        return tuple(sorted({size for ranks in divisors(self.prices.cluster.world) for size in self._sizes(ranks)}))
+
+    def _sizes(self, data_ranks: int) -> tuple[int, ...]:
+        """Rows of a micro batch that deal out the batch."""
+        return _sizes(data_ranks, self.workload.global_batch_size)
+
+    # ---- pipelines ---------------------------------------------------------------------------------------------------
+
+    def _schedules(self, pp: int) -> list[Layout]:
+        """Each schedule with each number of stages a rank. GPipe takes as long as 1F1B and keeps more."""
+        names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
+        found: dict[tuple[str, int], Layout] = {}
+        for name, virtual in product(names, VIRTUAL):
+            layout = Layout(pp=pp, pp_schedule=name, pp_virtual=virtual)
+            fills_gaps = layout.schedule.splits_backward and virtual > 2  # two stages a rank leave next to no gaps
+            if not fills_gaps and not legality.violations(layout, self.limits):
+                found.setdefault((name, layout.stages_per_rank), layout)
+        return list(found.values())
+
+    def _scheduled(self, pp: int, work: Integers, place: Integers, count: Integers, zero: Integers) -> Iterator[Rows]:
+        """Of each schedule the layouts whose micro batches it takes."""
+        is_again = np.array([recompute != "none" for _, recompute, _ in self.works])
+        counts = np.unique(count)
+        for pipeline in self._schedules(pp):
+            taken = [each for each in counts if not any(legality.of_micro_batches(pipeline, int(each)))]
+            legal = np.isin(count, taken)
+            if pipeline.schedule.splits_backward:  # what is computed again would stay until the gradients of weights
+                legal &= ~is_again[work]
+            if legal.any():
+                yield Rows(pp, pipeline.pp_schedule, pipeline.pp_virtual, work, place, count, zero).at(legal)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """In order."""
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+@cache
+def _sizes(data_ranks: int, batch: int) -> tuple[int, ...]:
+    layouts = (Layout(dp_shard=data_ranks, micro_batch_size=size) for size in MICRO_BATCHES)
+    return tuple(each.micro_batch_size for each in layouts if not any(legality.of_batch(each, batch)))

@@ -1,0 +1,54 @@
+"""Why a layout is as fast as it is, and what makes one fit."""
+
+import pytest
+
+from fivefold.core.layout import Layout
+from fivefold.planner.estimate import Workload, estimate
+from fivefold.planner.explain import USEFUL, binds, cures, neighbours, slower_by
+from tests.planner.settings import prices, with_memory
+
+WORKLOAD = Workload(8192, 16)
+
+
+def test_what_binds_is_the_largest_item_that_is_not_the_model_itself() -> None:
+    found = estimate(prices("llama", "8xH100"), Layout.parse("shard2.tp4"), WORKLOAD)
+    largest = binds(found)
+    assert largest.item not in USEFUL
+    assert all(row.amount <= largest.amount for row in found.rows if row.part == "time" and row.item not in USEFUL)
+
+
+def test_a_slower_layout_says_in_what() -> None:
+    price_list = prices("llama", "8xH100")
+    one, other = (estimate(price_list, Layout.parse(text), WORKLOAD) for text in ("pp8", "dp8"))
+    found = slower_by(one, other)
+    assert sum(each.seconds for each in found) == pytest.approx(one.step_seconds - other.step_seconds)
+    assert found[0].item == "bubble" and found[0].share > 0
+    assert slower_by(one, one)[0].seconds == 0
+
+
+@pytest.mark.parametrize("text", ["dp4", "dp4+mb4", "dp2.shard2+zero1", "tp2.pp2", "shard2.tp2+mb2+nosp"])
+def test_cures_fit_are_legal_and_come_by_their_time(text: str) -> None:
+    large = estimate(with_memory(prices("llama", "4xH100"), gib=80), Layout.parse(text), WORKLOAD)
+    price_list = with_memory(prices("llama", "4xH100"), gib=0.8 * large.reserved / 2**30)
+    found = estimate(price_list, Layout.parse(text), WORKLOAD)
+    assert not found.fits
+    cured = cures(price_list, found)
+    assert 0 < len(cured) <= 3 and all(each.fits for each in cured)
+    times = [each.step_seconds for each in cured]
+    assert times == sorted(times)
+    for each in cured:
+        assert estimate(price_list, each.layout, WORKLOAD).step_seconds == each.step_seconds
+
+
+def test_neighbours_differ_in_one_respect() -> None:
+    price_list = prices("mixtral", "8xH100")
+    layout = Layout.parse("dp2.shard4+zero1+mb2")
+    found = set(map(str, neighbours(price_list, layout, estimate(price_list, layout, WORKLOAD))))
+    assert {"dp2.shard4+zero1+mb2+full", "dp2.shard4+zero1", "dp2.shard4+zero2+mb2", "dp2.shard4+mb2"} <= found
+    assert {"shard8+zero1+mb2", "shard4.tp2+zero1+mb2", "shard4.cp2+zero1+mb2", "shard4.pp2+zero1+mb2"} <= found
+    assert "dp2.shard4.ep2+zero1+mb2" in found
+
+
+def test_nothing_cures_a_model_that_is_far_too_large() -> None:
+    price_list = with_memory(prices("llama", "4xH100"), gib=0.001)
+    assert cures(price_list, estimate(price_list, Layout.parse("dp4"), WORKLOAD)) == ()

@@ -1,0 +1,188 @@
+"""The search: its numbers are those of the plan that runs, its bounds are sound, its best is that of all layouts."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from fivefold.core import legality
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import SchedulePlan
+from fivefold.parallel.collectives import StepShape, summed
+from fivefold.parallel.limits import limits_of
+from fivefold.parallel.memory import under_way
+from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.unshards import of_slots
+from fivefold.planner.bounds import Bounding
+from fivefold.planner.estimate import OUTSIDE, ROUNDING, TIGHT, Step, Workload, flow, padded
+from fivefold.planner.price import PriceList
+from fivefold.planner.search import ALIKE, NEAR, search, simplicity
+from fivefold.planner.space import Space
+from tests.planner.settings import layouts, prices, sampled
+
+WORKLOAD = Workload(2048, 64)
+SETTINGS = [
+    ("llama", "8xH100", 90), ("llama", "2x4xA100-80", 60), ("mixtral", "8xH100", 90), ("mixtral", "2x4xH100", 60),
+    ("gemma2", "8xH100", 20), ("deepseek_v3", "4xH100", 20),
+]  # fmt: skip
+SAMPLED = [each for family, cluster, count in SETTINGS for each in sampled(family, cluster, count)]
+
+
+# ---- the same as the plan that runs ----------------------------------------------------------------------------------
+
+
+def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[Step, ParallelPlan, StepShape]:
+    step = Step(price_list, layout, WORKLOAD)
+    plan = lower(price_list.facts, layout, pp_rank * (layout.world // layout.pp))
+    shape = plan.step_shape(layout.micro_batch_size, padded(WORKLOAD.seq_length, layout), step.micro_batches)
+    return step, plan, shape
+
+
+def test_memory_is_that_of_the_plan() -> None:
+    """Of the first, a middle and the last pipeline rank, item by item."""
+    assert len(SAMPLED) >= 200
+    for price_list, layout in SAMPLED:
+        for rank in {0, layout.pp // 2, layout.pp - 1}:
+            step, plan, shape = plan_and_step(price_list, layout, rank)
+            planned = plan.bytes(shape).by_kind
+            found = {item: size for item, size in step.memory_of(rank).items() if item not in OUTSIDE}
+            assert found == pytest.approx(planned, rel=0, abs=0.5), f"{layout} rank {rank}"
+
+
+def test_collectives_are_those_of_the_plan() -> None:
+    """(axis, kind, times, bytes) of the busiest rank's step."""
+    for price_list, layout in SAMPLED:
+        step = Step(price_list, layout, WORKLOAD)
+        _, plan, shape = plan_and_step(price_list, layout, step.busiest)
+        planned = [call for call in plan.calls(shape) if call.axis != "pp"]
+        sent = {call.bytes for call in plan.calls(shape) if call.axis == "pp"}
+        assert summed(step.calls(step.busiest)) == summed(planned), str(layout)
+        assert sent <= {step.transfer_call.bytes}, str(layout)
+
+
+# ---- which layouts there are -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "cluster"), [("llama", "4xH100"), ("mixtral", "4xH100"), ("mixtral", "2x4xH100")])
+def test_every_layout_is_legal_and_no_legal_one_of_its_options_is_missing(family: str, cluster: str) -> None:
+    price_list = prices(family, cluster)
+    limits, world = limits_of(price_list.facts), price_list.cluster.world
+    found = set(layouts(Space(price_list, WORKLOAD)))
+    assert not any(legality.violations(each, limits, world=world, batch=WORKLOAD.global_batch_size) for each in found)
+    degrees = [each for each in range(1, world + 1) if world % each == 0]
+    values = product(degrees, degrees, degrees, degrees, degrees, (False, True), (1, 2), ("none", "full"))
+    for tp, cp, pp, shard, ep, features, rows, recompute in values:
+        if world % (tp * cp * pp * shard) or tp > price_list.cluster.domain or (features and tp == 1):
+            continue
+        layout = Layout(
+            tp=tp, cp=cp, pp=pp, dp_shard=shard, dp_replicate=world // (tp * cp * pp * shard), ep=ep,
+            expert_tp=features, micro_batch_size=rows, recompute=recompute,
+        )  # fmt: skip
+        is_legal = not legality.violations(layout, limits, world=world, batch=WORKLOAD.global_batch_size)
+        assert (layout in found) == is_legal, str(layout)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80")])
+def test_bounds_are_sound(family: str, cluster: str) -> None:
+    """Memory is that of an estimate; no step is shorter than its bound; in batches a step takes as long as alone."""
+    price_list = prices(family, cluster)
+    space = Space(price_list, WORKLOAD)
+    bounding, rng = Bounding(space), np.random.default_rng(0)
+    for rows in space.rows:
+        some = rows.at(np.sort(rng.choice(len(rows), size=min(8, len(rows)), replace=False)))
+        bounds = bounding.of(some)
+        for number in range(len(some)):
+            layout = space.layout(some, number)
+            step = Step(price_list, layout, WORKLOAD)
+            estimate = step.estimate()
+            assert bounds.needs[number] == pytest.approx(estimate.reserved, rel=1e-12)
+            assert bounds.at_least[number] <= estimate.step_seconds * (1 + ROUNDING), str(layout)
+            assert step.at_least <= estimate.step_seconds * (1 + ROUNDING), str(layout)
+            alone = bounding.seconds(some.at(np.array([number])))[0]
+            assert alone == pytest.approx(estimate.step_seconds, rel=1e-9), str(layout)
+            if layout.pp == 1:
+                assert bounds.at_least[number] == pytest.approx(estimate.step_seconds, rel=1e-9)
+
+
+EXHAUSTIVE = [
+    ("llama", "2xH100", 4, 8), ("llama", "4xH100", 4, 16), ("llama", "4xA10G", 6, 8), ("llama", "2x2xA100-80", 4, 16),
+    ("mixtral", "2xH100", 4, 8), ("mixtral", "4xH100", 4, 8), ("mixtral", "2x2xH100", 4, 8), ("gemma2", "4xH100", 4, 8),
+    ("deepseek_v3", "2xH100", 4, 8), ("qwen3", "2x2xH100", 5, 8), ("llama", "8xH100", 4, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "cluster", "layers", "batch"), EXHAUSTIVE)
+def test_the_best_are_those_of_an_exhaustive_search(family: str, cluster: str, layers: int, batch: int) -> None:
+    price_list, workload = prices(family, cluster, layers), Workload(1024, batch)
+    memory = price_list.cluster.chip.memory_bytes
+    every = [Step(price_list, layout, workload).estimate() for layout in layouts(Space(price_list, workload))]
+    by_degrees: dict[tuple[int, ...], list[tuple[float, Layout]]] = {}
+    for each in every:
+        if each.reserved <= memory * TIGHT:
+            own = each.layout
+            by_degrees.setdefault((own.tp, own.cp, own.pp, own.ep), []).append((each.step_seconds, own))
+    fastest = sorted(min(seconds for seconds, _ in each) for each in by_degrees.values())
+    found = search(price_list, workload, top=3)
+    assert found.legal == len(every) and found.fitting == sum(each.fits for each in every)
+    for each in found.best:
+        own = by_degrees[each.layout.tp, each.layout.cp, each.layout.pp, each.layout.ep]
+        least = min(seconds for seconds, _ in own)
+        near = [layout for seconds, layout in own if seconds <= least * (1 + NEAR) * (1 + ROUNDING)]
+        assert simplicity(each.layout) == min(map(simplicity, near))
+        assert each.step_seconds <= least * (1 + NEAR) * (1 + ROUNDING)
+    assert min(each.step_seconds for each in found.best) <= fastest[0] * (1 + NEAR) * ALIKE * (1 + ROUNDING)
+    if len(found.best) == 3:  # a set that is clearly faster is shown, or a simpler one as good stands for it
+        last = max(each.step_seconds for each in found.best)
+        shown = {(each.layout.tp, each.layout.cp, each.layout.pp, each.layout.ep) for each in found.best}
+        for degrees, own in by_degrees.items():
+            seconds, layout = min(own, key=lambda each: each[0])
+            if degrees not in shown and seconds * (1 + NEAR) * (1 + ROUNDING) < last:
+                others = [each for name, each in by_degrees.items() if name < degrees or sum(name) <= sum(degrees)]
+                assert any(took <= seconds * ALIKE * (1 + NEAR) for each in others for took, _ in each), str(layout)
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_degrees_are_shown_once_and_say_what_stands_behind_them() -> None:
+    found = search(prices("llama", "8xH100"), WORKLOAD)
+    degrees = [(each.layout.tp, each.layout.cp, each.layout.pp, each.layout.ep) for each in found.best]
+    assert len(degrees) == len(set(degrees)) == len(found.options)
+    assert all(found.options) and sum(found.options) <= found.fitting
+    assert min(map(found.distance, found.best)) == 0
+
+
+def test_a_small_model_is_trained_with_data_parallelism_alone() -> None:
+    best = search(prices("llama", "8xH100"), WORKLOAD).best[0].layout
+    assert best.world == best.data_ranks and best.recompute == "none"
+
+
+def test_no_legal_layout_is_an_error() -> None:
+    with pytest.raises(UserError, match="no layout of 1x8xH100"):
+        search(prices("llama", "8xH100", layers=1), Workload(128, 3))
+
+
+@pytest.mark.parametrize(
+    "text", ["single", "pp2", "pp4+interleaved+v2", "pp3+zb", "pp2+zb+v2", "pp3+zbv", "pp2+dualpipev"]
+)
+def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
+    """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
+    layout = Layout.parse(text)
+    for zero, count in product((1, 2, 3), (4, 8, 12, 60)):
+        if any(legality.of_micro_batches(layout, count)):
+            continue
+        own, plan = flow(replace(layout, zero=zero), count), SchedulePlan.of(layout, count)
+        for rank, order in enumerate(plan.orders):
+            stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
+            users = {str(stage): frozenset((stage,)) for stage in stages}
+            times = of_slots(order, users, count, stages, zero)
+            for stage, flying in under_way(order).items():
+                each = times[str(stage)]
+                assert own.in_flight[stage] == flying
+                found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
+                assert found == pytest.approx((each.forward, each.backward, each.reductions)), (zero, count, stage)
