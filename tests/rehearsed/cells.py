@@ -43,7 +43,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 LAYOUTS = {
     "llama": (
         "shard8", "tp8", "shard2.tp2.cp2", "cp8+ring", "pp4.shard2", "pp2.shard2.tp2+zb", "dp2.shard4+zero1",
-        "tp4.shard2+full", "single", "cp4.shard2+ulysses", "pp2.shard4+interleaved+v2", "pp2.shard4+zbv",
+        "single", "cp4.shard2+ulysses", "pp2.shard4+interleaved+v2", "pp2.shard4+zbv",
         "pp2.shard4+dualpipev", "shard4.tp2+nosp", "shard8+zero2", "cp4.shard2+allgather",
     ),
     "qwen3": ("shard8", "tp4.shard2", "pp2.shard4"),
