@@ -1,6 +1,7 @@
 """`fivefold plan`, `ff.plan` and `ff.estimate`: what they show, and what they are asked wrongly."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,18 @@ def test_a_wrong_request_is_told(arguments: tuple[str, ...], says: str, capsys: 
 def test_a_layout_that_does_not_fit_is_shown_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--layout", "dp8", "--top", "2")
     assert run("llama-3.1-8b", "--cluster", "8xH100", "--seq-length", "8k", "--global-batch-size", "8", *asked) == 1
-    assert "does not fit" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown and "would fit: " in shown
+
+
+def test_the_longest_rows_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--max-seq-length", "--layout", "cp2+full") == 0
+    shown = capsys.readouterr().out
+    length = int(re.search(r"rows that fit have ([\d,]+) tokens", shown)[1].replace(",", ""))  # type: ignore[index]
+    fits = [
+        ff.estimate("llama-3.2-1b", "2xH100", ff.Workload(each, 1), "cp2+full").fits for each in (length, length + 1024)
+    ]
+    assert fits == [True, False]
 
 
 def test_the_functions_of_python() -> None:

@@ -19,6 +19,9 @@ def plan(
     layout: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Estimate this one too, such as shard8.tp8.", show_default=False)
     ] = None,
+    max_seq_length: Annotated[
+        bool, typer.Option("--max-seq-length", help="The longest rows that fit instead.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write_to: Annotated[
         str | None, typer.Option("--write", metavar="FILE", help="Write a run file of the best.", show_default=False)
@@ -43,7 +46,11 @@ def plan(
     from fivefold.report.table import write
 
     rows = global_batch_size or 4 * Cluster.parse(cluster).world
-    report = planner.planned(model, cluster, Workload(parse_length(seq_length), rows), layout=layout, top=top)
+    workload = Workload(parse_length(seq_length), rows)
+    if max_seq_length:
+        report = planner.longest(model, cluster, workload, layout=layout)
+    else:
+        report = planner.planned(model, cluster, workload, layout=layout, top=top)
     if write_to:
         planner.write_run_file(write_to, model, report.estimates[0])
     write(report, json=json)

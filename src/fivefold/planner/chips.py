@@ -22,13 +22,13 @@ GIB = 2**30
 
 # What a file may leave out.
 _DEFAULTS = {
-    "aliases": [], "names": [],
-    "node": {"domain_devices": 0, "chips": [], "inside": {"decay": 0}, "between": {"decay": 0}},
+    "aliases": [], "names": [], "step_fraction": 1.0,
+    "node": {"domain_devices": 0, "chips": [], "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0}},
 }  # fmt: skip
 
 # Of numbers in a file of one's own. All others are above 0.
-_WHOLE = ("sms", "most_devices", "domain_devices")
-_MAY_BE_ZERO = ("domain_devices", "latency_us", "decay", "launch_us", "context_gib", "communicator_gib")
+_WHOLE = ("sms", "most_devices", "domain_devices", "rails")
+_MAY_BE_ZERO = ("domain_devices", "latency_us", "decay", "rails", "launch_us", "context_gib", "communicator_gib")
 
 Table = dict[str, Any]
 
@@ -39,7 +39,7 @@ class Link:
 
     `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
     ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of a bandwidth that falls as nodes^-p; 0 for
-    a fabric that does not block.
+    a fabric that does not block. `rails`: how many devices' links of a node one ring can use; 0 for all of them.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class Link:
     fraction: float
     latency_us: float
     decay: float
+    rails: int = 0
 
     def bytes_per_second(self, nodes: int = 1) -> float:
         """What one device sends in a large collective over this many nodes.
@@ -77,7 +78,8 @@ class Chip:
     """A device, as CUDA or ROCm counts them: one die of an MI250X.
 
     `peak_tflops` by dtype: dense, by the data sheet, fp32 without TF32; a dtype that it lacks is absent (bf16 of V100).
-    `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `memory_gib`: all that the
+    `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: of that, what
+    matmuls keep inside of a long step, where power and heat hold the clocks down. `memory_gib`: all that the
     driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large arrays. `sms`: streaming
     multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place. `launch_us`: host time of
     one kernel. `context_gib`: what context and libraries take outside the allocator, `communicator_gib`: each
@@ -92,6 +94,7 @@ class Chip:
     sms: int
     peak_tflops: Mapping[str, float]
     matmul_fraction: Mapping[str, float]
+    step_fraction: float
     memory_gib: float
     memory_bandwidth_gbs: float
     memory_fraction: float

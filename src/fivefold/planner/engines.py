@@ -4,32 +4,117 @@
 measurements were made with; `benchmarks/planner_accuracy.py` holds them against those.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fivefold.core.layout import Layout
+from fivefold.models.facts import ModelFacts
+from fivefold.parallel.stage_plan import stage_plan
+
+Splits = tuple[tuple[int, int], ...]  # layers of each stage, first and past the last
+
+
+def as_planned(facts: ModelFacts, pipeline: Layout) -> Splits:
+    """The stages of this runtime."""
+    return stage_plan(facts, pipeline).splits
+
+
+def dealt_until_full(facts: ModelFacts, pipeline: Layout) -> Splits:
+    """nanotron's: layers are dealt in order, and a stage takes them until it has more than its part of all weights that
+    a token is multiplied with, the head's included. The layer that exceeds the part is still its own.
+
+    16 layers of 1 and a head of 4 in 2 stages: 11 layers, for 10 is not more than half of 20; then 5 and the head.
+    """
+    costs = [cost.active for cost in facts.layer_costs]
+    part = (sum(costs) + facts.head_cost) / pipeline.stages
+    bounds, dealt = [0], 0.0
+    for layer, cost in enumerate(costs):
+        dealt += cost
+        if dealt > part * len(bounds) and len(bounds) < pipeline.stages:
+            bounds.append(layer + 1)
+    bounds += [len(costs)] * (pipeline.stages + 1 - len(bounds))
+    return tuple(pairwise(bounds))
+
+
+def evenly(facts: ModelFacts, pipeline: Layout) -> Splits:
+    """Megatron's and torchtitan's: as many layers for each stage; of those that are left, the first ones have one."""
+    each, more = divmod(len(facts.anatomy.layers), pipeline.stages)
+    bounds = [stage * each + min(stage, more) for stage in range(pipeline.stages + 1)]
+    return tuple(pairwise(bounds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     """The traits of a trainer.
 
-    `saved_scale`: saved activations over those of the traced layer, which counts every number in the compute type.
-    `traffic`: bytes of memory traffic beside matmuls and attention, forward and backward, for a saved byte.
+    Memory.
+    `shards`: what data ranks deal out: the parameters with all their state (FSDP), or the optimizer's state (ZeRO-1).
+    `over`: the ranks that it is dealt to: of dp_shard, or all data ranks (Megatron's distributed optimizer).
+    `reduces_in_place`: reduced gradients have no memory besides the unreduced.
+    `fused`: a layer saves what fused kernels save (`compute.fused_saved`), not what the traced layer does.
+    `gathers_again`: under sequence parallelism a column's input is kept split, and gathered again in backward.
+    `saved_scale`: saved activations over those, which count every number in the compute type.
+    `recompute`, `sequence_parallel`: what it does where a run does not say; None where that is not known.
+    `selective`: under selective recompute, the part of what a layer saves that is kept, and of its forward what is
+    computed again.
+    `spares`: a buffer of each shape of a weight stays for gradients, as TransformerEngine sums them in the matmul.
+    `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
+    `slack`: what the allocator reserves over what is allocated.
+
+    Time.
+    `matmul`, `attention`: the part of the chip's rate that its layers reach.
+    `traffic`: bytes of memory traffic beside matmuls and attention, forward and backward, for a byte of what the traced
+    layer saves.
     `logit_bytes`: traffic of the loss, forward and backward, for a logit.
     `host_seconds`: of Python and launches for a layer and micro batch, forward and backward.
+    `host_across`: more of them where the pipeline leaves the node, times tp to the power of `host_power`: the ranks of
+    a stage then wait for each other at every collective of tp.
     `overlaps_data`: FSDP's collectives run beside compute. `overlaps_tensor`: the part of tp's that does.
-    `slack`: what the allocator reserves over what is allocated. `step_seconds`: of a step, whatever its size.
+    `tensor_seconds`: of each of tp's collectives, to launch it and to meet. `tensor_across`: more of them for each node
+    beyond the first.
+    `step_seconds`: of a step, whatever its size. `split`: the layers of each pipeline stage.
     """
 
     name: str
+    shards: str = "parameters"
+    over: str = "dp_shard"
+    reduces_in_place: bool = False
+    fused: bool = False
+    gathers_again: bool = False
     saved_scale: float = 1.0
+    recompute: str = "none"
+    sequence_parallel: bool | None = None
+    selective: tuple[float, float] = (1.0, 0.0)
+    spares: bool = False
+    logit_memory: float | None = None
+    slack: float
+    matmul: float = 1.0
+    attention: float = 1.0
     traffic: float
     logit_bytes: float
     host_seconds: float
+    host_across: float = 0.0
+    host_power: float = 1.0
     overlaps_data: bool
     overlaps_tensor: float = 0.0
-    slack: float
+    tensor_seconds: float = 0.0
+    tensor_across: float = 0.0
     step_seconds: float
+    split: Callable[[ModelFacts, Layout], Splits] = as_planned
+
+    def laid(self, layout: Layout) -> Layout:
+        """A layout of the trainer in the words of this runtime: its ZeRO stage, and the ranks that share states.
+
+        Megatron's dp_replicate8 is dp_shard8 with zero1.
+        """
+        if self.over == "data":
+            layout = replace(layout, dp_shard=layout.data_ranks, dp_replicate=1)
+        return replace(layout, zero=1) if self.shards == "optimizer" else layout
 
 
+# Constants beside `fivefold`'s are fitted on one half of the published rows of each trainer, and told on the other half
+# (benchmarks/planner_accuracy.py, docs/planner.md); those of memory follow from what the trainer keeps.
 ENGINES = {
     each.name: each
     for each in (
@@ -39,6 +124,33 @@ ENGINES = {
         Engine(
             name="fivefold", traffic=3.5, logit_bytes=48, host_seconds=2.4e-3, overlaps_data=True, slack=1.12,
             step_seconds=2e-3,
+        ),
+        # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
+        # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.
+        # Overlap of gradient sums is an option of it, off by default.
+        Engine(
+            name="megatron", shards="optimizer", over="data", reduces_in_place=True, fused=True, gathers_again=True,
+            spares=True, split=evenly, matmul=0.85, attention=0.9, traffic=3.5, logit_bytes=24, host_seconds=2.4e-3,
+            host_across=1e-4, tensor_seconds=1e-5, overlaps_data=False, slack=1.05, step_seconds=0.02, logit_memory=4,
+        ),
+        # torchtitan: FSDP2, and selective recompute of operations unless a run says otherwise, which keeps the outputs
+        # of every second matmul and of attention.
+        Engine(
+            name="torchtitan", split=evenly, recompute="selective", selective=(0.33, 0.5), sequence_parallel=True,
+            matmul=0.92, attention=0.9, traffic=17, logit_bytes=48, host_seconds=1e-3, overlaps_data=True, slack=1.1,
+            step_seconds=0.02, logit_memory=10,
+        ),
+        # FSDP1, as Composer and LLM Foundry run it, uncompiled.
+        Engine(
+            name="fsdp1", matmul=0.83, attention=0.74, traffic=4.8, logit_bytes=48, host_seconds=4e-3,
+            overlaps_data=True, slack=1.2, step_seconds=0.02, logit_memory=10,
+        ),
+        # nanotron: eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most.
+        Engine(
+            name="nanotron", shards="optimizer", reduces_in_place=True, gathers_again=True, split=dealt_until_full,
+            matmul=0.86, attention=0.51, traffic=6.3, logit_bytes=56, host_seconds=3.6e-3, host_across=1.6e-3,
+            host_power=1.13, overlaps_data=False, overlaps_tensor=0.83, tensor_seconds=0.12e-3, tensor_across=0.8e-3,
+            slack=1.04, step_seconds=3e-3, logit_memory=14, saved_scale=1.12,
         ),
     )
 }  # fmt: skip

@@ -141,7 +141,7 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     layout = layout.resolve(world)
     limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
-    return Step(prices, layout, workload).estimate()
+    return Step(prices, prices.engine.laid(layout), workload).estimate()
 
 
 @lru_cache(maxsize=256)
@@ -601,14 +601,25 @@ def resting_bytes(price_list: PriceList, shards: Shards, content: Content, zero:
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
-    return {
+    found: dict[str, float] = {
         "parameters": held * shape.master_bytes,
-        "gradients": trained * shape.master_bytes,
+        "gradients": 0 if price_list.engine.reduces_in_place else trained * shape.master_bytes,
         "optimizer state": trained * shape.master_bytes * len(OPTIMIZERS[shape.optimizer].state),
         "gathered parameters": gathered,
         "unreduced gradients": waiting,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
+    if price_list.engine.spares:
+        found["spare gradients"] = spare_bytes(shards, content)
+    return found
+
+
+def spare_bytes(shards: Shards, content: Content) -> int:
+    """One gradient in the compute type for each shape of a weight on a pipeline rank."""
+    units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
+    if content.has_head:
+        units += shards.rest((content.has_embedding, True)).units
+    return sum(unit.gathered for unit in units) * shards.shape.compute_bytes
 
 
 def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:

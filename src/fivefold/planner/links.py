@@ -1,9 +1,12 @@
 """How long a collective takes on the links of a cluster. No torch.
 
 A ring over n ranks moves (n - 1) / n of a buffer past every rank, an all-reduce twice that; each hop has a latency. An
+all-reduce may go up and down a tree of nodes instead, which moves as much and has fewer hops: the faster is taken. An
 all-to-all keeps what goes to ranks of the same node off the network. Where a group spans nodes, its ranks of one node
-have the node's network links together, one for each device.
+have the node's network links together, one for each device, or as many as one ring can use.
 """
+
+from math import log2
 
 from fivefold.parallel.collectives import Call
 from fivefold.planner.cluster import Cluster, Span
@@ -22,12 +25,15 @@ def seconds(cluster: Cluster, span: Span, call: Call) -> float:
         over_network = (ranks - near) / ranks * size / span.link.bytes_per_second(nodes) + latency if nodes > 1 else 0.0
         return max(over_network, (near - 1) / ranks * size / inside.bytes_per_second() + hop)
     passes = 2 if call.kind == "all_reduce" else 1
-    hops = passes * ((near - 1) * hop + (nodes - 1) * latency)
-    return hops + passes * (ranks - 1) / ranks * size / _bandwidth(cluster, span)
+    hops = nodes * (near - 1) * hop + (nodes - 1) * latency
+    if call.kind == "all_reduce":
+        hops = min(hops, (near - 1) * hop + log2(nodes) * latency)
+    return passes * (hops + (ranks - 1) / ranks * size / _bandwidth(cluster, span))
 
 
 def _bandwidth(cluster: Cluster, span: Span) -> float:
     """Bytes a second past each rank of a ring. A ring that enters a node over k network links has the k together, up to
     what the links inside carry."""
     inside = cluster.node.inside.bytes_per_second()
-    return inside if span.nodes == 1 else min(inside, span.link.bytes_per_second(span.nodes) * span.per_node)
+    together = min(span.per_node, span.link.rails or span.per_node)
+    return inside if span.nodes == 1 else min(inside, span.link.bytes_per_second(span.nodes) * together)

@@ -18,6 +18,8 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
+from fivefold.planner.explain import cures
+from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import search
 
@@ -61,18 +63,45 @@ def planned(
         raise _too_large(found.closest)
     estimates = (*([asked] if asked else []), *found.best)
     first = found.best[0] if found.best else estimates[0]
-    name = model if isinstance(model, str) else prices.facts.model_class
-    rows = f"{workload.global_batch_size:,} rows of {workload.seq_length:,} tokens"
+    notes = [
+        f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory; of each set of degrees the best"
+    ]
+    if asked and not asked.fits:
+        notes.append(report.told(cures(prices, asked)))
     return report.PlanReport(
-        title=f"{name} on {prices.cluster.text}, {rows} a step",
+        title=report.title(_named(model, prices), prices.cluster, workload),
         rows=tuple(report.ranked(each, first) for each in estimates),
         ok=asked.fits if asked else True,
         estimates=estimates,
-        notes=(f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory",),
+        notes=tuple(notes),
         closing=f"\n{report.assumptions(first)}\nnext: fivefold train ... layout={first.layout}",
         details=report.details(estimates),
         timeline=_timeline(Step(prices, estimates[0].layout, workload)),
     )
+
+
+def longest(model: Model, cluster: str, workload: Workload, *, layout: str | None = None) -> report.PlanReport:
+    """What `fivefold plan --max-seq-length` shows: the longest rows that fit, of `layout` or of any.
+
+    A step keeps about the tokens of `workload`. Raises `UserError` where not even 1,024 tokens fit.
+    """
+    prices = price_list(model, cluster)
+    found = longest_sequence(prices, workload, None if layout is None else Layout.parse(layout))
+    best = found.estimate
+    return report.PlanReport(
+        title=report.title(_named(model, prices), prices.cluster, best.workload),
+        rows=(report.ranked(best, best),),
+        ok=True,
+        estimates=(best,),
+        notes=(f"the longest rows that fit have {found.seq_length:,} tokens",),
+        closing=f"\n{report.assumptions(best)}\nnext: fivefold train ... data.seq_length={found.seq_length} layout={best.layout}",
+        details=report.details((best,)),
+        timeline=_timeline(Step(prices, best.layout, best.workload)),
+    )
+
+
+def _named(model: Model, prices: PriceList) -> str:
+    return model if isinstance(model, str) else prices.facts.model_class
 
 
 def _timeline(step: Step) -> Mapping[str, Any] | None:

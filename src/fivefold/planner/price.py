@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import LayerCost, ModelFacts
+from fivefold.models.facts import LayerCost, ModelFacts, Saved
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.memory import logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
 from fivefold.parallel.ranks import Axis, RankGrid
-from fivefold.parallel.stage_plan import stage_plan
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster, Span
-from fivefold.planner.compute import Product, attention_seconds, matmul_seconds, traffic_seconds
+from fivefold.planner.compute import Product, attention_seconds, fused_saved, matmul_seconds, traffic_seconds
 from fivefold.planner.engines import Engine
 from fivefold.planner.links import seconds
 
 # What the time of a slot is made of. `host`: what Python and launches take beyond the device's own time.
 ITEMS = ("matmuls", "attention", "element-wise", "host", "tp", "cp", "ep", "data")
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
+MEET = 8  # how sharply the device's time and the host's take turns: fitted on nanotron's eager runs
 OF_UNITS = ("dp_shard", "ep_shard", "dp_replicate")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
@@ -161,11 +161,12 @@ class Stages:
 
 @dataclass(frozen=True)
 class _Pricing:
-    """What prices are computed from."""
+    """What prices are computed from. `across`: the layout's pipeline leaves the node."""
 
     plan: ParallelPlan
     shape: StepShape
     prices: "PriceList"
+    across: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -175,9 +176,9 @@ class _Pricing:
     def chip(self) -> Chip:
         return self.prices.cluster.chip
 
-    @cached_property
+    @property
     def calls(self) -> tuple[Call, ...]:
-        return self.plan.calls(self.shape)
+        return self.prices.calls(self.plan, self.shape)
 
     @property
     def dtype(self) -> str:
@@ -230,28 +231,41 @@ class _Pricing:
         """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
         attention (FlashAttention computes the scores again)."""
         chip, dtype, recompute = self.chip, self.dtype, self.shape.recompute.wraps(layer)
-        matmuls = sum(matmul_seconds(chip, each, dtype) for each in self.products(layer, cost))
-        attention = attention_seconds(chip, self.attention_flops(cost), dtype)
-        numbers = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence) * self.tokens
-        saved = round(numbers * self.shape.compute_bytes * self.engine.saved_scale)
-        traffic = traffic_seconds(chip, self.engine.traffic * saved) / 3
+        engine, token = self.engine, self.tokens * self.shape.compute_bytes
+        matmuls = sum(matmul_seconds(chip, each, dtype) for each in self.products(layer, cost)) / engine.matmul
+        attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
+        traced = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence)
+        saved = round(self._saved(layer, cost) * token * engine.saved_scale)
+        traffic = traffic_seconds(chip, engine.traffic * traced * token) / 3
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
         weights[:3] = matmuls, 0.0, 0.0
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
-        backward[:3] += forward[:3] * recompute
-        self._launch(forward, backward, recompute=recompute)
+        partly = self.shape.recompute.mode == "selective"
+        keeps, again = engine.selective if partly else (1.0, float(recompute))
+        backward[:3] += forward[:3] * again
+        self._launch(forward, backward, again=again)
         calls = self._sent(layer, forward, backward)
         kept = self.shape.hidden_bytes // (self.plan.layout.tp if self.plan.splits_sequence else 1)
-        return LayerPrice(forward, backward, weights, saved, kept if recompute else saved, calls)
+        return LayerPrice(forward, backward, weights, saved, kept if recompute else round(saved * keeps), calls)
 
-    def _launch(self, forward: Seconds, backward: Seconds, *, recompute: bool) -> None:
+    def _saved(self, layer: str, cost: LayerCost) -> float:
+        """Numbers that a token leaves on a rank."""
+        tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
+        saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
+        if engine.gathers_again and splits:
+            saved = Saved(residual=saved.residual + saved.entered, inside=saved.inside)
+        return saved.on_rank(tp, sequence_parallel=splits)
+
+    def _launch(self, forward: Seconds, backward: Seconds, *, again: float) -> None:
         """A device that is done before Python has issued its kernels waits. The two times meet smoothly."""
-        host = self.engine.host_seconds / 3
-        for seconds_, passes in ((forward, 1), (backward, 2 + recompute)):
+        engine, tp = self.engine, self.plan.layout.tp
+        host = (engine.host_seconds + engine.host_across * tp**engine.host_power * self.across) / 3
+        for seconds_, passes in ((forward, 1), (backward, 2 + again)):
             device = seconds_.sum()
-            seconds_[ITEMS.index("host")] = (device**4 + (host * passes) ** 4) ** 0.25 - device
+            both = (device**MEET + (host * passes) ** MEET) ** (1 / MEET)
+            seconds_[ITEMS.index("host")] = both - device
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
@@ -263,11 +277,17 @@ class _Pricing:
             if call.overlaps:
                 beside[call.phase] += took / 2  # a send and a receive go at once
             else:
-                hidden = self.engine.overlaps_tensor if axis == "tp" else 0.0
-                (forward if call.phase == "forward" else backward)[ITEMS.index(axis)] += took * (1 - hidden)
+                if axis == "tp":
+                    took = took * (1 - self.engine.overlaps_tensor) + call.times * self._meeting(call)
+                (forward if call.phase == "forward" else backward)[ITEMS.index(axis)] += took
         for where, took in ((forward, beside["forward"]), (backward, beside["backward"])):
             where[ITEMS.index("cp")] += max(0.0, took - where[ITEMS.index("attention")])
         return tuple(own)
+
+    def _meeting(self, call: Call) -> float:
+        """Seconds that one of tp's collectives takes besides what it sends."""
+        beyond = self.prices.span(self.plan.grid.axes[call.axis]).nodes - 1
+        return self.engine.tensor_seconds + self.engine.tensor_across * beyond
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
@@ -280,14 +300,25 @@ class _Pricing:
     def head(self) -> LayerPrice:
         """The head's matmul and the loss."""
         chip, outside = self.chip, self.plan.facts.outside
-        matmuls = sum(
-            matmul_seconds(chip, Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)), self.dtype)
-            for each in outside
+        matmuls = (
+            sum(
+                matmul_seconds(
+                    chip, Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)), self.dtype
+                )
+                for each in outside
+            )
+            / self.engine.matmul
         )
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
         forward, backward, weights = nothing(), nothing(), nothing()
         forward[:3], backward[:3], weights[0] = (matmuls, 0, loss), (2 * matmuls, 0, loss), matmuls
         return LayerPrice(forward, backward, weights, calls=self._sent(self.plan.anatomy.head, forward, backward))
+
+    def logits(self, chunk: int) -> int:
+        """Bytes of the loss at once: of one chunk, or of all logits where the trainer does not chunk them."""
+        if self.engine.logit_memory is None:
+            return chunk
+        return round(self.engine.logit_memory * self.tokens * self.plan.vocabulary)
 
     def _outputs(self, module: str, outputs: int) -> int:
         return self.plan.vocabulary if module == self.plan.anatomy.head else outputs
@@ -363,7 +394,8 @@ class PriceList:
     short: ModelFacts = field(init=False)
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
-    _found: dict[tuple[Layout, int, int, str], Prices] = field(init=False, default_factory=dict)
+    _found: dict[tuple[Layout, int, int, str, bool], Prices] = field(init=False, default_factory=dict)
+    _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
     _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
     _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
@@ -373,11 +405,18 @@ class PriceList:
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
 
+    def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
+        """The same layouts' prices on another cluster or for another trainer, from the same plans."""
+        other = PriceList(self.facts, cluster, engine)
+        other._plans, other._calls = self._plans, self._calls
+        return other
+
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Raises `UserError` where the layout does
         not fit the model."""
         work = work_layout(layout)
-        key = work, tokens, layout.micro_batch_size, layout.recompute
+        across = layout.pp > 1 and self.cluster.world > self.cluster.domain
+        key = work, tokens, layout.micro_batch_size, layout.recompute, across
         if key not in self._found:
             self._found[key] = self._price(*key)
         return self._found[key]
@@ -425,17 +464,25 @@ class PriceList:
             self._plans[layout] = lower(self.short, layout, 0)
         return self._plans[layout]
 
+    def calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
+        """Of a step of one of these plans."""
+        key = plan.layout, plan.rank, shape
+        if key not in self._calls:
+            self._calls[key] = plan.calls(shape)
+        return self._calls[key]
+
     def grid(self, layout: Layout) -> RankGrid:
         """The ranks of a layout, with what the model adds to them."""
         return replace(self.plan(work_layout(layout)).grid, layout=layout)
 
-    def _price(self, work: Layout, tokens: int, rows: int, recompute: str) -> Prices:
+    def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool) -> Prices:
         plan = self.plan(work)
         shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute))
-        pricing = _Pricing(plan, shape, self)
+        pricing = _Pricing(plan, shape, self, across)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
-        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), logit_bytes(plan, shape))
+        logits = pricing.logits(logit_bytes(plan, shape))
+        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), logits)
 
     def _shard(self, layout: Layout) -> Shards:
         plan = self.plan(layout)
@@ -458,11 +505,11 @@ class PriceList:
         return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
 
     def _staged(self, pipeline: Layout) -> Stages:
-        plan, pp = stage_plan(self.facts, pipeline), pipeline.pp
+        splits, pp = self.engine.split(self.facts, pipeline), pipeline.pp
         kinds = len(self.short.anatomy.layers)
-        layers, ranks = np.zeros((plan.count, kinds + 2)), np.zeros((pp, plan.count))
-        for stage, (first, last) in enumerate(plan.splits):
-            ranks[plan.rank_of(stage), stage] = 1
+        layers, ranks = np.zeros((len(splits), kinds + 2)), np.zeros((pp, len(splits)))
+        for stage, (first, last) in enumerate(splits):
+            ranks[pipeline.schedule.rank_of(stage, pp), stage] = 1
             for kind in self.kinds[first:last]:
                 layers[stage, kind] += 1
         layers[0, kinds] = layers[-1, kinds + 1] = 1

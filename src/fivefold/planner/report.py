@@ -3,11 +3,13 @@
 The terminal shows it in 80 columns; JSON has every item of every layout. No torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.planner.estimate import Estimate, Item
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.estimate import Estimate, Item, Workload
+from fivefold.planner.explain import slower_by
 from fivefold.report.table import Report
 
 if TYPE_CHECKING:
@@ -93,12 +95,9 @@ def behind(first: Estimate, other: Estimate) -> str:
     if other is first:
         return "first"
     more = other.step_seconds / first.step_seconds - 1
-    of_first = {row.item: row.amount for row in first.rows if row.part == "time"}
-    grown = {row.item: row.amount - of_first.get(row.item, 0.0) for row in other.rows if row.part == "time"}
-    item = max(grown, key=lambda name: grown[name])
     if more < 0:
         return f"{-more:.1%} faster, less simple"
-    return "as fast" if more < 5e-4 else f"+{more:.1%}: {item}"
+    return "as fast" if more < 5e-4 else f"+{more:.1%}: {slower_by(other, first)[0].item}"
 
 
 def ranked(estimate: Estimate, first: Estimate) -> Ranked:
@@ -107,6 +106,17 @@ def ranked(estimate: Estimate, first: Estimate) -> Ranked:
         str(estimate.layout), round(estimate.memory_gib, 3), round(estimate.reserved / GIB, 3), estimate.verdict,
         estimate.step_seconds, estimate.tokens_per_second_per_device, 100 * estimate.mfu, behind(first, estimate),
     )  # fmt: skip
+
+
+def title(model: str, cluster: Cluster, workload: Workload) -> str:
+    """What is planned."""
+    return f"{model} on {cluster.text}, {workload.global_batch_size:,} rows of {workload.seq_length:,} tokens a step"
+
+
+def told(cures: Sequence[Estimate]) -> str:
+    """What would make a layout fit, the cheapest change first."""
+    ways = ", ".join(f"{each.layout} ({each.reserved / GIB:.1f} GiB, {each.step_seconds:.3g} s)" for each in cures)
+    return f"would fit: {ways}" if ways else "no small change of it fits"
 
 
 def assumptions(estimate: Estimate) -> str:
