@@ -1,15 +1,17 @@
 # make train   set up once, then run the built-in demo      make test    set up once, then run the tests
 # make lint    style                                        make types   mypy --strict
+# make rehearsal   the real step of many layouts on a stand-in for the CUDA driver: its own environment, of 5 GB
 # make campaign    all that is not in every test run, from where the last campaign of this commit ended: some hours
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS are added to pip's install line, for example
 # PIP_FLAGS="--extra-index-url ..." with the index that holds the small torch without CUDA.
 
-.PHONY: train test campaign lint types clean
+.PHONY: train test campaign rehearsal lint types clean
 .DEFAULT_GOAL := train
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+REHEARSAL ?= .venv-cuda
 PIP_FLAGS ?=
 
 # The first Python of this machine that is new enough.
@@ -26,6 +28,15 @@ test: $(STAMP)
 
 campaign: $(STAMP)
 	$(VENV)/bin/python benchmarks/campaign.py
+
+# With the usual build of torch for Linux, which has CUDA; REHEARSAL names another environment that has it.
+rehearsal: $(REHEARSAL)/.installed
+	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/rehearsed/test_cells.py
+
+$(REHEARSAL)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(REHEARSAL)
+	$(REHEARSAL)/bin/python -m pip install -e . pytest
+	@touch $@
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -45,4 +56,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(REHEARSAL)

@@ -241,3 +241,21 @@ def test_dynamo_is_heard_when_it_gives_up() -> None:
         for size in (2, 3):
             twice(torch.ones(size))
     assert len(heard) == 1 and heard[0]
+
+
+def test_what_is_compiled_again_is_told_with_its_reason() -> None:
+    """Once for each of two dtypes; and a graph that breaks."""
+
+    @torch.compile(backend="eager")
+    def double(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return 2 * x
+
+    torch._dynamo.reset()
+    before, breaks = len(torch_internals.compiles()), sum(torch_internals.graph_breaks().values())
+    for dtype in (torch.float32, torch.float64):
+        double(torch.zeros(2, dtype=dtype))
+    found = torch_internals.compiles()[before:]
+    assert {each.function.rpartition("_at_")[0] or each.function for each in found} >= {"double"}
+    assert any("dtype" in each.again for each in found) and Path(found[0].file) == Path(__file__)
+    assert sum(torch_internals.graph_breaks().values()) > breaks

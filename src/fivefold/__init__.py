@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.api import Run, export, generate, train, verify
+    from fivefold.api import Run, export, generate, rehearse, train, verify
     from fivefold.config import RunConfig, load_config
     from fivefold.core.errors import RunFailed, UserError
     from fivefold.core.layout import Layout
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     name: home
     for home, names in {
-        "fivefold.api": ("Run", "export", "generate", "train", "verify"),
+        "fivefold.api": ("Run", "export", "generate", "rehearse", "train", "verify"),
         "fivefold.config": ("RunConfig", "load_config"),
         "fivefold.core.errors": ("RunFailed", "UserError"),
         "fivefold.core.layout": ("Layout",),
@@ -47,7 +47,7 @@ _HOMES = {
 __all__ = [
     "Estimate", "Layout", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError", "Workload",
     "clip_grad_norm_", "estimate", "evaluate", "export", "gather", "generate", "gradients", "load", "load_config",
-    "logits", "parallelize", "plan", "save", "train", "train_step", "verify",
+    "logits", "parallelize", "plan", "rehearse", "save", "train", "train_step", "verify",
 ]  # fmt: skip
 
 

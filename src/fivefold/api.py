@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fivefold.own_loop import ParallelModel
+    from fivefold.rehearsal.report import Rehearsal
     from fivefold.verification.report import VerifyReport
 
 
@@ -92,6 +93,30 @@ def verify(
     return main(
         *_arguments(path, overrides), layouts=layouts, thin=thin, quick=quick, steps=steps, precision=precision,
         seq_length=seq_length, seed=seed, quiet=quiet,
+    )  # fmt: skip
+
+
+def rehearse(
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    cluster: str,
+    rank: int | None = None,
+    all_kinds: bool = False,
+    steps: int = 2,
+    synthetic: bool = False,
+) -> "Rehearsal":
+    """Run the real step of one rank of `cluster` (`"16x8xH100"`) without a GPU, as `fivefold rehearse` does.
+
+    `all_kinds`: of the first, a middle and the last rank of a pipeline. `synthetic`: random documents in place of the
+    run file's text. The result's `.ok` says whether it fits and sends what its plan declares; `.seen` has each rank's
+    memory, syncs and collectives. Raises `UserError` and `RunFailed`.
+    """
+    from fivefold.rehearsal.launch import rehearse as run
+
+    return run(
+        *_arguments(path, overrides), cluster=cluster, rank=rank, all_kinds=all_kinds, steps=steps,
+        synthetic=synthetic,
     )  # fmt: skip
 
 

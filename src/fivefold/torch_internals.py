@@ -12,6 +12,7 @@ anything runs.
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
+| history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | nothing else asks |
 """
 
 import logging
@@ -226,6 +227,52 @@ def heard_from_dynamo(given_up: Callable[[str], None]) -> Iterator[None]:
         logger.removeFilter(note)
 
 
+# What a rehearsal sees -----------------------------------------------------------------------------------------------
+
+
+def record_allocations() -> None:
+    """From here on, CUDA's caching allocator keeps a history of what it gives and takes back, with Python's frames."""
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=10_000_000)
+
+
+def allocations(device: int) -> list[dict[str, Any]]:
+    """That history, of one device: dicts with `action`, `addr`, `size`, `time_us` and `frames`."""
+    return list(torch.cuda.memory._snapshot()["device_traces"][device])
+
+
+def communicator(group: dist.ProcessGroup) -> int:
+    """The address of NCCL's communicator of a group."""
+    return int(group._get_backend(torch.device("cuda"))._comm_ptr())  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Compile:
+    """A function that Dynamo compiled: its place and name, and why again, where it was compiled before."""
+
+    file: str
+    line: int
+    function: str
+    again: str
+
+
+def compiles(most: int = 100_000) -> list[Compile]:
+    """What Dynamo has compiled until now, of the last `most`, which are kept from the first call on."""
+    utils: Any = import_module("torch._dynamo.utils")
+    utils.set_compilation_metrics_limit(most)
+    return [
+        Compile(
+            each.co_filename or "", each.co_firstlineno or 0, each.co_name, getattr(each, "recompile_reason", "") or ""
+        )
+        for each in utils.get_compilation_metrics()
+        if each.co_name
+    ]
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke a graph, by its reason."""
+    return dict(import_module("torch._dynamo.utils").counters["graph_break"])
+
+
 # Feature tests -------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +310,10 @@ def surfaces() -> Iterator[Surface]:
     yield Surface("distributed.ProcessGroup._get_backend")
     yield Surface("cuda._is_in_bad_fork")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
+    for name in ("_record_memory_history", "_snapshot"):
+        yield Surface(f"cuda.memory.{name}", is_optional=True)
+    for name in ("get_compilation_metrics", "set_compilation_metrics_limit", "counters"):
+        yield Surface(name, import_module("torch._dynamo.utils"), is_optional=True)
     yield Surface("recompile_limit", import_module("torch._dynamo").config)
     for where, names in _OF_FSDP.items():
         yield from (Surface(name, _fsdp(where)) for name in names)

@@ -24,7 +24,7 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.training import launch
 from fivefold.verification import before_training
 
-VERBS = ("train", "plan", "verify", "generate", "export", "report", "doctor")
+VERBS = ("train", "plan", "rehearse", "verify", "generate", "export", "report", "doctor")
 
 
 def run(*arguments: str) -> int:

@@ -44,7 +44,7 @@ def described(
         mine = [ranks for ranks in split_ranks if rank in ranks]
         if mine:
             members[group_desc] = mine[0]
-        return real([rank]) if mine else None
+        return real([rank]) if mine else dist.GroupMember.NON_GROUP_MEMBER  # a number, where `new_group` has None too
 
     layout = Layout.parse(text)
     with (
@@ -55,7 +55,8 @@ def described(
         patch.object(meshes.dist, "new_group", one),
         patch.object(meshes, "_device_mesh", lambda *_: _Listed()),
     ):
-        build_mesh(RankGrid(layout, ulysses=2 if layout.cp > 2 else 1, **options), "cpu")
+        mesh = build_mesh(RankGrid(layout, ulysses=2 if layout.cp > 2 else 1, **options), "cpu")
+        assert all(isinstance(group, dist.ProcessGroup) for group in mesh.groups.values())
         return split, members, len(made)
 
 

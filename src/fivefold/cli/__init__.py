@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import doctor, export, generate, plan, report, train, verify
+from fivefold.cli import doctor, export, generate, plan, rehearse, report, train, verify
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -24,6 +24,7 @@ from fivefold.core.terminal import say
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "plan": plan.plan,
+    "rehearse": rehearse.rehearse,
     "verify": verify.verify,
     "generate": generate.generate,
     "export": export.export,

@@ -158,6 +158,17 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("compiler", "help", "none", "install g++ to let train.compile speed up the CPU")
 
 
+def _rehearsal() -> Iterator[Finding]:
+    """What `fivefold rehearse` needs to see memory, kernels and waiting as well."""
+    from fivefold.rehearsal.stand_in import lacking
+
+    lacks = lacking()
+    if not lacks:
+        yield Finding("rehearsal", "ok", "full: a CUDA build of torch, and a C compiler")
+    for lack in lacks:
+        yield Finding("rehearsal", "help", f"in part: {lack.what}", lack.fix)
+
+
 def _cache() -> Iterator[Finding]:
     from fivefold.data.cache import cache_root
 
@@ -177,4 +188,4 @@ def _extras() -> Iterator[Finding]:
             yield Finding(module, "help", "not installed", f"pip install {module}, for {use}")
 
 
-LOOKS = (_python, _packages, _devices, _cpu, _memory, _compiler, _cache, _extras)
+LOOKS = (_python, _packages, _devices, _cpu, _memory, _compiler, _rehearsal, _cache, _extras)

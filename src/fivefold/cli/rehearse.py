@@ -1,0 +1,68 @@
+"""`fivefold rehearse`."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Debug
+from fivefold.cli.train import split_arguments
+from fivefold.core.errors import UserError
+
+
+class Ranks(StrEnum):
+    """Which ranks are rehearsed, other than one by its number."""
+
+    ALL_KINDS = "all-kinds"
+
+
+def rehearse(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set.", show_default=False
+        ),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="TEXT", help="Where it would run, such as 16x8xH100.", show_default=False)
+    ] = "",
+    rank: Annotated[int | None, typer.Option(min=0, help="Which rank.", show_default="0")] = None,
+    ranks: Annotated[
+        Ranks | None, typer.Option(help="One of each kind: first, middle and last of a pipeline.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Random documents in place of data.train, and no tokenizer.")
+    ] = False,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write what was seen as JSON; - prints it alone.", show_default=False),
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write one offline page.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Run the real step of any rank of a cluster, without its devices: does it fit?
+
+    Example: fivefold rehearse run.yaml --cluster 16x8xH100 --ranks all-kinds
+    """
+    if not cluster:
+        raise UserError("rehearse needs a cluster", fix="fivefold rehearse RUN.yaml --cluster 8xH100")
+    if rank is not None and ranks is not None:
+        raise UserError("--rank and --ranks exclude each other", fix="leave one of them out")
+    path, overrides = split_arguments(arguments or [])
+    from fivefold.rehearsal.launch import rehearse as run
+    from fivefold.rehearsal.report import write
+
+    found = run(
+        path, overrides, cluster=cluster, rank=rank, all_kinds=ranks is not None, steps=steps, synthetic=synthetic,
+        quiet=not debug,
+    )  # fmt: skip
+    write(found, json=json)
+    if html:
+        from fivefold.rehearsal.page import write_page
+
+        write_page(found, html)
+    if not found.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,247 @@
+"""All that a rehearsal changes of fivefold, and why: what other ranks would have said, what kernels would have
+computed, and the disk of the machine that the run is for. Everything else is the code that trains.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.checkpoint.manifest import FileRecord
+
+Wrap = Callable[[Any], Any]  # the function as it is -> what stands for it
+
+
+@dataclass(frozen=True)
+class Change:
+    """`place`: the module or class, and the name of a function there. `on`: where it is made, with the stand-in for the
+    driver, where no kernel runs, or on the CPU, where all of them do."""
+
+    place: str
+    why: str
+    wrap: Wrap
+    on: Literal["both", "stand-in", "cpu"] = "both"
+
+
+# ---- values that nobody reads --------------------------------------------------------------------------------------
+
+
+def _nothing(_: Any) -> Any:
+    return lambda *_, **__: None
+
+
+# ---- what other ranks would say ------------------------------------------------------------------------------------
+
+
+def _alike(_: Any) -> Any:
+    return lambda value, group=None: [value] * dist.get_world_size()
+
+
+def _own(_: Any) -> Any:
+    return lambda value, group=None: value
+
+
+def _first(_: Any) -> Any:
+    return lambda action, group=None: action() if dist.get_rank() == 0 else None
+
+
+def _afresh(_: Any) -> Any:
+    from fivefold.training.checkpoints import Resumed
+
+    return lambda self, config: Resumed()
+
+
+def _without_gloo(new_group: Any) -> Any:
+    def make(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        return dist.group.WORLD if backend == "gloo" else new_group(*args, backend=backend, **options)
+
+    return make
+
+
+class _AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, untyped
+    """Where the ranks meet: whatever another rank would have left there is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self.values[key] = value if isinstance(value, bytes) else bytes(value, "utf-8")
+
+    def get(self, key: str) -> bytes:
+        return self.values.get(key, bytes(128))  # as long as the identity of a communicator
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(total := int(self.values.get(key, b"0")) + amount).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """Nobody is waited for."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nobody is waited for."""
+
+    def clone(self) -> "_AnswersAll":
+        return self
+
+
+_STORE: list[Any] = []  # torch keeps no reference to what is written in Python
+
+
+def _met(_: Any) -> Any:
+    def store(world: Any) -> Any:
+        _STORE.append(_AnswersAll())
+        return _STORE[-1]
+
+    return store
+
+
+# ---- what kernels would have computed: where tokens go --------------------------------------------------------------
+
+
+def put(tensor: Tensor, values: Sequence[int]) -> Tensor:
+    """Write `values` into the int64 memory of a tensor, without a word to CUDA: it is this process's own memory."""
+    import ctypes
+
+    ctypes.memmove(tensor.data_ptr(), (ctypes.c_int64 * len(values))(*values), 8 * len(values))
+    return tensor
+
+
+def even(total: int, parts: int) -> list[int]:
+    """`total` dealt to `parts`: 10 to 4 is [3, 3, 2, 2]."""
+    return [total // parts + (at < total % parts) for at in range(parts)]
+
+
+def _sorted(plain: Any) -> Any:
+    def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+        if not index_NK.is_cuda:
+            return plain(index_NK, experts)  # type: ignore[no-any-return]
+        flat = index_NK.reshape(-1)
+        order_S = flat.argsort(stable=True)
+        flat.min().item(), flat.max().item()  # as `bincount` does, whose result is as long as its largest number
+        return order_S, put(torch.empty_like(order_S[:experts]), even(len(flat), experts))
+
+    return sort_by_expert
+
+
+def _exchanged(plain: Any) -> Any:
+    def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: Any) -> Tensor:
+        received = plain(counts_E, held, rank, group)
+        rows = int(sum(counts_E.tolist())) if not counts_E.is_cuda else None
+        if rows is not None:
+            return torch.tensor(even(rows, received.numel())).view_as(received).to(received)
+        # On the CPU, where its sums are right; what the host reads of it is read here.
+        received.sum(1).tolist()
+        return torch.tensor(even(_total(counts_E), received.numel())).view(received.shape)
+
+    return exchange_counts
+
+
+def _total(counts_E: Tensor) -> int:
+    """The sum of a tensor that `put` has written, read as it was written."""
+    import ctypes
+
+    return sum((ctypes.c_int64 * counts_E.numel()).from_address(counts_E.data_ptr()))
+
+
+def _by_expert(plain: Any) -> Any:
+    def by_expert(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return plain(counts_nE)  # type: ignore[no-any-return]
+        rows, counts = int(counts_nE.sum()), torch.empty(counts_nE.shape[1], dtype=torch.int64, device="cuda")
+        experts = torch.arange(counts_nE.shape[1], device="cuda").repeat(len(counts_nE))
+        experts.cumsum(0)[-1].item()  # as `repeat_interleave` does, whose result is as long as that
+        counts = put(counts, counts_nE.sum(0).tolist())
+        return torch.empty(rows, dtype=torch.int64, device="cuda").argsort(stable=True), counts
+
+    return by_expert
+
+
+def _true(_: Any) -> Any:
+    return lambda _: True
+
+
+def _one(_: Any) -> Any:
+    return lambda _: 1.0
+
+
+def _around(_: Any) -> Any:
+    return lambda *_, **__: nullcontext()
+
+
+# ---- the disk of the run ---------------------------------------------------------------------------------------------
+
+
+def _unwritten(_: Any) -> Any:
+    def write(path: Any, tensors: Any) -> tuple[FileRecord, dict[str, str]]:
+        return FileRecord(sum(each.nbytes for each in tensors.values()), ""), dict.fromkeys(tensors, "")
+
+    return write
+
+
+def _fine(_: Any) -> Any:
+    return lambda *_, **__: []
+
+
+def _room(_: Any) -> Any:
+    return lambda *_, **__: ""
+
+
+CHANGES = (
+    Change(
+        "fivefold.parallel.apply.fill",
+        "no kernel reads weights, and to draw them takes long",
+        _nothing,
+        "stand-in",
+    ),
+    Change("fivefold.training.run.load_source", "the weights to start from need not be here", _nothing),
+    Change("fivefold.launch.world._store", "the ranks meet where the others seem to have been", _met, "stand-in"),
+    Change("torch.distributed.new_group", "gloo's groups would look for the other ranks", _without_gloo),
+    Change("fivefold.parallel.plain.everywhere", "the other ranks would say what this one says", _alike),
+    Change("fivefold.parallel.plain.on_first", "the other ranks would say what this one says", _alike),
+    Change("fivefold.parallel.plain.of_first", "the first rank would say what this one says", _own),
+    Change("fivefold.checkpoint.save.on_first_rank", "the first rank would say what it has done", _first),
+    Change("fivefold.checkpoint.on_first_rank", "the first rank would say what it has done", _first),
+    Change("fivefold.training.checkpoints.CheckpointManager.resume", "there is nothing to go on from", _afresh),
+    Change("fivefold.models.experts.sort_by_expert", "tokens go evenly to the experts", _sorted, "stand-in"),
+    Change("fivefold.parallel.expert.exchange_counts", "the other ranks would send as many rows", _exchanged),
+    Change("fivefold.parallel.expert.by_expert", "its sizes are counts that no kernel made", _by_expert, "stand-in"),
+    Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),
+    Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
+    Change("fivefold.training.run.Trainer._check", "the standing checks compare values", _nothing),
+    Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
+    Change("fivefold.checkpoint.shard.write", "nothing is written to this machine's disk", _unwritten),
+    Change("fivefold.checkpoint.shard.check", "nothing was written", _fine),
+    Change("fivefold.checkpoint.save._publish", "the parts of the other ranks are not there", _nothing),
+    Change("fivefold.training.preflight.check_disk", "this is not the disk of the run", _room),
+)
+
+
+@contextmanager
+def changed(*, is_full: bool) -> Iterator[None]:
+    """Inside, the changes are in force: those for the stand-in (`is_full`), or those for the CPU."""
+    with ExitStack() as stack:
+        for each in CHANGES:
+            if each.on in ("both", "stand-in" if is_full else "cpu"):
+                owner, name = place_of(each)
+                stack.enter_context(patch.object(owner, name, each.wrap(getattr(owner, name))))
+        yield
+
+
+def place_of(change: Change) -> tuple[Any, str]:
+    """The module or class that a change is made in, and the name there."""
+    path, _, name = change.place.rpartition(".")
+    try:
+        return import_module(path), name
+    except ModuleNotFoundError:
+        module, _, owner = path.rpartition(".")
+        return getattr(import_module(module), owner), name

@@ -1,0 +1,249 @@
+"""What a rehearsal tells: tables for the screen, JSON, and the sentences around them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.core.files import writing
+from fivefold.core.units import human_bytes, many
+from fivefold.planner.cluster import Cluster
+from fivefold.rehearsal.request import Item, Phase, Seen
+from fivefold.rehearsal.stand_in import Lack
+from fivefold.report.table import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+GIB = 2**30
+TIGHT = 0.95  # of the memory of a device: NCCL takes some of it as well
+SHOWN = 10  # rows of a table
+CURES = (
+    "Less is needed with memory.recompute: full, a smaller train.micro_batch_size, a shorter data.seq_length, or more "
+    "shards."
+)
+NOTES = (
+    "No kernel ran: nothing is said of values, and nothing of speed.",
+    "Tokens go evenly to experts; a run's busiest expert has more, and its rank more memory.",
+    "A block that several streams use is free at once here; a GPU gives it back when the streams are done.",
+)
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """A phase of a rank. Memory in GiB; - where it is not seen."""
+
+    rank: int
+    phase: str
+    allocated: str
+    reserved: str
+    launches: str
+    syncs: str
+    compiles: int
+    seconds: str
+
+
+@dataclass(frozen=True)
+class ItemRow:
+    """Tensors alike at the peak."""
+
+    GiB: str
+    count: int
+    what: str
+    where: str
+
+
+@dataclass(frozen=True)
+class SyncRow:
+    """A line at which the host waits for the device."""
+
+    count: int
+    phase: str
+    line: str
+
+
+@dataclass(frozen=True)
+class SentRow:
+    """Collectives of a step, alike."""
+
+    axis: str
+    kind: str
+    count: int
+    declared: int
+    bytes: str
+    exposed: str
+
+
+@dataclass(frozen=True)
+class CompileRow:
+    """What was compiled again, or where a graph broke."""
+
+    count: int
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """All that was seen. `lacks`: what was missing for a full rehearsal."""
+
+    model: str
+    layout: str
+    cluster: Cluster
+    steps: int
+    seen: tuple[Seen, ...]
+    lacks: tuple[Lack, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank came to its end, within memory, and sent what its plan declares."""
+        return all(each.ok for each in self.seen)
+
+    @property
+    def peak(self) -> tuple[Seen, Phase] | None:
+        """The rank and the phase that reserve most; None where memory is not seen."""
+        phases = [(seen, each) for seen in self.seen for each in seen.phases if each.reserved is not None]
+        return max(phases, key=lambda one: one[1].reserved or 0, default=None)
+
+    @property
+    def title(self) -> str:
+        return f"fivefold rehearse: {self.model}, {self.layout} on {self.cluster.text}"
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: whether it fits, and by how much; or what failed."""
+        for seen in self.seen:
+            if (lack := seen.out_of_memory) is not None:
+                return (
+                    f"out of memory: rank {seen.rank} in {lack.phase}: {human_bytes(lack.asked)} asked for at "
+                    f"{lack.where}, {human_bytes(lack.allocated)} allocated, {human_bytes(lack.reserved)} reserved of "
+                    f"{human_bytes(self.cluster.chip.memory_bytes)}"
+                )
+            if seen.failed:
+                return f"rank {seen.rank} stopped: {seen.failed}"
+            if seen.undeclared:
+                names = ", ".join(f"{each.axis}/{each.kind}" for each in seen.undeclared)
+                return f"rank {seen.rank} sends otherwise than its plan declares: {names}"
+        if self.peak is None:
+            return "it runs; memory, kernels and waiting were not seen"
+        seen, phase = self.peak
+        most, memory = phase.reserved or 0, self.cluster.chip.memory_bytes
+        how = "fits" if most + self.cluster.chip.context_gib * GIB <= TIGHT * memory else "tight"
+        return (
+            f"{how}: {human_bytes(most)} reserved at most (rank {seen.rank}, {phase.name}), "
+            f"{100 * most / memory:.0f} % of {human_bytes(memory)}"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not in the figures, and what a real run would do otherwise."""
+        if self.lacks:
+            missing = tuple(f"Not a full rehearsal: {each.what}; {each.fix}." for each in self.lacks)
+            return (
+                *missing,
+                "On the CPU, with a process group that sends nothing: memory, kernels, syncs are not seen.",
+            )
+        chip, communicators = self.cluster.chip, max((each.communicators for each in self.seen), default=0)
+        beside = (
+            f"The context of CUDA has {chip.context_gib:g} GiB of the memory besides. The buffers of "
+            f"{many(communicators, 'communicator')} of NCCL come on top of that."
+        )
+        is_short = any(each.out_of_memory for each in self.seen)
+        return (*((CURES,) if is_short else ()), beside, *NOTES)
+
+    # ---- tables ------------------------------------------------------------------------------------------------------
+
+    def phases(self) -> Report[PhaseRow]:
+        """The phases of every rank."""
+        rows = tuple(
+            PhaseRow(
+                seen.rank, each.name, gib(each.allocated), gib(each.reserved), _number(each.launches),
+                _number(each.syncs), each.compiles, f"{each.seconds:.1f}",
+            )
+            for seen in self.seen for each in seen.phases
+        )  # fmt: skip
+        return Report(title=f"{self.title} (GiB)", rows=rows, ok=self.ok)
+
+    def items(self, seen: Seen) -> Report[ItemRow]:
+        """The largest of what lay in memory at a rank's peak, or when it ran out."""
+        name, found = largest(seen)
+        rows = tuple(ItemRow(gib(each.bytes), each.count, each.what, each.where) for each in found[:SHOWN])
+        return Report(title=f"largest at the peak of rank {seen.rank}, {name}", rows=rows, ok=True)
+
+    def syncs(self, seen: Seen) -> Report[SyncRow]:
+        """Where the host waits for the device, in the last step, the evaluation and the save."""
+        names = (f"step {self.steps}", "evaluation", "save")
+        rows = tuple(SyncRow(each.count, each.phase, each.where) for each in seen.syncs if each.phase in names)
+        return Report(title=f"host syncs of rank {seen.rank}", rows=rows[:SHOWN], ok=True)
+
+    def sent(self, seen: Seen) -> Report[SentRow]:
+        """The collectives of the last step, issued and declared."""
+        rows = tuple(
+            SentRow(
+                each.axis, each.kind, each.count, each.declared, human_bytes(each.bytes),
+                "-" if each.exposed is None else str(each.exposed),
+            )
+            for each in seen.sent
+        )  # fmt: skip
+        return Report(title=f"collectives of rank {seen.rank}, step {self.steps}", rows=rows, ok=not seen.undeclared)
+
+    def recompiles(self, seen: Seen) -> Report[CompileRow]:
+        """What Dynamo compiled again, and where it broke graphs."""
+        rows = tuple(CompileRow(each.count, each.what, each.why) for each in seen.recompiles[:SHOWN])
+        return Report(title=f"compiled again, and graph breaks, on rank {seen.rank}", rows=rows, ok=True)
+
+    def tables(self) -> Iterator[Report[Any]]:
+        """All tables with a row, in order."""
+        yield self.phases()
+        for seen in self.seen:
+            for table in (self.items(seen), self.syncs(seen), self.sent(seen), self.recompiles(seen)):
+                if table.rows:
+                    yield table
+
+    def show(self, console: "Console") -> None:
+        """The tables and the sentences, for people."""
+        for table in self.tables():
+            table.show(console)
+            console.print()
+        for line in (self.verdict, *self.notes):
+            console.print(line, highlight=False, markup=False)
+
+    def to_json(self) -> str:
+        """One JSON object: the phases as rows, and everything that was seen by rank."""
+        details = {
+            "model": self.model, "layout": self.layout, "cluster": self.cluster.text, "steps": self.steps,
+            "memory_bytes": self.cluster.chip.memory_bytes, "verdict": self.verdict, "notes": list(self.notes),
+            "lacks": [asdict(each) for each in self.lacks], "ranks": [each.to_json() for each in self.seen],
+        }  # fmt: skip
+        table = self.phases()
+        return Report(title=table.title, rows=table.rows, ok=self.ok, details=details).to_json()
+
+
+def largest(seen: Seen) -> tuple[str, Sequence[Item]]:
+    """The phase of a rank's peak, or the one that ran out of memory, and what lay there."""
+    if seen.out_of_memory is not None:
+        return seen.out_of_memory.phase, seen.out_of_memory.items
+    most = max(seen.phases, key=lambda phase: phase.allocated or 0, default=None)
+    return (most.name, most.items) if most else ("", ())
+
+
+def gib(size: int | None) -> str:
+    """In GiB, as 1.42; - where it is not seen."""
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def _number(count: int | None) -> str:
+    return "-" if count is None else str(count)
+
+
+def write(rehearsal: Rehearsal, *, json: str | None) -> None:
+    """Show it on the terminal; `json` names a file to write as well, `-` prints JSON alone."""
+    if json == "-":
+        print(rehearsal.to_json())
+        return
+    if json:
+        with writing(Path(json), instead="name another file: --json FILE"):
+            Path(json).write_text(rehearsal.to_json() + "\n", encoding="utf-8")
+    from rich.console import Console
+
+    rehearsal.show(Console())

@@ -1,0 +1,140 @@
+"""What is rehearsed, and what was seen, as plain data between the command and the process of a rank."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One rank: `config` is the resolved run file as YAML, `folder` where the run writes, `local_size` the devices of a
+    node. `synthetic`: random documents in place of `data.train`. `is_full`: with the stand-in for the driver; else on
+    the CPU, with a process group that sends nothing."""
+
+    config: str
+    folder: str
+    rank: int
+    world: int
+    local_size: int
+    steps: int
+    synthetic: bool = False
+    is_full: bool = True
+
+
+@dataclass(frozen=True)
+class Item:
+    """What lay in memory at a peak: `count` tensors alike, `bytes` in all. `where`: the module, numbers of layers as *,
+    and what made it."""
+
+    what: str
+    where: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of the run. Bytes are those of the caching allocator: the most inside, and what is there at the end.
+    `seconds`: of this machine's CPU."""
+
+    name: str
+    allocated: int | None
+    reserved: int | None
+    after: int | None
+    launches: int | None
+    syncs: int | None
+    compiles: int
+    seconds: float
+    items: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The host waited for the device `count` times in a phase, at a line of Python."""
+
+    phase: str
+    where: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of the last step by axis and kind. `exposed`: those behind which no kernel ran; None: not known."""
+
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+    declared: int
+    declared_bytes: int
+    exposed: int | None = None
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """What Dynamo compiled again, or where it broke a graph, and why."""
+
+    what: str
+    why: str
+    count: int
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The allocation that failed."""
+
+    phase: str
+    asked: int
+    where: str
+    allocated: int
+    reserved: int
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Of one rank. `failed`: the error it stopped with, other than memory."""
+
+    rank: int
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+    syncs: tuple[Sync, ...] = ()
+    sent: tuple[Sent, ...] = ()
+    recompiles: tuple[Recompile, ...] = ()
+    communicators: int = 0
+    out_of_memory: OutOfMemory | None = None
+    failed: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.out_of_memory is None and not self.undeclared
+
+    @property
+    def undeclared(self) -> tuple[Sent, ...]:
+        """Collectives that came otherwise than the plan says; bytes of all-to-alls depend on where tokens go."""
+        return tuple(
+            each for each in self.sent
+            if each.count != each.declared or (each.bytes != each.declared_bytes and each.kind != "all_to_all")
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Seen":
+        memory = values["out_of_memory"]
+        return cls(
+            rank=values["rank"],
+            coordinates=values["coordinates"],
+            phases=tuple(Phase(**{**each, "items": _items(each["items"])}) for each in values["phases"]),
+            syncs=tuple(Sync(**each) for each in values["syncs"]),
+            sent=tuple(Sent(**each) for each in values["sent"]),
+            recompiles=tuple(Recompile(**each) for each in values["recompiles"]),
+            communicators=values["communicators"],
+            out_of_memory=memory and OutOfMemory(**{**memory, "items": _items(memory["items"])}),
+            failed=values["failed"],
+        )
+
+
+def _items(values: Any) -> tuple[Item, ...]:
+    return tuple(Item(**each) for each in values)

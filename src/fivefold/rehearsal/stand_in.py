@@ -1,0 +1,203 @@
+"""The stand-in for the CUDA driver: what it needs, how it is built for the installed torch, and the environment in
+which a process sees it. No torch here: it is built before torch is imported.
+
+`driver/driver.c` has what must do something. Every other name that torch's libraries take from CUDA, cuBLAS and NCCL is
+generated as a function that returns 0: those names differ between versions of torch.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from runpy import run_path
+
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.data.cache import cache_root, entry, key_of
+from fivefold.planner.chips import GIB, Chip
+from fivefold.rehearsal.symbols import undefined
+
+SOURCE = Path(__file__).with_name("driver") / "driver.c"
+LIBRARY = "libcuda.so.1"  # the name under which torch and Triton look for the driver
+MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library, which is the same file here
+INSTALL = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
+_COMPILERS = ("cc", "gcc", "clang")
+# Libraries of torch that call CUDA, and the names that they take from it. cuDNN's computing routines are not called.
+_LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "caffe2_nvrtc")
+_TAKEN = re.compile(r"(__cuda|cuda|nccl|cublas|cu[A-Z]|cudnn(Create|Destroy|SetStream|GetVersion)$)\w*")
+_NOT_TAKEN = re.compile(r"cuFile")
+_COMPUTES = re.compile(r"cublas\w*(gemm|Gemm|gemv|trsm|Dot|dot|getrf|getrs|geqrf|gels)")
+_MONITORS = re.compile(rb"nvml[A-Z]\w+(?=\0)")  # by name too, as strings
+_DRIVER_CALL = re.compile(r"CUDAAPI\s+(cu[A-Z]\w*)\s*\(|#define\s+(cu[A-Z]\w*)\s+\w+")
+_DEFINED = re.compile(r"^[\w *]*?\b(\w+)\(", re.MULTILINE)  # a function of `driver.c`
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch: its folder, and the CUDA that it was built with ("13.0"; None: without)."""
+
+    folder: Path
+    version: str
+    cuda: str | None
+
+    @classmethod
+    def installed(cls) -> "Torch | None":
+        """None where there is no torch."""
+        origin = getattr(importlib.util.find_spec("torch"), "origin", None)
+        if origin is None:
+            return None
+        folder = Path(origin).parent
+        says = run_path(str(folder / "version.py"))
+        return cls(folder, says["__version__"], says.get("cuda"))
+
+    @cached_property
+    def includes(self) -> list[Path]:
+        """The folders of `driver_types.h`, of torch's own CUDA first; none: there are no headers. NVIDIA's package
+        leaves some out that Triton has."""
+        site = self.folder.parent
+        places = [*sorted(site.glob("nvidia/*/include")), site / "triton/backends/nvidia/include"]
+        places += [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+        return [place for place in places if (place / "driver_types.h").is_file()]
+
+    @property
+    def libraries(self) -> list[Path]:
+        """Those of its own that call CUDA."""
+        return [path for name in _LIBRARIES if (path := self.folder / "lib" / f"lib{name}.so").is_file()]
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What is missing for a full rehearsal, and how to get it."""
+
+    what: str
+    fix: str
+
+
+def lacking() -> list[Lack]:
+    """What is missing of: Linux, a torch built with CUDA, its headers, a C compiler."""
+    torch = Torch.installed()
+    lacks = []
+    if sys.platform != "linux":
+        lacks.append(Lack("this is not Linux", "rehearse on a Linux machine"))
+    if torch is None or torch.cuda is None:
+        lacks.append(Lack("this torch is built without CUDA", INSTALL))
+    elif not torch.includes:
+        lacks.append(Lack("the headers of CUDA are missing", "pip install nvidia-cuda-runtime"))
+    if compiler() is None:
+        lacks.append(Lack("there is no C compiler", "install gcc (Debian, Ubuntu: apt install gcc)"))
+    return lacks
+
+
+def compiler() -> str | None:
+    """A C compiler of this machine."""
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
+def library() -> Path:
+    """The stand-in for the installed torch, built into the cache at first use.
+
+    Raises `UserError` where something is missing for it, and `RunFailed` where it does not compile.
+    """
+    if lacks := lacking():
+        raise UserError(f"no stand-in for the CUDA driver: {lacks[0].what}", fix=lacks[0].fix, more="docs/rehearse.md")
+    torch = Torch.installed()
+    assert torch is not None
+    key = key_of(torch.version, str(torch.folder), SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text())
+
+    def read(folder: Path) -> Path:
+        if not (folder / MONITOR).is_file():
+            raise ValueError("it is not whole")
+        return folder / LIBRARY
+
+    return entry(cache_root() / "rehearsal" / key, read=read, build=lambda folder, _: _build(torch, folder))
+
+
+def _build(torch: Torch, folder: Path) -> None:
+    others = folder / "others.c"
+    others.write_text(rest(torch, SOURCE.read_text(encoding="utf-8")), encoding="utf-8")
+    sources = [str(SOURCE), str(others)]
+    defined = [f"-DCUDART={_number(torch.cuda or '', 1000, 10)}", f"-DNCCL={_nccl(torch)}"]
+    compile_library(
+        sources,
+        folder / LIBRARY,
+        [*(f"-I{each}" for each in torch.includes), *defined, f"-Wl,-soname,{LIBRARY}", "-ldl"],
+    )
+    (folder / MONITOR).symlink_to(LIBRARY)
+
+
+def compile_library(sources: Iterable[str], out: Path, options: Iterable[str] = ()) -> None:
+    """Compile C sources to the shared library `out`. Raises `RunFailed` with the compiler's first error."""
+    command = [compiler() or "cc", "-shared", "-fPIC", "-O1", "-w", "-fno-builtin", *sources, "-o", str(out), *options]
+    done = subprocess.run([*command, "-lpthread"], capture_output=True, text=True)
+    if done.returncode:
+        error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        raise RunFailed(f"the stand-in for the CUDA driver does not compile: {error}", fix="see docs/rehearse.md")
+
+
+def rest(torch: Torch, source: str) -> str:
+    """C source: a function for every name that torch's libraries take and that `source` does not define."""
+    taken = {name for path in torch.libraries for name in undefined(path)}
+    taken = {name for name in taken if _TAKEN.fullmatch(name) and not _NOT_TAKEN.match(name)}
+    taken |= {name.decode() for path in torch.libraries[:1] for name in _MONITORS.findall(path.read_bytes())}
+    # Of the driver, torch and Triton ask by name, at run time: all of it.
+    for header in (each / "cuda.h" for each in torch.includes[:1]):
+        taken |= {next(filter(None, found)) for found in _DRIVER_CALL.findall(header.read_text(encoding="utf-8"))}
+    return "int rehearsal_blas(void);\n" + "".join(
+        f"int {name}(void) {{ return {'rehearsal_blas()' if _COMPUTES.match(name) else '0'}; }}\n"
+        for name in sorted(taken - set(_DEFINED.findall(source)))
+    )
+
+
+def _number(version: str, *factors: int) -> int:
+    """ "13.0" with the factors 1000 and 10 is 13000."""
+    return sum(int(part) * factor for part, factor in zip(version.split("."), factors, strict=False))
+
+
+def _nccl(torch: Torch) -> int:
+    """The version of NCCL, as `ncclGetVersion` says it: that of the installed header."""
+    for header in torch.folder.parent.glob("nvidia/nccl/include/nccl.h"):
+        if found := re.search(r"NCCL_VERSION_CODE\s+(\d+)", header.read_text(encoding="utf-8", errors="replace")):
+            return int(found[1])
+    return 22703
+
+
+def environment(chip: Chip, devices: int, *, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """That of a process which sees `devices` of a chip."""
+    path = library()
+    major, minor = chip.capability
+    own = {
+        "LD_PRELOAD": str(path),
+        "LD_LIBRARY_PATH": ":".join(filter(None, (str(path.parent), base.get("LD_LIBRARY_PATH")))),
+        "FIVEFOLD_CHIP_NAME": f"NVIDIA {chip.name}",
+        "FIVEFOLD_CHIP_MEMORY": chip.memory_bytes,
+        "FIVEFOLD_CHIP_CONTEXT": int(chip.context_gib * GIB),
+        "FIVEFOLD_CHIP_DEVICES": devices,
+        "FIVEFOLD_CHIP_SMS": chip.sms,
+        "FIVEFOLD_CHIP_MAJOR": major,
+        "FIVEFOLD_CHIP_MINOR": minor,
+        "FIVEFOLD_CHIP_SHARED": SHARED.get((major, minor), 101376),
+        "TORCH_NCCL_ENABLE_MONITORING": 0,  # no thread that ends a process whose collectives "hang"
+        "OMP_NUM_THREADS": 1,
+        # What is compiled is tuned by timing kernels that do not run: no other process may find it.
+        "TORCHINDUCTOR_CACHE_DIR": path.with_name("inductor"),
+        "TRITON_CACHE_DIR": path.with_name("triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": 1,
+    }
+    return {**base, **{name: str(value) for name, value in own.items()}}
+
+
+# Bytes of shared memory of an SM, by compute capability (CUDA C programming guide, "Technical Specifications").
+SHARED = {
+    (7, 0): 98304,
+    (8, 0): 167936,
+    (8, 6): 102400,
+    (8, 9): 102400,
+    (9, 0): 233472,
+    (10, 0): 233472,
+    (10, 3): 233472,
+}

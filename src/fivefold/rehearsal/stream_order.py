@@ -1,0 +1,109 @@
+"""From what the host asked of the streams: the collectives of a step, and which of them no kernel could hide.
+
+A collective is exposed when the compute stream waits for it and has had no kernel to run since it could begin. Nothing
+is known of durations: one kernel of any length hides a collective here.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fivefold.rehearsal.counts import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry
+
+COMPUTE = 0  # the stream that a process has unless it asks for another
+_BY_RANK = ("all_gather", "reduce_scatter", "all_to_all")  # NCCL is told the part of one rank
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group of a communicator: its mesh axis, its ranks, and which of them this one is."""
+
+    axis: str
+    size: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective: bytes of its larger buffer, as plans count them, and whether it is exposed."""
+
+    axis: str
+    kind: str
+    bytes: int
+    exposed: bool
+
+
+def issued(entries: Sequence[Entry], groups: Mapping[int, Group]) -> list[Issued]:
+    """The collectives of `entries` in order; `groups`: by communicator. Groups of one rank send nothing."""
+    exposed = _exposed(entries)
+    found = []
+    for whole in _calls(entries):
+        first = entries[whole[0]]
+        group = groups.get(first.object)
+        if group is None or group.size == 1:
+            continue
+        if _is_exchange([entries[at] for at in whole], group.size):
+            sent = sum(entries[at].bytes for at in whole if KINDS[entries[at].kind] == "send")
+            found.append(Issued(group.axis, "all_to_all", sent, whole[0] in exposed))
+            continue
+        for at in whole:
+            kind, size = KINDS[entries[at].kind], entries[at].bytes
+            found.append(Issued(group.axis, kind, size * group.size if kind in _BY_RANK else size, at in exposed))
+    return found
+
+
+def _calls(entries: Sequence[Entry]) -> Iterator[list[int]]:
+    """The places of collectives; of those that were given to NCCL as one, together."""
+    together: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for at, entry in enumerate(entries):
+        if entry.what == COLLECTIVE:
+            together[(entry.group, entry.object) if entry.group else (-at - 1, 0)].append(at)
+    yield from together.values()
+
+
+def _is_exchange(entries: Iterable[Entry], size: int) -> bool:
+    """Whether a group of calls sends to every rank and hears from every rank: torch's all-to-all of uneven parts."""
+    kinds = Counter(KINDS[entry.kind] for entry in entries)
+    return kinds["send"] == kinds["recv"] == size
+
+
+def _exposed(entries: Sequence[Entry]) -> set[int]:
+    """The places of collectives that the compute stream waits for with nothing run since they could begin.
+
+    `ran[s]`: how many kernels of the compute stream are over, at the latest, when stream s is where it is. `open[s]`:
+    collectives that are over then, and that the compute stream has not met.
+    """
+    ran: Counter[int] = Counter()
+    still: defaultdict[int, set[int]] = defaultdict(set)
+    events: dict[int, tuple[int, frozenset[int]]] = {}
+    began: dict[int, int] = {}
+    met: set[int] = set()
+    exposed: set[int] = set()
+
+    def meet(places: Iterable[int]) -> None:
+        for place in set(places) - met:
+            met.add(place)
+            if began[place] >= ran[COMPUTE]:
+                exposed.add(place)
+
+    for at, entry in enumerate(entries):
+        stream = entry.stream
+        if entry.what == LAUNCH and stream == COMPUTE:
+            ran[COMPUTE] += 1
+        elif entry.what == COLLECTIVE:
+            began[at] = ran[stream]
+            if stream == COMPUTE:
+                meet([at])
+            else:
+                still[stream].add(at)
+        elif entry.what == RECORD:
+            still[stream] -= met
+            events[entry.object] = ran[stream], frozenset(still[stream])
+        elif entry.what == WAIT and entry.object in events:
+            at_event, over = events[entry.object]
+            if stream == COMPUTE:
+                meet(over)
+            else:
+                ran[stream] = max(ran[stream], at_event)
+                still[stream] |= over - met
+    return exposed

@@ -1,0 +1,46 @@
+"""Random documents in place of `data.train`: to rehearse a run whose text or tokenizer is not on this machine."""
+
+from pathlib import Path
+
+import numpy as np
+
+from fivefold.config import RunConfig
+from fivefold.data.counts import DataCounts, SourceCounts
+from fivefold.data.prepare import PreparedData
+from fivefold.data.rows import PackedRows, Pool, build_index
+from fivefold.data.store import StoreMeta, TokenStore
+from fivefold.data.tokenizer import TokenizerInfo
+from fivefold.models.build import load_model_config
+
+DOCUMENTS, ROWS = 4, 16  # of a row; of the data, which is read again and again
+SEED = 1234
+
+
+def synthetic(config: RunConfig, folder: Path) -> PreparedData:
+    """Rows of four documents each, alike in training and validation, of all tokens of the model's own vocabulary.
+    `folder`: where they are written."""
+    vocabulary = int(load_model_config(config.model.name_or_path, config.model.overrides).get_text_config().vocab_size)
+    length, tokenizer = config.data.seq_length, TokenizerInfo(folder, "synthetic", vocabulary, 0)
+    size = max(length // DOCUMENTS, 2)
+    tokens = np.random.default_rng(SEED).integers(0, vocabulary, ROWS * DOCUMENTS * size, dtype=np.uint32)
+    tokens.tofile(folder / "tokens.bin")
+    meta = StoreMeta(
+        kind="synthetic", version=0, content="", tokenizer="", vocab_size=vocabulary, eos_token_id=0, bos=(),
+        dtype="uint32", documents=ROWS * DOCUMENTS, tokens=len(tokens), blocks=0, answers_alone=(), files={},
+    )  # fmt: skip
+    starts = np.arange(0, len(tokens), size, dtype=np.int64)
+    index, counts = build_index(starts, np.full_like(starts, size), seq_length=length, packing=config.data.packing)
+    pool = Pool(1.0, counts.rows, counts.tokens)
+    rows = PackedRows(index, (TokenStore(folder, meta),), counts, (pool,), length, 0, config.train.seed)
+    is_held_out = bool(config.data.validation)
+    source = SourceCounts("synthetic", meta.documents, counts.tokens, 1.0, 1.0)
+    return PreparedData(
+        tokenizer=tokenizer,
+        train=rows,
+        validation=rows if is_held_out else None,
+        counts=DataCounts(
+            files=0, files_left_out=0, documents=meta.documents, tokens=meta.tokens, seq_length=length, train=counts,
+            sources=(source,), validation=counts if is_held_out else None, validation_asked=is_held_out, repeated=0,
+        ),
+        fingerprint="synthetic",
+    )  # fmt: skip

@@ -1,0 +1,302 @@
+"""What is seen of a rehearsal, from outside: memory by phase, host syncs by line, launches, compiles, collectives."""
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fivefold import torch_internals
+from fivefold.core.text import any_layer
+from fivefold.parallel.collectives import Collective, by_group, total
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.recorder import record
+from fivefold.parallel.state import state_of
+from fivefold.rehearsal.counts import Driver, Entry
+from fivefold.rehearsal.memory import Running, items, made_by, peak_of, short
+from fivefold.rehearsal.request import OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
+from fivefold.rehearsal.stream_order import Group, issued
+from fivefold.training.step import declare, step_shape, train_step
+
+_OWN = "/fivefold/rehearsal/"
+_AROUND = ("/torch/", "<frozen", "/unittest/", "/contextlib.py", "/functools.py")
+
+
+@dataclass(frozen=True)
+class _Span:
+    """When a phase ran, in microseconds of the clock that the allocator uses."""
+
+    begin: int
+    end: int
+
+
+@dataclass
+class Watch:
+    """Of one rank. `full`: the stand-in for the driver; None: on the CPU, where memory, kernels and waiting are not
+    seen."""
+
+    request: Request
+    full: Driver | None
+    phases: list[Phase] = field(default_factory=list)
+    spans: dict[str, _Span] = field(default_factory=dict)
+    syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    running: Running = field(default_factory=lambda: Running([], []))
+    current: str = ""
+    steps: int = 0
+    coordinates: dict[str, int] = field(default_factory=dict)
+    communicators: int = 0
+    sent: tuple[Sent, ...] = ()
+    named: dict[int, str] = field(default_factory=dict)
+    lack: OutOfMemory | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> "Watch":
+        return cls(request, Driver() if request.is_full else None)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the parts of a run are phases."""
+        from fivefold.training import run
+        from fivefold.training.checkpoints import CheckpointManager
+
+        torch_internals.compiles()  # which are kept from here on
+        with ExitStack() as stack:
+            if self.full:
+                torch_internals.record_allocations()
+                stack.enter_context(self.full.calling(self._waited))
+            for owner, name, phase in ((run.Trainer, "_evaluate", "evaluation"), (CheckpointManager, "save", "save")):
+                stack.enter_context(patch.object(owner, name, self._in_phase(getattr(owner, name), phase)))
+            stack.enter_context(patch.object(run, "train_step", self._step(train_step)))
+            yield
+
+    def _in_phase(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return function(*args, **kwargs)
+
+        return run
+
+    def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A step is a phase; the last one's collectives are noted."""
+
+        @wraps(function)
+        def run(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+            self.steps += 1
+            with self.phase(f"step {self.steps}"):
+                if self.steps < self.request.steps:
+                    return function(model, optimizer, batch, **options)
+                with self._sending(model, batch):
+                    return function(model, optimizer, batch, **{**options, "stop": True})  # and save
+
+        return run
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, the run is in this phase; of a phase that comes again, the last time counts."""
+        self.current, before = name, self.full and self.full.counts()
+        self.syncs = Counter({key: count for key, count in self.syncs.items() if key[0] != name})
+        compiled, began, begin = len(torch_internals.compiles()), time.process_time(), _now()
+        if self.full:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            yield
+        finally:
+            self.current, self.spans[name] = "", _Span(begin, _now())
+            seconds, compiled = time.process_time() - began, len(torch_internals.compiles()) - compiled
+            self.phases = [each for each in self.phases if each.name != name]
+            self.phases.append(self._phase(name, before, seconds, compiled))
+
+    def _phase(self, name: str, before: Any, seconds: float, compiles: int) -> Phase:
+        if not self.full:
+            return Phase(
+                name=name, allocated=None, reserved=None, after=None, launches=None, syncs=None, compiles=compiles,
+                seconds=seconds,
+            )  # fmt: skip
+        memory, after = torch.cuda.memory_stats(), self.full.counts()
+        return Phase(
+            name=name,
+            allocated=memory["allocated_bytes.all.peak"],
+            reserved=memory["reserved_bytes.all.peak"],
+            after=memory["allocated_bytes.all.current"],
+            launches=after.launches - before.launches,
+            syncs=after.syncs - before.syncs,
+            compiles=compiles,
+            seconds=seconds,
+        )
+
+    def built(self, model: nn.Module) -> None:
+        """When the model is there: its parameters have names, and its modules say when they run."""
+        state = state_of(model)
+        self.coordinates = state.plan.layout.coordinates(self.request.rank)
+        if not self.full:
+            return
+        groups = _groups(state.mesh)
+        self.communicators = len(groups)
+        for address, group in groups.items():
+            self.full.tell(address, group.size, group.rank)
+        for name, parameter in model.named_parameters():
+            self.named[local(parameter).untyped_storage().data_ptr()] = name
+        ends = (state.plan.anatomy.embedding, state.plan.anatomy.head)
+        for name in (*state.plan.layers, *ends):
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(lambda *_, name=name: self._runs(name))
+            module.register_forward_hook(lambda *_: self._runs(""))
+
+    def _runs(self, name: str) -> None:
+        self.running.times.append(_now())
+        self.running.names.append(name)
+
+    # ---- host syncs --------------------------------------------------------------------------------------------------
+
+    def _waited(self) -> None:
+        """Called where the host waits for the device."""
+        if self.current:
+            self.syncs[self.current, line_of(sys._getframe(1))] += 1
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _sending(self, model: Any, batch: Sequence[Any]) -> Iterator[None]:
+        """Inside, the collectives of a step are noted, and held against those that its plan declares."""
+        mesh, noted, seen = state_of(model).mesh, list[Entry](), list[Collective]()
+        is_compiled = state_of(model).compiled is not None
+        exposed: Counter[tuple[str, str]] | None = None
+        # The recorder is a mode of the dispatcher, under which Dynamo compiles nothing.
+        with self.full.noting(noted) if self.full else nullcontext() if is_compiled else record(mesh) as found:
+            yield
+        if self.full:
+            calls = issued(noted, _groups(mesh))
+            seen = [Collective(call.axis, call.kind, 1, call.bytes) for call in calls]
+            exposed = Counter((call.axis, call.kind) for call in calls if call.exposed)
+        elif is_compiled:
+            return
+        else:
+            seen = list(found or ())
+        self.sent = _against_plan(total(seen), self._declared(model, batch), exposed)
+
+    def _declared(self, model: Any, batch: Sequence[Any]) -> tuple[Collective, ...]:
+        from fivefold.config import parse_config
+
+        config = parse_config(self.request.config)
+        chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
+        rows, tokens = batch[0].input_ids.shape
+        shape = step_shape(model, rows, tokens, len(batch), chunks)
+        return by_group(declare(model, shape, optimizer=config.optimizer.name), state_of(model).plan.grid)
+
+    # ---- out of memory -----------------------------------------------------------------------------------------------
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether that was it; then it is known what lay in memory."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return False
+        phase = self.phases[-1]
+        trace = self._history()
+        failed = next((event for event in reversed(trace) if event["action"] == "oom"), None)
+        span = self.spans[phase.name]
+        peak = peak_of(trace, span.begin, span.end)
+        asked = _asked(str(error)) or (int(failed["size"]) if failed else 0)
+        frames = [(f["filename"], f["line"], f["name"]) for f in (failed or {}).get("frames", ())]
+        where = " ".join(filter(None, (made_by(frames), self.running.at(failed["time_us"]) if failed else "")))
+        self.lack = OutOfMemory(
+            phase.name, asked, where, peak.bytes, phase.reserved or 0, items(peak.live, self.running, self.named)
+        )
+        return True
+
+    def _history(self) -> list[dict[str, Any]]:
+        return torch_internals.allocations(torch.cuda.current_device())
+
+    # ---- all of it ---------------------------------------------------------------------------------------------------
+
+    def seen(self, failed: str = "") -> Seen:
+        """What was seen until now."""
+        history = self._history() if self.full and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        phases = self.phases
+        if history:
+            phases = [replace(each, items=self._items(history, self.spans[each.name])) for each in phases]
+        return Seen(
+            rank=self.request.rank,
+            coordinates=self.coordinates,
+            phases=tuple(phases),
+            syncs=tuple(Sync(phase, where, count) for (phase, where), count in self.syncs.most_common()),
+            sent=self.sent,
+            recompiles=_recompiles(),
+            communicators=self.communicators,
+            out_of_memory=self.lack,
+            failed=failed,
+        )
+
+    def _items(self, history: Sequence[Mapping[str, Any]], span: _Span) -> Any:
+        return items(peak_of(history, span.begin, span.end).live, self.running, self.named)
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def _asked(message: str) -> int:
+    """The bytes of "Tried to allocate 2.00 GiB"; 0 where an error says none. The allocator's history has what it would
+    have reserved for them."""
+    found = re.search(r"Tried to allocate ([\d.]+) (\w+)", message)
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    return int(float(found[1]) * units[found[2]]) if found and found[2] in units else 0
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The line that asked: the innermost one of fivefold, or else of another package than torch."""
+    other = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/fivefold/" in file and _OWN not in file:
+            return f"{short(file)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if not other and _OWN not in file and not any(part in file for part in _AROUND):
+            other = f"{short(file)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return other or "backward, in torch"
+
+
+def _groups(mesh: Mesh) -> dict[int, Group]:
+    """The groups of a mesh by communicator."""
+    world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
+    return {
+        torch_internals.communicator(group): Group(mesh.axis_of(group.group_name), group.size(), group.rank())
+        for group in {**mesh.groups, **world}.values()
+    }
+
+
+def _against_plan(
+    seen: Sequence[Collective], declared: Sequence[Collective], exposed: Mapping[tuple[str, str], int] | None
+) -> tuple[Sent, ...]:
+    found, said = ({(each.axis, each.kind): each for each in some} for some in (seen, declared))
+    rows = []
+    for axis, kind in sorted({*found, *said}):
+        ran, plan = (some.get((axis, kind), Collective(axis, kind, 0, 0)) for some in (found, said))
+        alone = None if exposed is None else exposed.get((axis, kind), 0)
+        rows.append(Sent(axis, kind, ran.count, ran.bytes, plan.count, plan.bytes, alone))
+    return tuple(rows)
+
+
+def _recompiles() -> tuple[Recompile, ...]:
+    """What was compiled more than once, by cause, and where graphs broke."""
+    again = Counter(
+        (f"{short(each.file)}:{each.line} {each.function}", any_layer(each.again))
+        for each in torch_internals.compiles() if each.again
+    )  # fmt: skip
+    breaks = torch_internals.graph_breaks()
+    return (
+        *(Recompile(function, why, count) for (function, why), count in again.most_common()),
+        *(Recompile("a graph broke", " ".join(why.split())[:300], count) for why, count in breaks.items()),
+    )

@@ -1,0 +1,227 @@
+"""What is made of what a rehearsal saw: collectives and which are exposed, the peak of memory, the sentences."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fivefold.core.layout import Layout
+from fivefold.planner.cluster import Cluster
+from fivefold.rehearsal.counts import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry
+from fivefold.rehearsal.launch import kinds
+from fivefold.rehearsal.memory import Running, items, made_by, peak_of
+from fivefold.rehearsal.page import page
+from fivefold.rehearsal.report import Rehearsal
+from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, Seen, Sent, Sync
+from fivefold.rehearsal.stand_in import Lack
+from fivefold.rehearsal.stream_order import Group, issued
+
+GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
+COMPUTE, OTHER = 0, 5  # streams
+
+
+def kernel(stream: int = COMPUTE) -> Entry:
+    return Entry(LAUNCH, 0, stream, 0, 0, 0)
+
+
+def record(event: int, stream: int) -> Entry:
+    return Entry(RECORD, 0, stream, event, 0, 0)
+
+
+def wait(event: int, stream: int) -> Entry:
+    return Entry(WAIT, 0, stream, event, 0, 0)
+
+
+def collective(kind: str, stream: int = OTHER, *, of: int = 7, size: int = 100, group: int = 0) -> Entry:
+    return Entry(COLLECTIVE, KINDS.index(kind), stream, of, size, group)
+
+
+# ---- collectives in stream order -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("beside", "exposed"), [(0, True), (3, False)])
+def test_a_collective_is_hidden_by_a_kernel_beside_it(beside: int, exposed: bool) -> None:
+    """The other stream begins behind the first kernel, and the compute stream waits for it before the last."""
+    entries = [
+        kernel(), record(1, COMPUTE), wait(1, OTHER), collective("all_gather"), record(2, OTHER),
+        *[kernel()] * beside, wait(2, COMPUTE), kernel(),
+    ]  # fmt: skip
+    assert [(each.kind, each.bytes, each.exposed) for each in issued(entries, GROUPS)] == [("all_gather", 400, exposed)]
+
+
+def test_kernels_of_another_stream_hide_nothing() -> None:
+    entries = [
+        kernel(), record(1, COMPUTE), wait(1, OTHER), collective("reduce_scatter"), kernel(OTHER), record(2, OTHER),
+        wait(2, COMPUTE),
+    ]  # fmt: skip
+    assert [each.exposed for each in issued(entries, GROUPS)] == [True]
+
+
+def test_a_collective_between_kernels_is_exposed_and_one_that_nobody_waits_for_is_not() -> None:
+    entries = [kernel(), collective("all_reduce", COMPUTE), kernel(), collective("all_reduce")]
+    assert [(each.bytes, each.exposed) for each in issued(entries, GROUPS)] == [(100, True), (100, False)]
+
+
+def test_sends_to_all_and_from_all_are_an_exchange() -> None:
+    """Of two ranks; to a neighbour alone they are what they are. Groups of one rank send nothing."""
+    both = [collective(kind, of=9, group=3) for kind in ("send", "recv") * 2]
+    ring = [collective(kind, of=7, group=4) for kind in ("send", "recv")]
+    found = issued([*both, *ring, collective("all_gather", of=8)], GROUPS)
+    assert [(each.axis, each.kind, each.bytes) for each in found] == [
+        ("ep", "all_to_all", 200), ("tp", "send", 100), ("tp", "recv", 100),
+    ]  # fmt: skip
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def event(time: int, action: str, address: int, size: int, *frames: tuple[str, int, str]) -> dict[str, Any]:
+    named = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
+    return {"time_us": time, "action": action, "addr": address, "size": size, "frames": named}
+
+
+HISTORY = [
+    event(1, "alloc", 10, 100),
+    event(2, "alloc", 20, 50),
+    event(3, "free_requested", 20, 50),
+    event(4, "free_completed", 20, 50),
+    event(5, "alloc", 20, 70),
+    event(6, "free_requested", 10, 100),
+    event(7, "alloc", 30, 20),
+]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "bytes", "live"), [(0, 9, 170, [10, 20]), (0, 2, 150, [10, 20]), (6, 9, 90, [20, 30])]
+)
+def test_the_peak_between_two_times(begin: int, end: int, bytes: int, live: list[int]) -> None:
+    peak = peak_of(HISTORY, begin, end)
+    assert (peak.bytes, sorted(each.address for each in peak.live)) == (bytes, live)
+
+
+def test_where_memory_ran_out_is_the_peak() -> None:
+    history = [*HISTORY, event(8, "oom", 0, 500), event(9, "alloc", 40, 999)]
+    assert peak_of(history, 0, 99).bytes == 90
+
+
+def test_tensors_alike_are_told_together() -> None:
+    """By who made them, in which module; parameters by their names."""
+    line = ("/site/transformers/models/llama/modeling_llama.py", 7, "forward")
+    history = [event(at, "alloc", at, 8, ("/site/torch/nn/linear.py", 1, "forward"), line) for at in (1, 2, 3)]
+    running = Running([0, 2, 3], ["layers.0", "layers.1", ""])
+    found = items(peak_of(history, 0, 9).live, running, {3: "layers.5.weight"})
+    assert found == (
+        Item("modeling_llama.py:7 forward", "layers.*", 2, 16),
+        Item("parameters", "layers.*.weight", 1, 8),
+    )
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (
+            ("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, "foreach_reduce"),
+            "gradients on their way",
+        ),
+        (("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, "foreach_all_gather"), "gathered"),
+        (("/x/torch/optim/adamw.py", 1, "_init_group"), "optimizer state"),
+        (("/tmp/torchinductor/ab.py", 1, "call"), "a compiled block"),
+        (("/x/src/fivefold/models/packed.py", 9, "attend"), "fivefold/models/packed.py:9 attend"),
+    ],
+)
+def test_who_made_an_allocation(frame: tuple[str, int, str], says: str) -> None:
+    assert made_by([("/x/torch/_ops.py", 1, "call"), frame]).startswith(says)
+    assert made_by([]) == "backward, in torch"
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def phase(name: str, reserved: int) -> Phase:
+    rows = (Item("parameters", "layers.*", 4, GIB), Item("a compiled block", "layers.*", 2, GIB // 2))
+    return Phase(
+        name=name, allocated=reserved - 1, reserved=reserved, after=GIB, launches=9, syncs=2, compiles=1, seconds=0.5,
+        items=rows,
+    )  # fmt: skip
+
+
+SEEN = Seen(
+    rank=3,
+    coordinates={"tp": 3},
+    phases=(phase("build", 2 * GIB), phase("step 1", 30 * GIB), phase("step 2", 40 * GIB)),
+    syncs=(Sync("step 2", "fivefold/training/step.py:56 train_step", 2),),
+    sent=(Sent("tp", "all_gather", 8, 64, 8, 64, 8), Sent("ep", "all_to_all", 2, 10, 2, 12, 1)),
+    recompiles=(Recompile("f", "0/0: grad mode", 1),),
+    communicators=2,
+)
+CLUSTER = Cluster.parse("8xH100")
+
+
+def rehearsal(seen: Seen = SEEN, *, lacks: tuple[Lack, ...] = ()) -> Rehearsal:
+    return Rehearsal("llama", "tp8", CLUSTER, 2, (seen,), lacks)
+
+
+def test_what_was_seen_travels_as_json() -> None:
+    short = OutOfMemory("step 1", 5, "f", 7, 9, (Item("parameters", "x", 1, 4),))
+    for each in (SEEN, replace(SEEN, out_of_memory=short)):
+        assert Seen.from_json(json.loads(json.dumps(each.to_json()))) == each
+
+
+def test_a_rank_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fullest phase against the device, whatever an all-to-all has of bytes."""
+    told = rehearsal()
+    assert told.ok and told.verdict.startswith("fits: 40 GiB reserved at most (rank 3, step 2), 51 % of 79.2 GiB")
+    told.show(Console(width=80))
+    screen = capsys.readouterr().out
+    assert max(map(len, screen.splitlines())) <= 80
+    for word in ("host syncs", "collectives", "compiled again", "largest", "nothing of speed", "context of CUDA"):
+        assert word in screen
+    values = json.loads(told.to_json())
+    assert values["ok"] and values["rows"][2]["reserved"] == "40.00" and values["ranks"][0]["rank"] == 3
+
+
+def test_almost_all_of_the_memory_is_tight() -> None:
+    assert rehearsal(replace(SEEN, phases=(phase("step 1", 78 * GIB),))).verdict.startswith("tight: 78 GiB")
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        (replace(SEEN, failed="it broke"), "rank 3 stopped: it broke"),
+        (
+            replace(SEEN, sent=(Sent("tp", "all_gather", 9, 64, 8, 64, 8),)),
+            "otherwise than its plan declares: tp",
+        ),
+        (
+            replace(SEEN, out_of_memory=OutOfMemory("step 1", 2 * GIB, "a line", 70 * GIB, 79 * GIB, ())),
+            "out of memory: rank 3 in step 1: 2 GiB asked for at a line, 70 GiB allocated",
+        ),
+    ],
+)
+def test_what_failed_is_the_verdict(seen: Seen, says: str) -> None:
+    assert not rehearsal(seen).ok and says in rehearsal(seen).verdict
+
+
+def test_what_was_not_seen_is_said() -> None:
+    blind = Phase(
+        name="step 1", allocated=None, reserved=None, after=None, launches=None, syncs=None, compiles=0, seconds=1.0
+    )
+    told = rehearsal(replace(SEEN, phases=(blind,)), lacks=(Lack("no compiler", "install one"),))
+    assert told.ok and "not seen" in told.verdict and "no compiler; install one" in told.notes[0]
+    assert "not seen" in page(told)
+
+
+def test_the_page_has_the_verdict_and_every_table() -> None:
+    html = page(rehearsal())
+    for text in ("fits: 40 GiB", "Memory of each phase", "host syncs", "exposed", "No kernel ran", "1.00 GiB"):
+        assert text in html
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("shard8", [0]), ("pp2.tp4", [0, 4]), ("pp4.shard2", [0, 4, 6]), ("single", [0])]
+)
+def test_a_rank_of_each_kind(layout: str, ranks: list[int]) -> None:
+    """The first, a middle and the last rank of a pipeline, each the first of its stage."""
+    assert kinds(Layout.parse(layout)) == ranks

@@ -1,0 +1,94 @@
+"""The stand-in for the driver: which names a library takes, what is generated for them, what is said to be missing."""
+
+import ctypes
+import re
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.rehearsal import changes, stand_in
+from fivefold.rehearsal.stand_in import SOURCE, Torch
+from fivefold.rehearsal.symbols import undefined
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ELF files are Linux's")
+needs_compiler = pytest.mark.skipif(stand_in.compiler() is None, reason="no C compiler")
+
+CALLER = "int cudaMalloc(void **, long); int cublasSgemm_v2(void); int cudaNewInThisVersion(void); int other(void);\n"
+CALLS = "int call(void) { return cudaMalloc(0, 0) + cublasSgemm_v2() + cudaNewInThisVersion() + other(); }\n"
+
+
+@pytest.fixture
+def torch(tmp_path: Path) -> Torch:
+    """A torch whose library takes four names, of which one is not CUDA's, beside headers of CUDA."""
+    folder, headers = tmp_path / "torch", tmp_path / "nvidia/cu99/include"
+    for each in (folder / "lib", headers):
+        each.mkdir(parents=True)
+    source = tmp_path / "caller.c"
+    source.write_text(CALLER + CALLS)
+    stand_in.compile_library([str(source)], folder / "lib/libtorch_cuda.so")
+    (headers / "driver_types.h").write_text("")
+    (headers / "cuda.h").write_text("#define cuMemFree cuMemFree_v2\nCUresult CUDAAPI cuMemFree(CUdeviceptr p);\n")
+    return Torch(folder, "9.9", "99.1")
+
+
+@needs_compiler
+def test_the_names_that_a_library_takes(torch: Torch) -> None:
+    names = undefined(torch.libraries[0])
+    assert {"cudaMalloc", "cublasSgemm_v2", "cudaNewInThisVersion", "other"} <= names
+    assert "call" not in names
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no library " * 10)
+    with pytest.raises(ValueError, match="no 64-bit ELF file"):
+        undefined(tmp_path / "text")
+
+
+@needs_compiler
+def test_what_is_not_written_is_generated(torch: Torch, tmp_path: Path) -> None:
+    """Names of CUDA alone, but for those that the source has; a routine that computes counts as a kernel."""
+    made = stand_in.rest(torch, "int cudaMalloc(void **out, size_t size) {\n")
+    names = re.findall(r"^int (\w+)\(void\) \{", made, re.MULTILINE)
+    assert names == ["cuMemFree", "cublasSgemm_v2", "cudaNewInThisVersion"]
+    (tmp_path / "rest.c").write_text(made + "int rehearsal_blas(void) { return 7; }\n")
+    stand_in.compile_library([str(tmp_path / "rest.c")], tmp_path / "rest.so")
+    library = ctypes.CDLL(str(tmp_path / "rest.so"))
+    assert (library.cudaNewInThisVersion(), library.cublasSgemm_v2()) == (0, 7)
+
+
+def test_the_source_defines_what_must_do_something() -> None:
+    defined = set(stand_in._DEFINED.findall(SOURCE.read_text()))
+    assert {"cudaMalloc", "cuMemCreate", "cudaLaunchKernel", "ncclAllReduce", "ncclCommSplit"} <= defined
+
+
+@needs_compiler
+def test_source_that_does_not_compile_is_said(tmp_path: Path) -> None:
+    (tmp_path / "wrong.c").write_text("int wrong( {\n")
+    with pytest.raises(RunFailed, match=r"does not compile: .*error"):
+        stand_in.compile_library([str(tmp_path / "wrong.c")], tmp_path / "wrong.so")
+
+
+def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:
+    """In the order in which one would mend it."""
+    with (
+        patch.object(Torch, "installed", lambda: Torch(tmp_path, "9.9+cpu", None)),
+        patch.object(stand_in, "compiler", lambda: None),
+    ):
+        assert [each.what for each in stand_in.lacking()] == [
+            "this torch is built without CUDA",
+            "there is no C compiler",
+        ]
+        with pytest.raises(UserError, match="no stand-in for the CUDA driver: this torch is built without CUDA"):
+            stand_in.library()
+    with patch.object(Torch, "installed", lambda: Torch(tmp_path, "9.9", "99.1")):
+        assert stand_in.lacking()[0].what == "the headers of CUDA are missing"
+
+
+@pytest.mark.parametrize("change", changes.CHANGES, ids=lambda change: change.place)
+def test_what_is_changed_is_there(change: changes.Change) -> None:
+    """A function that has moved is found here, and not in a rehearsal that changes nothing."""
+    owner, name = changes.place_of(change)
+    assert callable(getattr(owner, name)) and change.why
