@@ -101,7 +101,7 @@ def is_whole(plan: SchedulePlan) -> bool:
         slots = [each.slot for each in plan.simulate().slots]
     except (AssertionError, IndexError):
         return False
-    counted = Counter(replace(slot, kind="W") if slot.kind == "B" else slot for slot in slots if slot.kind != "I")
+    counted = Counter(slot._replace(kind="W") if slot.kind == "B" else slot for slot in slots if slot.kind != "I")
     stages = [(stage, mb) for stage in range(plan.stages) for mb in range(plan.micro_batches)]
     return counted == Counter(Slot(stage, kind, mb) for stage, mb in stages for kind in ("F", "W"))  # type: ignore[arg-type]
 

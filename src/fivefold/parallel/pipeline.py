@@ -56,7 +56,7 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """What `timed` holds, of all ranks of the pipeline. Each calls this; zero is the step's begin."""
         everyone = plain.everywhere([asdict(each) for each in self.timed or ()], self.group)
-        slots = [Timed(**each | {"slot": Slot(**each["slot"])}) for own in everyone for each in own]
+        slots = [Timed(**each | {"slot": Slot(*each["slot"])}) for own in everyone for each in own]
         return Timeline(self.plan.layout.pp, tuple(slots))
 
 
