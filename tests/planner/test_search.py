@@ -16,7 +16,7 @@ from fivefold.parallel.memory import under_way
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.unshards import of_slots
 from fivefold.planner.bounds import Bounding
-from fivefold.planner.estimate import OUTSIDE, ROUNDING, TIGHT, Step, Workload, flow, padded
+from fivefold.planner.estimate import OUTSIDE, ROUNDING, TIGHT, Step, Workload, flow
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import ALIKE, NEAR, search, simplicity
 from fivefold.planner.space import Space
@@ -36,7 +36,7 @@ SAMPLED = [each for family, cluster, count in SETTINGS for each in sampled(famil
 def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[Step, ParallelPlan, StepShape]:
     step = Step(price_list, layout, WORKLOAD)
     plan = lower(price_list.facts, layout, pp_rank * (layout.world // layout.pp))
-    shape = plan.step_shape(layout.micro_batch_size, padded(WORKLOAD.seq_length, layout), step.micro_batches)
+    shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
     return step, plan, shape
 
 

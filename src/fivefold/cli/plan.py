@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import Debug
+from fivefold.cli.options import Debug, Html
 
 
 def plan(
@@ -24,15 +24,14 @@ def plan(
     ] = False,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write_to: Annotated[
-        str | None, typer.Option("--write", metavar="FILE", help="Write a run file of the best.", show_default=False)
+        str | None,
+        typer.Option("--write", metavar="FILE", help="Write a run file of the first.", show_default=False),
     ] = None,
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write every item as JSON; - prints JSON alone.", show_default=False),
     ] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write one offline page.", show_default=False)
-    ] = None,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Find the layout for a cluster, with its memory and time, before anything runs.

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import Debug
+from fivefold.cli.options import Debug, Html
 from fivefold.cli.train import split_arguments
 from fivefold.core.errors import UserError
 
@@ -38,9 +38,7 @@ def rehearse(
         str | None,
         typer.Option(metavar="FILE", help="Write what was seen as JSON; - prints it alone.", show_default=False),
     ] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write one offline page.", show_default=False)
-    ] = None,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Run the real step of any rank of a cluster, without its devices: does it fit?
@@ -53,7 +51,7 @@ def rehearse(
         raise UserError("--rank and --ranks exclude each other", fix="leave one of them out")
     path, overrides = split_arguments(arguments or [])
     from fivefold.rehearsal.launch import rehearse as run
-    from fivefold.rehearsal.report import write
+    from fivefold.report.table import write
 
     found = run(
         path, overrides, cluster=cluster, rank=rank, all_kinds=ranks is not None, steps=steps, synthetic=synthetic,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import Debug
+from fivefold.cli.options import Debug, Html
 from fivefold.cli.train import split_arguments
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ def verify(
         str | None,
         typer.Option(metavar="FILE", help="Write every comparison as JSON; - prints it alone.", show_default=False),
     ] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write one offline page.", show_default=False)
-    ] = None,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Prove that layouts compute what one process computes, or name what differs.

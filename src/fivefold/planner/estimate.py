@@ -23,7 +23,7 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.memory import buffer_bytes, under_way, unit_bytes
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
-from fivefold.planner.chips import Chip
+from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.engines import Engine
@@ -103,7 +103,7 @@ class Estimate:
     @property
     def memory_gib(self) -> float:
         """Of tensors, at the peak of a step: what `memory/peak_gib` of a run reports."""
-        return self.allocated / 2**30
+        return self.allocated / GIB
 
     @property
     def fits(self) -> bool:
@@ -124,12 +124,6 @@ class Estimate:
         """Model FLOPs, with causal attention halved and no recompute, over the peak: 0.4 is 40 %."""
         peak = self.cluster.chip.peak_tflops[self.layout.precision] * 1e12
         return self.flops / self.step_seconds / self.layout.world / peak
-
-
-def padded(length: int, layout: Layout) -> int:
-    """Tokens of a row under a layout."""
-    multiple = layout.row_multiple
-    return -(-length // multiple) * multiple
 
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
@@ -189,9 +183,7 @@ def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flo
     """Of a pipeline, and its ZeRO stage. `at_least`: of reductions no more than there are for certain; to count them is
     dear where gradients of weights come apart."""
     alone, splits = replace(pipeline, zero=3), pipeline.schedule.splits_backward
-    ranks = (
-        pipeline.pp if splits and not at_least else 1
-    )  # where backwards are whole, FSDP does the same in every stage
+    ranks = pipeline.pp if splits and not at_least else 1  # of whole backwards, FSDP does the same in every stage
     shown, multiple = _saturated(pipeline, micro_batches, rounds=3), pipeline.schedule.multiple(pipeline.pp)
     times = _times(alone, shown, pipeline.zero, ranks)
     if shown < micro_batches:  # more micro batches repeat what the last round did
@@ -377,7 +369,7 @@ class Step:
     @cached_property
     def tokens(self) -> int:
         """Of a row, padded."""
-        return padded(self.workload.seq_length, self.layout)
+        return self.layout.padded(self.workload.seq_length)
 
     @cached_property
     def prices(self) -> Prices:
@@ -678,4 +670,4 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
     """The context, and a communicator for the world and for each axis of several ranks."""
     communicators = sum(axis.size > 1 for axis in grid.axes.values()) + (grid.world > 1)
-    return (chip.context_gib + communicators * chip.communicator_gib) * 2**30
+    return (chip.context_gib + communicators * chip.communicator_gib) * GIB

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fivefold.planner.chips import GIB
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.report import GIB, PlanReport
+from fivefold.planner.report import PlanReport
 from fivefold.report.figures import BAR, LANE, WIDTH, Box, Figure, timeline
 from fivefold.report.render import render, write
 

@@ -14,6 +14,7 @@ from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner import report
+from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
@@ -115,7 +116,7 @@ def run_file(model: str, best: Estimate) -> str:
     """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's."""
     layout, workload = best.layout, best.workload
     return (
-        f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / 2**30:.1f} GiB a device\n"
+        f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / GIB:.1f} GiB a device\n"
         f"model: {{name_or_path: {json.dumps(model)}}}\n"
         f"data: {{seq_length: {workload.seq_length}}}\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
@@ -164,9 +165,9 @@ def _too_large(closest: Estimate | None) -> UserError:
     """Nothing fits. Says by how much the smallest layout is too large."""
     if closest is None:
         return UserError("no layout fits")
-    over = (closest.reserved - closest.cluster.chip.memory_bytes) / 2**30
+    over = (closest.reserved - closest.cluster.chip.memory_bytes) / GIB
     return UserError(
         f"no layout fits on {closest.cluster.text}: the smallest, {closest.layout}, needs "
-        f"{closest.reserved / 2**30:.1f} GiB of {closest.cluster.chip.memory_gib:g} a device, {over:.1f} too many",
+        f"{closest.reserved / GIB:.1f} GiB of {closest.cluster.chip.memory_gib:g} a device, {over:.1f} too many",
         fix="more devices, a shorter --seq-length, or devices with more memory",
     )

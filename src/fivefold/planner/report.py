@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import slower_by
@@ -15,7 +16,6 @@ from fivefold.report.table import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-GIB = 2**30
 BAR = 24  # characters of the longest bar
 
 

@@ -18,7 +18,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import ModelLimits
 from fivefold.core.schedule import SCHEDULES
 from fivefold.parallel.limits import limits_of
-from fivefold.planner.estimate import Workload, padded
+from fivefold.planner.estimate import Workload
 from fivefold.planner.price import PriceList, Prices, work_layout
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # rows of a forward pass
@@ -155,7 +155,7 @@ class Space:
         for rows, recompute in product(useful, ("none", "full")):
             layout = replace(shared, micro_batch_size=rows, recompute=recompute)
             found.append((len(self.works), rows))
-            self.works.append((rows, recompute, self.prices.of(layout, padded(self.workload.seq_length, layout))))
+            self.works.append((rows, recompute, self.prices.of(layout, layout.padded(self.workload.seq_length))))
         return np.array(found)
 
     @cached_property

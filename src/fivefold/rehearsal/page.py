@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fivefold.rehearsal.report import GIB, Rehearsal, gib, largest
+from fivefold.planner.chips import GIB
+from fivefold.rehearsal.report import Rehearsal, gib, largest
 from fivefold.rehearsal.request import Phase
 from fivefold.report.figures import LANE, WIDTH, Box, Figure
 from fivefold.report.render import render, write
 
 BAR, LEFT, COLOURS = 20.0, 74.0, 6  # pixels of a bar, and of the names before it; colours of items
-HINT = "the rest"
 
 
 def write_page(rehearsal: Rehearsal, path: str) -> None:

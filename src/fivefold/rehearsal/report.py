@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.files import writing
 from fivefold.core.units import human_bytes, many
+from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal.request import Item, Phase, Seen
 from fivefold.rehearsal.stand_in import Lack
@@ -15,7 +14,6 @@ from fivefold.report.table import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-GIB = 2**30
 TIGHT = 0.95  # of the memory of a device: NCCL takes some of it as well
 SHOWN = 10  # rows of a table
 CURES = (
@@ -234,16 +232,3 @@ def gib(size: int | None) -> str:
 
 def _number(count: int | None) -> str:
     return "-" if count is None else str(count)
-
-
-def write(rehearsal: Rehearsal, *, json: str | None) -> None:
-    """Show it on the terminal; `json` names a file to write as well, `-` prints JSON alone."""
-    if json == "-":
-        print(rehearsal.to_json())
-        return
-    if json:
-        with writing(Path(json), instead="name another file: --json FILE"):
-            Path(json).write_text(rehearsal.to_json() + "\n", encoding="utf-8")
-    from rich.console import Console
-
-    rehearsal.show(Console())

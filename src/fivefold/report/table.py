@@ -7,7 +7,7 @@ import json as json_format
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fivefold.core.files import writing
 from fivefold.core.terminal import shown
@@ -60,7 +60,14 @@ class Report(Generic[Row]):
             console.print(shown(self.closing), highlight=False, markup=False)
 
 
-def write(report: Report[Any], *, json: str | None) -> None:
+class Findings(Protocol):
+    """What a command found, in two ways to show it."""
+
+    def to_json(self) -> str: ...
+    def show(self, console: "Console") -> None: ...
+
+
+def write(report: Findings, *, json: str | None) -> None:
     """Show `report` on the terminal; `json` names a file to write as well, `-` prints JSON alone."""
     if json == "-":
         print(report.to_json())
