@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Debug, Html
+from fivefold.core.errors import UserError
 
 
 def plan(
@@ -45,7 +46,10 @@ def plan(
     from fivefold.report.table import write
 
     rows = global_batch_size or 4 * Cluster.parse(cluster).world
-    workload = Workload(parse_length(seq_length), rows)
+    try:
+        workload = Workload(parse_length(seq_length), rows)
+    except ValueError:
+        raise UserError(f"--seq-length {seq_length} is no number of tokens", fix="write 8192, or 8k") from None
     if max_seq_length:
         report = planner.longest(model, cluster, workload, layout=layout)
     else:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core import legality
+from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.schedule import Kind, SchedulePlan, Slot, Timeline
@@ -55,6 +56,12 @@ class Workload:
 
     seq_length: int
     global_batch_size: int
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` for rows without tokens, or a step without rows."""
+        if self.seq_length < 1 or self.global_batch_size < 1:
+            what = f"{self.global_batch_size} rows of {self.seq_length} tokens are no step"
+            raise UserError(what, fix="seq_length and global_batch_size are 1 or more")
 
     @property
     def tokens(self) -> int:
