@@ -1,11 +1,13 @@
 """Finding a world in the environment, and joining one."""
 
 import json
+import multiprocessing
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -237,3 +239,31 @@ def test_join_under_srun_s_variables(script: Path) -> None:
         tasks.append(subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True))
     said = [task.communicate(timeout=120)[0] for task in tasks]
     assert [row["sum"] for text in said for row in outputs(text)] == [3.0, 3.0]
+
+
+def _meets(rank: int, folder: Path) -> None:
+    """Rank 0 is slow to come back from torch; rank 1 leaves the world as soon as it is in it."""
+    import torch.distributed as dist
+
+    make_group = dist.init_process_group
+
+    def slow(*args: object, **options: object) -> None:
+        make_group(*args, **options)  # type: ignore[arg-type]
+        time.sleep(rank == 0)
+        (folder / f"made-{rank}").touch()
+
+    dist.init_process_group = slow
+    place = World(rank=rank, local_rank=rank, size=2, local_size=2, rendezvous=f"file://{folder}/store", is_local=True)
+    with world_module.join(place):
+        assert (folder / "made-0").exists()
+
+
+def test_no_rank_is_in_a_world_before_all_are(tmp_path: Path) -> None:
+    """A rank that left before a slow peer had taken its connection made the start of that peer fail, now and then."""
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_meets, args=(rank, tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]

@@ -249,6 +249,10 @@ def _open_group(world: World) -> None:
         timeout=TIMEOUT,
         device_id=device,
     )
+    if world.backend == "gloo":
+        # A rank counts as connected before its peers have taken its connection. If it left the group at once, as after
+        # a refusal that all ranks find, the start of a slow peer would fail: "Connection closed by peer".
+        dist.barrier()
 
 
 def _store(world: World) -> Any:
