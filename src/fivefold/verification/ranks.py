@@ -26,11 +26,22 @@ from fivefold.core.terminal import say
 from fivefold.launch.memory import GIB, room
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.models import hf_internals
+from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
+from fivefold.training.model import balance_options
 from fivefold.verification import VerifyRequest
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
-from fivefold.verification.proof_case import BIAS_RATE, CHUNKS, ROW, WEIGHT_DECAY, ProofCase, rows_for
+from fivefold.verification.proof_case import (
+    AUX_LOSS,
+    BIAS_RATE,
+    CHUNKS,
+    ROW,
+    WEIGHT_DECAY,
+    Z_LOSS,
+    ProofCase,
+    rows_for,
+)
 from fivefold.verification.reduced_model import make_folder
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import VerifyReport
@@ -134,12 +145,14 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     )  # fmt: skip
     options = config.optimizer.model_dump(exclude_none=True)
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
+    balance = balance_options(config, load_model_config(model.folder))
     return ProofCase(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
         rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
-        capacity_factor=config.balance.capacity_factor, bias_rate=max(config.balance.bias_rate, BIAS_RATE),
+        capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
+        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS),
     )  # fmt: skip
 
 
