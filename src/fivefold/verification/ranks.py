@@ -28,6 +28,7 @@ from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.models import hf_internals
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
+from fivefold.parallel.data import master_dtype
 from fivefold.training.model import balance_options
 from fivefold.verification import VerifyRequest
 from fivefold.verification.prepare import prepare
@@ -115,17 +116,20 @@ def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
         run(number, layout, f"world-{number}", partial(_prove_one, asked, layout, number, name, tell))
         if world.is_first:
             (asked.folder / f"ended-{number}").touch()
-    saved = _saved(asked)
+    for number in range(len(layouts)):
+        _wait_for(asked.folder / f"ended-{number}")
     for number, (name, layout) in enumerate(layouts.items()):
+        saved = _saved(asked, layout)
         if str(layout) in saved:
             run(number, layout, f"again-{number}", partial(_load_all, asked, layout, number, name, saved))
 
 
-def _saved(asked: VerifyRequest) -> dict[str, Path]:
-    """layout -> the checkpoint that it wrote, when all of them have ended."""
-    folders = {text: asked.folder / f"saved-{number}" for number, text in enumerate(asked.layouts.values())}
-    for number in range(len(asked.layouts)):
-        _wait_for(asked.folder / f"ended-{number}")
+def _saved(asked: VerifyRequest, layout: Layout) -> dict[str, Path]:
+    """layout -> the checkpoint that it wrote, of those with weights of the type that `layout` has: a checkpoint is not
+    converted."""
+    kind = master_dtype(layout.precision)
+    folders = {str(each): asked.folder / f"saved-{number}" for number, each in enumerate(asked.parsed.values())
+               if master_dtype(each.precision) is kind}  # fmt: skip
     return {text: folder for text, folder in folders.items() if (folder / "done").exists()}
 
 
