@@ -66,7 +66,7 @@ def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) ->
     return Step(prices, layout, Workload(length, dealt * max(fewest, rounds * multiple, multiple)))
 
 
-def leanest(prices: PriceList, length: int) -> Iterator[Layout]:
+def leanest(prices: PriceList, length: int, precision: str = Layout.precision) -> Iterator[Layout]:
     """Of each set of degrees that is legal, the layout that needs the least memory: everything is sharded, one row runs
     at a time, and layers are computed again."""
     limits, cluster = limits_of(prices.facts), prices.cluster
@@ -78,7 +78,7 @@ def leanest(prices: PriceList, length: int) -> Iterator[Layout]:
         for ep in degrees if limits.experts else (1,):
             layout = Layout(
                 tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=cluster.world // (tp * cp * pp), recompute="full",
-                sequence_parallel="sequence_parallel" not in limits.refusals,
+                sequence_parallel="sequence_parallel" not in limits.refusals, precision=precision,
             )  # fmt: skip
             if not legality.violations(layout, limits, world=cluster.world):
                 yield layout
@@ -90,25 +90,30 @@ def fewest_devices(prices: PriceList, workload: Workload) -> Estimate:
     The cluster says how many there are at most. Raises `UserError` where all of them are too few.
     """
     for cluster in _smaller(prices.cluster):
-        everything = BYTES_PER_PARAMETER * sum(
-            each.size for each in prices.facts.parameters.values() if each.is_trained
-        )
-        if cluster.world * cluster.chip.memory_bytes < everything:
-            continue
-        own = PriceList(prices.facts, cluster, prices.engine)
-        limits, batch = limits_of(own.facts), workload.global_batch_size
-        legal = (
-            each for each in leanest(own, workload.seq_length)
-            if not legality.violations(each, limits, world=cluster.world, batch=batch)
-        )  # fmt: skip
-        steps = [step for each in legal if (step := Step(own, each, workload)).needs <= cluster.chip.memory_bytes]
-        if steps:
-            return min(steps, key=lambda step: step.at_least).estimate()
+        if (found := lean_step(prices, cluster, workload)) is not None:
+            return found.estimate()
     raise UserError(
         f"no layout of {prices.cluster.text} fits {prices.facts.model_class} with {workload.global_batch_size} rows of "
         f"{workload.seq_length:,} tokens",
         fix="name a larger cluster, or a shorter --seq-length",
     )
+
+
+def lean_step(
+    prices: PriceList, cluster: Cluster, workload: Workload, precision: str = Layout.precision
+) -> Step | None:
+    """On a cluster, the step of the fastest of the `leanest` layouts that fit; None where none fits."""
+    trained = sum(each.size for each in prices.facts.parameters.values() if each.is_trained)
+    if cluster.world * cluster.chip.memory_bytes < BYTES_PER_PARAMETER * trained:
+        return None
+    own = PriceList(prices.facts, cluster, prices.engine)
+    limits, batch = limits_of(own.facts), workload.global_batch_size
+    legal = (
+        each for each in leanest(own, workload.seq_length, precision)
+        if not legality.violations(each, limits, world=cluster.world, batch=batch)
+    )  # fmt: skip
+    steps = (step for each in legal if (step := Step(own, each, workload)).needs <= cluster.chip.memory_bytes)
+    return min(steps, key=lambda step: step.at_least, default=None)
 
 
 def _smaller(cluster: Cluster) -> Iterator[Cluster]:

@@ -19,7 +19,7 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
-from fivefold.planner.explain import cures
+from fivefold.planner.explain import cures, too_large
 from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import search
@@ -39,9 +39,10 @@ def plan(
     model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int], *, top: int = 10
 ) -> list[Estimate]:
     """The best layouts, best first: see `search`. Raises `UserError` where none fits."""
-    found = search(price_list(model, cluster), _workload(workload), top=top)
+    prices, asked = price_list(model, cluster), _workload(workload)
+    found = search(prices, asked, top=top)
     if not found.best:
-        raise _too_large(found.closest)
+        raise too_large(prices, asked, found.closest)
     return list(found.best)
 
 
@@ -61,7 +62,7 @@ def planned(
     asked = None if layout is None else estimate_layout(prices, Layout.parse(layout), workload)
     found = search(prices, workload, top=top)
     if not found.best and asked is None:
-        raise _too_large(found.closest)
+        raise too_large(prices, workload, found.closest)
     estimates = (*([asked] if asked else []), *found.best)
     first = found.best[0] if found.best else estimates[0]
     can_run = f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory"
@@ -159,15 +160,3 @@ def _layout(layout: Layout | str | Mapping[str, Any]) -> Layout:
             raise UserError(f"{wrong[0]!r} is no field of a layout", fix=f"degrees are {', '.join(DEGREES.values())}")
         return Layout(**layout)
     return layout if isinstance(layout, Layout) else Layout.parse(layout)
-
-
-def _too_large(closest: Estimate | None) -> UserError:
-    """Nothing fits. Says by how much the smallest layout is too large."""
-    if closest is None:
-        return UserError("no layout fits")
-    over = (closest.reserved - closest.cluster.chip.memory_bytes) / GIB
-    return UserError(
-        f"no layout fits on {closest.cluster.text}: the smallest, {closest.layout}, needs "
-        f"{closest.reserved / GIB:.1f} GiB of {closest.cluster.chip.memory_gib:g} a device, {over:.1f} too many",
-        fix="more devices, a shorter --seq-length, or devices with more memory",
-    )

@@ -13,6 +13,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.launch.model import check_model
 from fivefold.parallel.ranks import RankGrid
+from fivefold.planner.auto import chosen
 from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.report import Rehearsal
@@ -38,6 +39,8 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix="fivefold-rehearsal-") as folder:
         config = load_config(path, [*overrides, *_changes(folder, steps, is_full=not lacks)])
         check_supported(config)
+        if config.is_automatic:
+            config, _ = chosen(config, place)
         layout = _resolved(config, place)
         check_model(config, layout=layout, weights=False)
         config = _short_evaluation(config, layout)
