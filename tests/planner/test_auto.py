@@ -13,10 +13,11 @@ from fivefold.core.errors import UserError
 from fivefold.launch import cluster as of_machine
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import GIB, Room
-from fivefold.planner import auto
+from fivefold.planner import auto, of_run
 from fivefold.planner.auto import chosen, facts_of_run
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.estimate import Workload
+from fivefold.planner.estimate import Workload, estimate
+from fivefold.planner.of_run import expected
 from fivefold.planner.search import search
 from fivefold.planner.space import Space
 from tests.planner.settings import facts, layouts, prices
@@ -27,7 +28,8 @@ FILE, WORKLOAD = Path("run.yaml"), Workload(2048, 16)
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of `WORKLOAD`, whose model is one of the tests."""
-    monkeypatch.setattr(auto, "facts_of_run", lambda _: facts("llama", 8))
+    for module in (auto, of_run):
+        monkeypatch.setattr(module, "facts_of_run", lambda *_: facts("llama", 8))
     monkeypatch.chdir(tmp_path)
     FILE.write_text("{layout: auto, train: {global_batch_size: 16}, data: {seq_length: 2k}}")
 
@@ -107,6 +109,16 @@ def test_facts_have_the_vocabulary_of_the_tokenizer(tokenizer: str, vocabulary: 
         del config.model.overrides["vocab_size"]  # what is overridden stays
     found = facts_of_run(config)
     assert found.parameters[f"{found.anatomy.embedding}.weight"].shape == (vocabulary, 32)
+
+
+def test_what_a_run_was_expected_to_be_is_its_estimate() -> None:
+    config, price_list = run("layout=shard2.tp2"), prices("llama", "2x2xH100")
+    about = {"device": "NVIDIA H100 80GB HBM3", "devices_per_node": 2}
+    found, of = expected(config, "shard2.tp2", "cuda:0", about), estimate(price_list, config.layout, WORKLOAD)
+    assert (found.step_seconds, found.peak_gib, found.cluster) == (of.step_seconds, of.memory_gib, "2x2xH100")
+    assert expected(config, "shard4+fp32", "cpu", {}).cluster == "1x4xcpu"  # of an earlier version
+    with pytest.raises(UserError, match="does not know Fancy 1"):
+        expected(config, "shard4", "cuda:0", {"device": "Fancy 1"})
 
 
 # ---- the devices that are there --------------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ def report(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write one offline HTML page of a run: curves, who holds what, what is sent.
+    """Write one offline HTML page of a run: curves, planned beside measured, who holds what, what is sent.
 
     Example: fivefold report runs/demo
     """
+    from fivefold.planner.of_run import expected
     from fivefold.report.run import main
 
-    path = main(run, out)
+    path = main(run, out, expect=expected, tell=say)
     say(f"{path}: {path.stat().st_size / 1000:.0f} kB, one file that opens anywhere and fetches nothing")
