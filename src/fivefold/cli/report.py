@@ -17,7 +17,9 @@ def report(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write one offline HTML page of a run: curves, planned beside measured, who holds what, what is sent.
+    """Write one offline HTML page of a run: curves, who holds what, what is sent.
+
+    Says what fivefold plan expected of a step, beside what was measured.
 
     Example: fivefold report runs/demo
     """

@@ -35,9 +35,6 @@ def facts_of_config(
     shape, changes = shape_folder(str(name)), [dict(each) for each in (overrides, of_text) if each]
     if shape is not None and not changes and (shipped := shipped_facts(shape)) is not None:
         return shipped
-    path = shape or expanded(str(name))
-    if not path.exists() and is_hub_id(str(name)):
-        path = config_file(str(name))
 
     def found() -> ModelFacts:
         from fivefold.models.build import build_meta, load_model_config
@@ -45,7 +42,15 @@ def facts_of_config(
 
         return facts_of_deep(build_meta(load_model_config(name, overrides, of_text=of_text)))
 
-    return kept(key_of("config", *about_code(), read_folder_config(path), changes), found)
+    return kept(key_of("config", *about_code(), config_values(name), changes), found)
+
+
+def config_values(name: str | Path) -> dict[str, Any]:
+    """The config.json of a model's folder, of a file, a built-in shape or a hub id. Raises `UserError`."""
+    path = shape_folder(str(name)) or expanded(str(name))
+    if not path.exists() and is_hub_id(str(name)):
+        path = config_file(str(name))
+    return read_folder_config(path)
 
 
 def shipped_facts(shape: Path) -> ModelFacts | None:

@@ -12,7 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import MOST_RING, Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.estimate import Estimate, Step, Workload
+from fivefold.planner.estimate import TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import divisors
 
@@ -30,7 +30,7 @@ class Longest:
 
 
 def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Longest:
-    """The longest rows that train on the cluster, in steps of 1,024 tokens; of `layout`, or of any.
+    """The longest rows that train on the cluster without being tight, in steps of 1,024 tokens; of `layout`, or of any.
 
     A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It never has fewer rows
     than a layout deals out, one micro batch to each data rank and as many as a pipeline takes. Raises `UserError` where
@@ -40,7 +40,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
 
     def fitting(length: int) -> Iterator[Step]:
         steps = (_step(prices, each, workload, length) for each in fixed or leanest(prices, length))
-        return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes)
+        return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes * TIGHT)
 
     units = _most(lambda number: any(True for _ in fitting(number * STEP)), MOST_TOKENS // STEP)
     if not units:
@@ -53,6 +53,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
 
 def _legal(prices: PriceList, layout: Layout) -> Layout:
     """A layout with its shards known. Raises `UserError` where it cannot run the model."""
+    legality.refuse(legality.of_world(layout, prices.cluster.world, prices.cluster.text))
     layout = layout.resolve(prices.cluster.world)
     legality.refuse(legality.violations(layout, limits_of(prices.facts), world=prices.cluster.world))
     return layout

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.core import legality
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.launch.model import check_model
@@ -83,10 +84,8 @@ def _changes(folder: str, steps: int, *, is_full: bool) -> list[str]:
 
 
 def _resolved(config: RunConfig, place: Cluster) -> Layout:
-    try:
-        return config.layout.resolve(place.world)
-    except UserError as error:
-        raise UserError(f"on {place.text}: {error.what}", fix=error.fix) from None
+    legality.refuse(legality.of_world(config.layout, place.world, place.text))
+    return config.layout.resolve(place.world)
 
 
 def _short_evaluation(config: RunConfig, layout: Layout) -> RunConfig:
