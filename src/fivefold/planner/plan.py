@@ -23,6 +23,7 @@ from fivefold.planner.explain import cures, too_large
 from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import Found, search
+from fivefold.planner.sweeps import Sweeps, sweeps
 
 Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the values of a config.json
 
@@ -111,6 +112,11 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
         details=report.details((best,)),
         timeline=_timeline(Step(prices, best.layout, best.workload)),
     )
+
+
+def sweeps_of(model: Model, cluster: str, workload: Workload) -> Sweeps:
+    """What the page shows beside the ranking: throughput over devices and over the length of rows."""
+    return sweeps(price_list(model, cluster), workload)
 
 
 def _named(model: Model, prices: PriceList) -> str:
