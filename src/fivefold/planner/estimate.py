@@ -139,6 +139,7 @@ OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
     world = prices.cluster.world
+    legality.refuse(legality.of_world(layout, world, prices.cluster.text))
     layout = layout.resolve(world)
     limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
