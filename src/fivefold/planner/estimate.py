@@ -195,8 +195,8 @@ def _in_flight(pipeline: Layout, count: int, layers: tuple[int, ...]) -> tuple[N
 
 @lru_cache(maxsize=16384)
 def flow(pipeline: Layout, micro_batches: int, layers: tuple[int, ...], *, at_least: bool = False) -> Flow:
-    """Of a pipeline, and its ZeRO stage. `layers`: of each stage. `at_least`: of reductions no more than there are for certain; to count them is
-    dear where gradients of weights come apart."""
+    """Of a pipeline, and its ZeRO stage. `layers`: of each stage. `at_least`: of reductions no more than there are for
+    certain; to count them is dear where gradients of weights come apart."""
     alone, splits = replace(pipeline, zero=3), pipeline.schedule.splits_backward
     ranks = pipeline.pp if splits and not at_least else 1  # of whole backwards, FSDP does the same in every stage
     shown, multiple = _saturated(pipeline, micro_batches, rounds=3), pipeline.schedule.multiple(pipeline.pp)
