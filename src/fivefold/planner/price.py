@@ -30,7 +30,6 @@ from fivefold.planner.links import seconds
 # What the time of a slot is made of. `host`: what Python and launches take beyond the device's own time.
 ITEMS = ("matmuls", "attention", "element-wise", "host", "tp", "cp", "ep", "data")
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
-MEET = 8  # how sharply the device's time and the host's take turns: fitted on nanotron's eager runs
 OF_UNITS = ("dp_shard", "ep_shard", "dp_replicate")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
@@ -264,7 +263,7 @@ class _Pricing:
         host = (engine.host_seconds + engine.host_across * tp**engine.host_power * self.across) / 3
         for seconds_, passes in ((forward, 1), (backward, 2 + again)):
             device = seconds_.sum()
-            both = (device**MEET + (host * passes) ** MEET) ** (1 / MEET)
+            both = (device**engine.meet + (host * passes) ** engine.meet) ** (1 / engine.meet)
             seconds_[ITEMS.index("host")] = both - device
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
@@ -274,7 +273,7 @@ class _Pricing:
         own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
-            if call.overlaps:
+            if call.overlaps and self.engine.overlaps_context:
                 beside[call.phase] += took / 2  # a send and a receive go at once
             else:
                 if axis == "tp":
@@ -401,6 +400,7 @@ class PriceList:
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.engine = self.engine.on(self.cluster.chip)
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
