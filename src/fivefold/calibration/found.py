@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 FOUND = "found-{}.json"  # of a rank
-CPU_ROWS, CPU_WIDTHS = (64, 256, 1024), (256, 512, 1024, 2048)
+CPU_ROWS, CPU_WIDTHS = (64, 256, 1024), (128, 256, 512, 1024, 2048)
 GPU_ROWS, GPU_WIDTHS = (512, 2048, 8192), (1024, 2048, 4096, 8192)
 
 Matmul = tuple[str, int, int, int, float]  # dtype, rows, inputs, outputs, seconds

@@ -21,7 +21,7 @@ from fivefold.launch.world import World, multiplies_bf16
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.training.metrics import resident
 
-BLOCKS = 3  # of repeats; the median block counts
+BLOCKS = 5  # of repeats
 CHAIN = 64  # operations of one autograd graph
 HEAD = 64  # features of a head
 
@@ -67,7 +67,9 @@ class Timer:
             most = torch.tensor(repeats, device=self.device)
             dist.all_reduce(most, dist.ReduceOp.MIN)
             repeats = int(most)
-        return median(self.block(work, repeats) for _ in range(BLOCKS)) / repeats
+        # A collective takes as long as its slowest rank: of what else runs on the machine, the least counts.
+        pick = min if together else median
+        return pick([self.block(work, repeats) for _ in range(BLOCKS)]) / repeats
 
     def block(self, work: Callable[[], object], repeats: int) -> float:
         """Of so many calls."""
@@ -85,30 +87,43 @@ class Timer:
 
 
 def _matmuls(timer: Timer, sizes: Sizes) -> Iterator[Matmul]:
-    """Square ones and those of a feed-forward layer, in each type that training computes in."""
+    """Square ones and those of a feed-forward layer, in each type that training computes in: forward and both of
+    backward, of which a third counts."""
     widths = [(width, width) for width in sizes.widths]
     widths += [(small, large) for small, large in zip(sizes.widths, sizes.widths[2:], strict=False)]
     for dtype, (inputs, outputs), rows in product(_dtypes(timer.device), widths, sizes.rows):
-        weight = torch.randn(outputs, inputs, device=timer.device, dtype=COMPUTE_DTYPES[dtype])
-        x = torch.randn(rows, inputs, device=timer.device, dtype=weight.dtype)
-        yield dtype, rows, inputs, outputs, timer.own_seconds(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]
+        weight, x = (_numbers(timer.device, dtype, size, inputs) for size in (outputs, rows))
+        took = _passes(timer, lambda x=x, weight=weight: F.linear(x, weight), [x, weight])  # type: ignore[misc]
+        yield dtype, rows, inputs, outputs, took / 3
+
+
+def _attention(timer: Timer, sizes: Sizes) -> Iterator[Attention]:
+    """Causal, of whole rows, as training calls it: forward and backward, which counts 2.5 times."""
+    heads = 8
+    for dtype, length in product(_dtypes(timer.device), sizes.lengths):
+        rows = max(1, sizes.lengths[-1] // length)
+        q, k, v = (_numbers(timer.device, dtype, rows, heads, length, HEAD) for _ in range(3))
+        took = _passes(
+            timer,
+            lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),  # type: ignore[misc]
+            [q, k, v],
+        )
+        yield dtype, 2.0 * HEAD * heads * rows * length**2, took / 3.5
+
+
+def _passes(timer: Timer, forward: Callable[[], torch.Tensor], of: list[torch.Tensor]) -> float:
+    """Seconds of a forward and its backward."""
+    given = torch.ones_like(forward())
+    return timer.own_seconds(lambda: torch.autograd.grad(forward(), of, given))
+
+
+def _numbers(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
 
 
 def _dtypes(device: torch.device) -> list[str]:
     """Those that are worth it; fp64 is for proofs."""
     return ["fp32", "bf16"] if multiplies_bf16(str(device)) else ["fp32"]
-
-
-def _attention(timer: Timer, sizes: Sizes) -> Iterator[Attention]:
-    """Causal, forward, of whole rows, as training calls it."""
-    heads = 8
-    for dtype, length in product(_dtypes(timer.device), sizes.lengths):
-        shape = max(1, sizes.lengths[-1] // length), heads, length, HEAD
-        q, k, v = (torch.randn(shape, device=timer.device, dtype=COMPUTE_DTYPES[dtype]) for _ in range(3))
-        took = timer.own_seconds(
-            lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # type: ignore[misc]
-        )
-        yield dtype, 2.0 * HEAD * heads * shape[0] * length**2, took
 
 
 def _traffic(timer: Timer, size: int) -> float:

@@ -13,10 +13,12 @@ from fivefold.models.facts import ModelFacts
 from fivefold.parallel.stage_plan import stage_plan
 from fivefold.planner.chips import Chip
 
-# Of this runtime on a CPU, uncompiled, from profiles of a Llama's steps: operations of a layer and micro batch, forward
-# and backward; bytes of memory traffic for a byte that a layer saves.
-LAUNCHES = 350
-EAGER_TRAFFIC = 7.0
+# Of this runtime on a CPU, uncompiled: CPU seconds of one thread, of Llamas that differ in width, layers, micro batches
+# and tokens (torch 2.13). Operations of a layer and micro batch, FSDP's hooks included; of the model's ends; bytes of
+# memory traffic for a byte that a layer saves, that is gathered (copied in and out), and that is reduced (copied twice,
+# reduced, added up).
+LAUNCHES, LAUNCHES_OF_ENDS = 1100, 2400
+EAGER_TRAFFIC, GATHER_TRAFFIC, REDUCE_TRAFFIC = 7.0, 5.5, 13.0
 
 Splits = tuple[tuple[int, int], ...]  # layers of each stage, first and past the last
 
@@ -77,6 +79,8 @@ class Engine:
     `host_across`: more of them where the pipeline leaves the node, times tp to the power of `host_power`: the ranks of
     a stage then wait for each other at every collective of tp.
     `meet`: how sharply the device's time and the host's take turns (fitted on nanotron's eager runs); 1: they add up.
+    `host_of_ends`: of them, for the model's ends. `gather_traffic`, `reduce_traffic`: bytes of memory traffic for one
+    that FSDP gathers or reduces.
     `overlaps_data`: FSDP's collectives run beside compute. `overlaps_context`: those of cp that may. `overlaps_tensor`:
     the part of tp's that does.
     `tensor_seconds`: of each of tp's collectives, to launch it and to meet. `tensor_across`: more of them for each node
@@ -104,7 +108,10 @@ class Engine:
     host_seconds: float
     host_across: float = 0.0
     host_power: float = 1.0
+    host_of_ends: float = 0.0
     meet: float = 8.0
+    gather_traffic: float = 0.0
+    reduce_traffic: float = 0.0
     overlaps_data: bool
     overlaps_context: bool = True
     overlaps_tensor: float = 0.0
@@ -127,8 +134,9 @@ class Engine:
         if not chip.is_host:
             return self
         return replace(
-            self, traffic=EAGER_TRAFFIC, host_seconds=LAUNCHES * chip.launch_us * 1e-6, meet=1.0, overlaps_data=False,
-            overlaps_context=False, overlaps_tensor=0.0,
+            self, traffic=EAGER_TRAFFIC, host_seconds=LAUNCHES * chip.launch_us * 1e-6,
+            host_of_ends=LAUNCHES_OF_ENDS * chip.launch_us * 1e-6, meet=1.0, gather_traffic=GATHER_TRAFFIC,
+            reduce_traffic=REDUCE_TRAFFIC, overlaps_data=False, overlaps_context=False, overlaps_tensor=0.0,
         )  # fmt: skip
 
 

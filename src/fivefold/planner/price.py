@@ -311,6 +311,8 @@ class _Pricing:
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
         forward, backward, weights = nothing(), nothing(), nothing()
         forward[:3], backward[:3], weights[0] = (matmuls, 0, loss), (2 * matmuls, 0, loss), matmuls
+        forward[ITEMS.index("host")] = self.engine.host_of_ends / 3
+        backward[ITEMS.index("host")] = 2 * self.engine.host_of_ends / 3
         return LayerPrice(forward, backward, weights, calls=self._sent(self.plan.anatomy.head, forward, backward))
 
     def logits(self, chunk: int) -> int:
@@ -350,6 +352,9 @@ class _Sharding(_Pricing):
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
         )
+        itemsize = self.shape.compute_bytes
+        gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
+        reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
         return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce)
 
 
