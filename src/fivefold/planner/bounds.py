@@ -17,6 +17,7 @@ from fivefold.planner.estimate import (
     Sent,
     Work,
     busiest,
+    crowded,
     durations,
     edges_of,
     flow,
@@ -179,7 +180,8 @@ class Bounding:
         slots = durations(forward, backward, self.work.at(rows.work), stages)
         span = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
         after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
-        return self._needs(rows, stages, of), span + after
+        crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
+        return self._needs(rows, stages, of), span / crowding + after
 
     def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
@@ -222,4 +224,6 @@ class Bounding:
         split = dict(zip(of_kind, np.split(columns[:-1], len(of_kind)), strict=True))
         plan = schedule_plan(pipeline, int(rows.micro_batches[0]))
         span: Numbers = plan.span(split, columns[-1], np.maximum)
-        return span[inverse.reshape(-1)] + self._after(rows, stages, forward, backward)
+        crowding, own = self.space.prices.cluster.crowding, span[inverse.reshape(-1)]
+        together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
+        return together + self._after(rows, stages, forward, backward)

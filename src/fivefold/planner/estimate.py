@@ -48,6 +48,7 @@ from fivefold.planner.price import (
 AT_ONCE = "all at once"  # the one moment of another trainer's memory
 Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
 ROUNDING = 1e-9  # of sums in another order
+MEET = 4  # how sharply the two bounds of a crowded pipeline's time take turns: judgement
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -364,6 +365,19 @@ def moving_bytes(engine: Engine, of: Passing) -> dict[str, dict[str, Numbers]]:
     return {AT_ONCE: {"saved activations": of.saved, "working memory": of.working, "loss": of.loss}}
 
 
+def crowded(
+    span: Numbers | float, forward: Numbers, backward: Numbers, micro_batches: NDArray[np.int64] | int, pp: int,
+    crowding: float,
+) -> Numbers | float:  # fmt: skip
+    """`span` of a pipeline whose devices share cores (`Cluster.crowding`): one that waits leaves its part to others. No
+    step is shorter than with a core for each device, nor than all work on all cores."""
+    if crowding == 1:
+        return span
+    work = (forward + backward).sum(axis=-1) * micro_batches / pp
+    found: Numbers = (work**MEET + (span / crowding) ** MEET) ** (1 / MEET)
+    return found
+
+
 @dataclass(frozen=True)
 class Edges:
     """What a pipeline rank does once a step, in seconds. `update`: the optimizer. `ends`: the first unit's gather and
@@ -472,7 +486,7 @@ class Step:
         splits = self.pipeline.schedule.splits_backward
         slots = durations(*self.passes, self.work, self.stages)
         span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
-        return float(span) + self.after
+        return float(span) / (self.cluster.crowding if self.layout.pp > 1 else 1) + self.after
 
     @cached_property
     def after(self) -> float:
@@ -504,7 +518,8 @@ class Step:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
         plan = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches)
-        return float(plan.span(self.durations, self.transfer, max))
+        span = float(plan.span(self.durations, self.transfer, max))
+        return float(crowded(span, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
     @cached_property
     def durations(self) -> dict[Kind, list[float]]:
@@ -531,7 +546,8 @@ class Step:
                 yield Item("time", name, float(amount) * self.micro_batches, whys.get(name, ""))
         if self.layout.pp > 1:
             bubble = span - float(total.sum()) * self.micro_batches
-            yield Item("time", "bubble", bubble, f"pipeline rank {rank} waits for others")
+            why = f"pipeline rank {rank} waits for others" + ", which leave it their cores" * (bubble < 0)
+            yield Item("time", "bubble", bubble, why)
         held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
         yield Item("time", "optimizer", float(self.edges.update), f"{held:,} parameters")
         why = "first gather, last reduction, sums over ranks"

@@ -30,7 +30,6 @@ from fivefold.planner.links import seconds
 # What the time of a slot is made of. `host`: what Python and launches take beyond the device's own time.
 ITEMS = ("matmuls", "attention", "element-wise", "host", "tp", "cp", "ep", "data")
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
-MEET = 8  # how sharply the device's time and the host's take turns: fitted on nanotron's eager runs
 OF_UNITS = ("dp_shard", "ep_shard", "dp_replicate")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
@@ -277,7 +276,7 @@ class _Pricing:
         host = (engine.host_seconds + engine.host_across * tp**engine.host_power * self.across) / 3
         for seconds_, passes in ((forward, 1), (backward, 2 + again)):
             device = seconds_.sum()
-            both = (device**MEET + (host * passes) ** MEET) ** (1 / MEET)
+            both = (device**engine.meet + (host * passes) ** engine.meet) ** (1 / engine.meet)
             seconds_[ITEMS.index("host")] = both - device
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
@@ -287,7 +286,7 @@ class _Pricing:
         own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
-            if call.overlaps:
+            if call.overlaps and self.engine.overlaps_context:
                 beside[call.phase] += took / 2  # a send and a receive go at once
             else:
                 if axis == "tp":
@@ -325,6 +324,8 @@ class _Pricing:
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
         forward, backward, weights = nothing(), nothing(), nothing()
         forward[:3], backward[:3], weights[0] = (matmuls, 0, loss), (2 * matmuls, 0, loss), matmuls
+        forward[ITEMS.index("host")] = self.engine.host_of_ends / 3
+        backward[ITEMS.index("host")] = 2 * self.engine.host_of_ends / 3
         return LayerPrice(forward, backward, weights, calls=self._sent(self.plan.anatomy.head, forward, backward))
 
     def logits(self) -> int:
@@ -364,6 +365,9 @@ class _Sharding(_Pricing):
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
         )
+        itemsize = self.shape.compute_bytes
+        gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
+        reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
         return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce)
 
 
@@ -414,6 +418,7 @@ class PriceList:
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.engine = self.engine.on(self.cluster.chip)
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
