@@ -146,15 +146,16 @@ def resting_bytes(
     optimizer state and buffers of routers, all of them.
 
     Gradients are there from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and
-    in backward the next one beside it; ZeRO-1 and 2 all units. Gradients wait for their reduction in the compute type,
+    in backward the next one beside it, but not the embedding, which a backward does not read; ZeRO-1 and 2 all units. Gradients wait for their reduction in the compute type,
     and are then copied into one buffer in the type in which they are reduced. ZeRO-1 keeps the sum of all micro
     batches. `root_waits`: the model's own unit is not reduced after every backward, and its sum is kept as well.
     """
     layer, root, total, first = units.layer, units.root, units.total, max(units.embedding, units.layer)
-    numbers = (root[0] + layer[0], root[0] + 2 * layer[0], root[0] + 2 * layer[0], root[0] + first[0])
+    at_end = 0 if first == units.embedding else layer[0]
+    numbers = (root[0] + layer[0], root[0] + 2 * layer[0], root[0] + 2 * layer[0], root[0] + at_end)
     waiting = (
         0, root[1] * shape.compute_bytes, (root[1] + layer[1]) * shape.compute_bytes + layer[1] * shape.reduce_bytes,
-        (root[1] + first[1]) * (shape.compute_bytes + shape.reduce_bytes),
+        (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes,
     )  # fmt: skip
     found = {}
     for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
