@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fivefold.core.layout import Layout
 from fivefold.models.facts_store import facts_of_config
-from fivefold.planner.chips import GIB
+from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import OUTSIDE, Step, Workload
@@ -51,6 +51,10 @@ class Cell:
     allocated: int | None = None
     reserved: int | None = None
     fits: bool = True
+
+    @property
+    def chip(self) -> Chip:
+        return Cluster.parse(self.cluster).chip
 
     @property
     def workload(self) -> Workload:
@@ -126,8 +130,11 @@ def record(found: Sequence[Cell]) -> None:
 
 def table(found: Iterable[Planned]) -> str:
     """Markdown: a row for each cell, those of a model together."""
-    head = "| model | cluster | layout | rank | tokens | micro batches | compiled | allocated GiB | planned | off | reserved GiB | planned | off |"
-    rows = [head, "| --- " * 13 + "|"]
+    head = (
+        "model", "cluster", "layout", "rank", "tokens", "micro batches", "compiled", "allocated GiB", "planned", "off",
+        "reserved GiB", "planned", "off",
+    )  # fmt: skip
+    rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for each in found:
         cell, (tensors, taken) = each.cell, each.off
         compiled = "yes" if cell.compiled else "no"
@@ -147,7 +154,9 @@ def summary(found: Sequence[Planned]) -> str:
     parts = []
     for name, errors in zip(("Allocated", "reserved"), zip(*(each.off for each in found), strict=True), strict=True):
         sizes = [abs(error) for error in errors]
-        parts.append(f"{name}: {100 * sum(sizes) / len(sizes):.1f} % off at the mean, {100 * max(sizes):.1f} % at worst")
+        parts.append(
+            f"{name}: {100 * sum(sizes) / len(sizes):.1f} % off at the mean, {100 * max(sizes):.1f} % at worst"
+        )
     return f"{len(found)} cells. {'; '.join(parts)}."
 
 
