@@ -781,7 +781,9 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
 def matmul_bytes(engine: Engine, chip: Chip) -> int:
     """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
     (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.)"""
-    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10) if engine.moments else 0
+    if not engine.moments or chip.is_host:
+        return 0
+    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:

@@ -425,6 +425,11 @@ class PriceList:
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
 
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled, which on a CPU does not pay."""
+        return self.engine.compiled and not self.cluster.chip.is_host
+
     def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
         """The same layouts' prices on another cluster or for another trainer, from the same plans."""
         other = PriceList(self.facts, cluster, engine)
@@ -497,7 +502,7 @@ class PriceList:
 
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool) -> Prices:
         plan = self.plan(work)
-        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.engine.compiled)
+        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled)
         pricing = _Pricing(plan, shape, self, across)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
