@@ -28,6 +28,7 @@ from fivefold.planner.estimate import (
     passes,
     passing,
     resting_bytes,
+    root_waits,
     runtime_bytes,
     schedule_plan,
     transfer_seconds,
@@ -61,7 +62,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, Layout, bool, Content], Numbers] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[int, int, bool, bool, Content], Numbers] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows) -> Bounds:
@@ -121,15 +122,17 @@ class Bounding:
         keys = np.stack((numbers, rows.zero, rows.micro_batches > 1))
         distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
         found = [
-            [self._rest(number, replace(rows.pipeline, zero=zero), bool(several), each) for each in contents]
+            [self._rest(number, zero, bool(several), each, rows.pipeline) for each in contents]
             for number, zero, several in distinct.T.tolist()
         ]
         return np.array(found)[inverse]
 
-    def _rest(self, number: int, pipeline: Layout, several: bool, content: Content) -> Numbers:
-        key = number, pipeline, several, content
+    def _rest(self, number: int, zero: int, several: bool, content: Content, pipeline: Layout) -> Numbers:
+        shards = self._shards[number]
+        waits = root_waits(shards, content, pipeline)
+        key = number, zero, several, waits, content
         if key not in self._resting:
-            found = resting_bytes(self.space.prices, self._shards[number], content, pipeline, several=several)
+            found = resting_bytes(self.space.prices, shards, content, zero, several=several, waits=waits)
             tensors = [float(sum(items.values())) for items in found.values()]
             self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
         return self._resting[key]

@@ -609,7 +609,10 @@ class Step:
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
         content, several = self.stages.contents[rank], self.micro_batches > 1
-        resting = resting_bytes(self.price_list, self.shards, content, self.pipeline, several=several)
+        resting = resting_bytes(
+            self.price_list, self.shards, content, self.layout.zero, several=several,
+            waits=root_waits(self.shards, content, self.pipeline),
+        )  # fmt: skip
         under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
         moving = moving_bytes(self.engine, under_way)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
@@ -652,11 +655,10 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, pipeline: Layout, *, several: bool
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, several: bool, waits: bool
 ) -> Mapping[str, Mapping[str, float]]:
-    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `pipeline`: with the ZeRO
-    stage. `several`: micro batches."""
-    zero = pipeline.zero
+    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `several`: micro batches.
+    `waits`: see `root_waits`."""
     shape, of_rank = replace(shards.shape, micro_batches=1 + several), shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
@@ -667,7 +669,6 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if price_list.engine.moments:
-        waits = root_waits(shards, content, pipeline)
         return memory.resting_bytes(state, _units(shards, content), zero, shape, root_waits=waits)
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
     found: dict[str, float] = {**state, "gathered parameters": gathered, "unreduced gradients": waiting}
