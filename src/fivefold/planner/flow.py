@@ -22,7 +22,7 @@ from fivefold.parallel.unshards import of_slots
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
-Seconds = Numbers | float | Any  # of one layout, or an array of many
+Seconds = Any  # of one layout a number, of many an array
 Durations = Mapping[Kind, Sequence[Seconds]]
 STEADY = 1e-12  # of a round's time, by which the next one may differ
 
