@@ -55,12 +55,13 @@ def test_a_span_is_that_of_all_slots(text: str, alike: bool) -> None:
 def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
     """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
     for zero, (layout, count) in product((1, 2, 3), legal(text)):
-        own, plan = flow(replace(layout, zero=zero), count), SchedulePlan.of(layout, count)
+        layers = (2,) * layout.stages
+        own, plan = flow(replace(layout, zero=zero), count, layers), SchedulePlan.of(layout, count)
         for rank, order in enumerate(plan.orders):
             stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
             users = {str(stage): frozenset((stage,)) for stage in stages}
             times = of_slots(order, users, count, stages, zero)
-            for stage, flying in under_way(order).items():
+            for stage, flying in under_way(order, layers).items():
                 each = times[str(stage)]
                 assert own.in_flight[stage] == flying
                 found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count

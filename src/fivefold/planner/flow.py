@@ -55,13 +55,15 @@ def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, the most that wait for their backward.
+    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, those that wait for their backward
+    when its rank has the most; `at_loss`: when the rank has run the last stage forward.
     `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
     reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
     after its last other slot.
     """
 
     in_flight: Numbers
+    at_loss: Numbers
     forward: Numbers
     backward: Numbers
     reductions: Numbers
@@ -69,8 +71,8 @@ class Flow:
 
 
 @lru_cache(maxsize=16384)
-def flow(pipeline: Layout, micro_batches: int) -> Flow:
-    """Of a pipeline, and its ZeRO stage."""
+def flow(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> Flow:
+    """Of a pipeline, and its ZeRO stage. `layers`: of each stage."""
     alone = replace(pipeline, zero=3)
     of_round, beyond = rounds_beyond(alone, micro_batches)
     shown = micro_batches - max(0, beyond - 1) * of_round
@@ -78,21 +80,24 @@ def flow(pipeline: Layout, micro_batches: int) -> Flow:
     if shown < micro_batches:
         times = times + (times - _times(alone, shown - of_round, pipeline.zero)) * (beyond - 1)
     forward, backward, reductions = times / micro_batches
-    in_flight, left = _in_flight(alone, micro_batches - beyond * of_round)
-    return Flow(in_flight, forward, backward, reductions, left)
+    in_flight, at_loss, left = _in_flight(alone, micro_batches - beyond * of_round, layers)
+    return Flow(in_flight, at_loss, forward, backward, reductions, left)
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(pipeline: Layout, count: int) -> tuple[Numbers, Numbers]:
-    """Of each stage: the most micro batches in flight, and the gradients of weights that are left to the end."""
-    found, left = np.zeros(pipeline.stages), np.zeros(pipeline.stages)
+def _in_flight(pipeline: Layout, count: int, layers: tuple[int, ...]) -> tuple[Numbers, Numbers, Numbers]:
+    """Of each stage: micro batches in flight when its rank has the most, and at the loss; gradients of weights that are
+    left to the end."""
+    found, at_loss, left = np.zeros((3, pipeline.stages))
     for rank in range(pipeline.pp):
         order = _order(pipeline, count, rank)
-        for stage, most in under_way(order).items():
-            found[stage] = most
+        last = next((slot.stage for slot in order if slot.stage == pipeline.stages - 1), None)
+        for numbers, counts in ((found, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
+            for stage, most in counts.items():
+                numbers[stage] = most
         for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
             left[slot.stage] += 1
-    return found, left
+    return found, at_loss, left
 
 
 @lru_cache(maxsize=16384)
