@@ -59,8 +59,8 @@ def tensor_against_pipeline(axes: Axes) -> None:
         axes.bar([place + 0.4 * number for place in range(5)], found, 0.38, label=f"{rows} rows a step")
         told(f"tensor against pipeline, {rows} rows", dict(zip(map(str, layouts), found, strict=True)), "TFLOP/s")
     axes.set_xticks([place + 0.2 for place in range(5)], [f"tp{tp}\npp{pp}" for tp, pp in degrees])
-    axes.set_ylabel("TFLOP/s of a device")
-    axes.legend()
+    axes.set(ylabel="TFLOP/s of a device", ylim=(0, 230))
+    axes.legend(loc="upper left")
 
 
 def interleaving(axes: Axes) -> None:
@@ -102,7 +102,7 @@ def scaling(axes: Axes, published: Path) -> None:
     told("scaling of 175B", {f"{each.world:,}": value for each, value in zip(layouts, ours, strict=True)}, "TFLOP/s")
     for name, (_, ours_, theirs) in found.items():
         print(f"    {name}: {ours_:.0f} planned, {theirs:.0f} published, {ours_ / theirs - 1:+.0%}")
-    axes.set(xlabel="devices", ylabel="TFLOP/s of a device", xscale="log", ylim=(0, None))
+    axes.set(xlabel="devices", ylabel="TFLOP/s of a device", xscale="log", ylim=(0, 200))
     axes.set_xticks([100, 1000, 3000], ["100", "1,000", "3,000"])
     axes.legend()
 
