@@ -57,6 +57,8 @@ class Engine:
     """The traits of a trainer.
 
     Memory.
+    `moments`: it is full at one of the moments of `parallel/memory.py`; else all of them are taken to come at once.
+    `compiled`: layers are, so that fused kernels save what the traced layer's fused form does (`LayerCost.fused`).
     `shards`: what data ranks deal out: the parameters with all their state (FSDP), or the optimizer's state (ZeRO-1).
     `over`: the ranks that it is dealt to: of dp_shard, or all data ranks (Megatron's distributed optimizer).
     `reduces_in_place`: reduced gradients have no memory besides the unreduced.
@@ -89,6 +91,8 @@ class Engine:
     """
 
     name: str
+    moments: bool = False
+    compiled: bool = False
     shards: str = "parameters"
     over: str = "dp_shard"
     reduces_in_place: bool = False
@@ -149,8 +153,8 @@ ENGINES = {
         # for 66.4 allocated, and takes 0.15 s of host time for 32 compiled layers. The others are judgement: compiled
         # element-wise work reads and writes each saved number about once, and FSDP runs beside compute.
         Engine(
-            name="fivefold", traffic=3.5, logit_bytes=48, host_seconds=2.4e-3, overlaps_data=True, slack=1.12,
-            step_seconds=2e-3,
+            name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=48, host_seconds=2.4e-3,
+            overlaps_data=True, slack=1.12, step_seconds=2e-3,
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
         # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.

@@ -18,7 +18,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, ModelFacts, Saved
 from fivefold.parallel.collectives import Call, StepShape
-from fivefold.parallel.memory import logit_bytes
+from fivefold.parallel.memory import edge_bytes, layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.planner.chips import Chip
@@ -59,21 +59,16 @@ class LayerPrice:
     """One layer of a kind, or one of the model's ends, in one micro batch.
 
     `forward`, `backward`: seconds by item, without FSDP's collectives; `weights`: of the backward, what gives the
-    gradients of weights. `saved`: bytes that forward leaves; `kept`: those that stay until backward, which is less with
-    recompute. `calls`: its collectives, without FSDP's.
+    gradients of weights. `kept`: bytes that stay from forward to backward, which are less with recompute. `working`:
+    those that its backward has besides. `calls`: its collectives, without FSDP's.
     """
 
     forward: Seconds
     backward: Seconds
     weights: Seconds
-    saved: int = 0
     kept: int = 0
+    working: int = 0
     calls: tuple[Call, ...] = ()
-
-    @property
-    def again(self) -> int:
-        """Bytes that it has besides while it is computed again."""
-        return self.saved if self.kept < self.saved else 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Prices:
     """What one micro batch costs: of all kinds of layers, of the embedding, and of the head.
 
     It depends on tp, cp, ep, the rows and recompute, and not on how parameters are sharded over data ranks.
-    `logits`: bytes of one chunk of the loss.
+    `logits`: bytes of one chunk of the loss, with its gradients.
     """
 
     plan: ParallelPlan
@@ -90,6 +85,11 @@ class Prices:
     embedding: LayerPrice
     head: LayerPrice
     logits: int
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """Bytes of a stage's input and output that a pipeline holds."""
+        return edge_bytes(self.plan, self.shape)
 
     @property
     def parts(self) -> tuple[LayerPrice, ...]:
@@ -146,6 +146,11 @@ class Stages:
     ranks: Numbers
     contents: tuple[Content, ...]
     first: NDArray[np.int64]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
 
     @cached_property
     def distinct(self) -> tuple[Content, ...]:
@@ -234,7 +239,6 @@ class _Pricing:
         matmuls = sum(matmul_seconds(chip, each, dtype) for each in self.products(layer, cost)) / engine.matmul
         attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
         traced = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence)
-        saved = round(self._saved(layer, cost) * token * engine.saved_scale)
         traffic = traffic_seconds(chip, engine.traffic * traced * token) / 3
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
@@ -246,11 +250,20 @@ class _Pricing:
         backward[:3] += forward[:3] * again
         self._launch(forward, backward, again=again)
         calls = self._sent(layer, forward, backward)
-        kept = self.shape.hidden_bytes // (self.plan.layout.tp if self.plan.splits_sequence else 1)
-        return LayerPrice(forward, backward, weights, saved, kept if recompute else round(saved * keeps), calls)
+        kept, working = self._kept(layer, cost, keeps, is_again=recompute)
+        return LayerPrice(forward, backward, weights, kept, working, calls)
+
+    def _kept(self, layer: str, cost: LayerCost, keeps: float, *, is_again: bool) -> tuple[int, int]:
+        """Bytes of a layer that stay until backward, and that its backward has besides. `keeps`: the part of what
+        forward saves that selective recompute leaves."""
+        own = layer_bytes(self.plan, cost, self.shape, is_again=is_again)
+        if self.engine.moments:
+            return own.kept, own.working
+        saved = round(self._saved(layer, cost) * self.tokens * self.shape.compute_bytes * self.engine.saved_scale)
+        return (own.kept, saved) if is_again and own.kept < saved else (round(saved * keeps), 0)
 
     def _saved(self, layer: str, cost: LayerCost) -> float:
-        """Numbers that a token leaves on a rank."""
+        """Numbers that a token leaves on a rank of a trainer that is not this one."""
         tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
         saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
         if engine.gathers_again and splits:
@@ -315,10 +328,10 @@ class _Pricing:
         backward[ITEMS.index("host")] = 2 * self.engine.host_of_ends / 3
         return LayerPrice(forward, backward, weights, calls=self._sent(self.plan.anatomy.head, forward, backward))
 
-    def logits(self, chunk: int) -> int:
+    def logits(self) -> int:
         """Bytes of the loss at once: of one chunk, or of all logits where the trainer does not chunk them."""
         if self.engine.logit_memory is None:
-            return chunk
+            return logit_bytes(self.plan, self.shape)
         return round(self.engine.logit_memory * self.tokens * self.plan.vocabulary)
 
     def _outputs(self, module: str, outputs: int) -> int:
@@ -482,12 +495,11 @@ class PriceList:
 
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool) -> Prices:
         plan = self.plan(work)
-        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute))
+        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.engine.compiled)
         pricing = _Pricing(plan, shape, self, across)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
-        logits = pricing.logits(logit_bytes(plan, shape))
-        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), logits)
+        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), pricing.logits())
 
     def _shard(self, layout: Layout) -> Shards:
         plan = self.plan(layout)
