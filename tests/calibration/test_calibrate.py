@@ -57,7 +57,7 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
         ),
         node=replace(table.node, inside=replace(table.node.inside, gbs=0.3 * table.node.inside.gbs, latency_us=55.0)),
     )  # fmt: skip
-    mine = hardware_file.parsed(hardware_file.text(table.text, {**fitted(table, [found_on(slow)] * 2)}, "a test"))
+    mine = hardware_file.parsed(hardware_file.text({"cluster": table.text, **fitted(table, [found_on(slow)] * 2)}))
     if table.chip.is_host:  # as many processes as cores: each has its own
         assert (mine.node.cores, mine.crowding) == (4, 1)
     found = found_on(mine), found_on(slow)
