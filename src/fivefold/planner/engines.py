@@ -135,12 +135,17 @@ class Engine:
 
     def on(self, chip: Chip) -> "Engine":
         """The trainer on a chip. On a CPU operations are not compiled, and nothing runs beside anything."""
+        slack, host = chip.slack or self.slack, chip.host_scale
         if not chip.is_host:
-            return self
+            return replace(
+                self, slack=slack, host_seconds=self.host_seconds * host, host_across=self.host_across * host
+            )
+        launch = chip.launch_us * 1e-6 * host
         return replace(
-            self, traffic=EAGER_TRAFFIC, host_seconds=LAUNCHES * chip.launch_us * 1e-6,
-            host_of_ends=LAUNCHES_OF_ENDS * chip.launch_us * 1e-6, meet=1.0, gather_traffic=GATHER_TRAFFIC,
-            reduce_traffic=REDUCE_TRAFFIC, overlaps_data=False, overlaps_context=False, overlaps_tensor=0.0,
+            self, slack=slack, traffic=EAGER_TRAFFIC, host_seconds=LAUNCHES * launch,
+            host_of_ends=LAUNCHES_OF_ENDS * launch, meet=1.0, gather_traffic=GATHER_TRAFFIC,
+            reduce_traffic=REDUCE_TRAFFIC, compiled=False, overlaps_data=False, overlaps_context=False,
+            overlaps_tensor=0.0,
         )  # fmt: skip
 
 
