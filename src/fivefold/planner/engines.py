@@ -70,7 +70,8 @@ class Engine:
     computed again.
     `spares`: a buffer of each shape of a weight stays for gradients, as TransformerEngine sums them in the matmul.
     `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
-    `slack`: what the allocator reserves over what is allocated.
+    `slack`: what the allocator reserves over what is allocated. `kept_back`: of the largest buffers in which gradients
+    wait to be reduced, the part that it keeps besides, for their sizes are no other's.
 
     Time.
     `matmul`, `attention`: the part of the chip's rate that its layers reach.
@@ -105,6 +106,7 @@ class Engine:
     spares: bool = False
     logit_memory: float | None = None
     slack: float
+    kept_back: float = 0.0
     matmul: float = 1.0
     attention: float = 1.0
     traffic: float
@@ -154,12 +156,13 @@ class Engine:
 ENGINES = {
     each.name: each
     for each in (
-        # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B under shard8 reserves 74.1 GiB
-        # for 66.4 allocated, and takes 0.15 s of host time for 32 compiled layers. The others are judgement: compiled
-        # element-wise work reads and writes each saved number about once, and FSDP runs beside compute.
+        # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32
+        # compiled layers; `slack` and `kept_back` are least squares of the first 47 cells of docs/planned_memory.md.
+        # The others are judgement: compiled element-wise work reads and writes each saved number about once, and FSDP
+        # runs beside compute.
         Engine(
             name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=48, host_seconds=2.4e-3,
-            overlaps_data=True, slack=1.12, step_seconds=2e-3,
+            overlaps_data=True, slack=1.046, kept_back=0.58, step_seconds=2e-3,
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
         # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.

@@ -137,6 +137,7 @@ class Estimate:
 
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
+MATMULS, WAITING = "work space of matmuls", "unreduced gradients"
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
@@ -536,7 +537,9 @@ class Step:
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
         found = max(moments, key=lambda items: sum(items.values()))
-        found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
+        found |= {MATMULS: matmul_bytes(self.engine, self.cluster.chip)}
+        waiting = max(items[WAITING] for items in resting.values())
+        found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
         found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
         return found
 
@@ -616,6 +619,7 @@ def _units(shards: Shards, content: Content) -> Units:
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
+        matrix=max((unit.largest for kind, _ in content.kinds for unit in shards.layers[kind].units), default=0),
     )
 
 
@@ -694,6 +698,14 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     """Of hidden states from one pipeline rank to the next."""
     span = price_list.span(Axis(pp, price_list.cluster.world // pp))
     return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
+
+
+def matmul_bytes(engine: Engine, chip: Chip) -> int:
+    """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
+    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.)"""
+    if not engine.moments or chip.is_host:
+        return 0
+    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
