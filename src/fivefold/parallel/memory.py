@@ -184,7 +184,7 @@ def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Pa
             kept[layer], more = of_layer.kept, of_layer.working
             saved[layer] = in_flight[stage] * kept[layer]
             working.append(more)
-        edges = edge_bytes(plan, shape) if plan.layout.pp > 1 else (0, 0)
+        edges = edge_bytes(plan, shape)
         between = edges[0] * (stage > 0) + edges[1] * (stage < plan.stages.count - 1)
         saved[own[0]] += in_flight[stage] * between
         stages[stage] = sum(kept[layer] for layer in own) + between

@@ -186,6 +186,11 @@ class ParallelPlan:
         """Whether activations between the pairs of linears are split by tokens over tp."""
         return self.layout.tp > 1 and self.layout.sequence_parallel
 
+    @property
+    def reduces_rows(self) -> bool:
+        """Whether the last linear of a pair ends with a collective over tp."""
+        return self.layout.tp > 1
+
     @cached_property
     def attends(self) -> Mapping[str, AttentionShape]:
         """Attention modules of this rank's layers -> the heads of a tp rank."""
