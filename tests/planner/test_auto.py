@@ -63,9 +63,11 @@ def _has(layout: Any, name: str, value: Any) -> bool:
 
 
 def test_the_best_that_fits_is_spelled_out() -> None:
-    config, (line, why) = chosen(run(), Cluster.parse("4xH100"))
+    config, lines = chosen(run(), Cluster.parse("4xH100"))
     assert not config.is_automatic and config.layout.world == 4
-    assert str(config.layout) in line and "s a step" in line and "of 79.2 GiB a device" in line and "that fit" in why
+    told = " ".join(" ".join(lines).split())
+    assert f"layout: auto: {config.layout}, about " in told and len(lines) < 4 and max(map(len, lines)) <= 80
+    assert "s a step" in told and "of 79.2 GiB a device" in told and "layouts that fit" in told
     assert parse_config(config.to_yaml()) == config and "auto: false" in config.to_yaml()
     assert config.layout == search(prices("llama", "4xH100"), WORKLOAD).best[0].layout
 
