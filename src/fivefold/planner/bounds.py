@@ -192,7 +192,7 @@ class Bounding:
         each = np.arange(len(rows), dtype=np.int64)
         content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
         edges = self.edges(rows.place, stages.distinct).at((each, content))
-        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_data
+        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_sums
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
