@@ -20,7 +20,8 @@ TIMEOUT = 600.0  # seconds of one rehearsal
 @dataclass(frozen=True)
 class Rehearsal:
     """`layout`: a text; `rank`: of its world, negative from the end. `family`, `overrides`: of the tiny model.
-    `compiled`: blocks go through Dynamo, and run as they are then, without Inductor."""
+    `compiled`: blocks go through Dynamo, and run as they are then, without Inductor. `aot`: their backward is made
+    beforehand as well, as Inductor's is."""
 
     layout: str
     rank: int = 0
@@ -28,12 +29,14 @@ class Rehearsal:
     overrides: tuple[tuple[str, Any], ...] = ()
     compiled: bool = False
     steps: int = 2
+    aot: bool = False
 
 
 @dataclass(frozen=True)
 class Seen:
     """Of a rehearsal: `graphs` compiled, and `late_graphs` of them after the second step; `breaks` by their reasons,
-    the blocks that were `given_up`, what was warned of, and how many weight gradients each W slot computed."""
+    the blocks that were `given_up`, what was warned of, and how many weight gradients each W slot computed. `unlike`:
+    the plan. `reduced`: reduce-scatters over tp of the last step, and how many its plan has; with `aot` alone."""
 
     graphs: int
     late_graphs: int
@@ -42,6 +45,7 @@ class Seen:
     warned: list[str]
     put_off: set[int]
     unlike: list[str]
+    reduced: tuple[int, int]
 
 
 def rehearse(case: Rehearsal) -> Seen:
@@ -108,10 +112,11 @@ def _steps(case: Rehearsal) -> Seen:
     micro = max(least, unit, 2 * layout.pp) if layout.pp > 1 else 2
     parity_case = _parity_case(case, micro * layout.data_ranks * layout.micro_batch_size)
     compiles, graphs, put_off = torch.compile, [], set()
+    backend = "aot_eager" if case.aot else "eager"
     compute = WeightGradStore.compute
     with (
         warnings.catch_warnings(record=True) as warned,
-        patch.object(torch, "compile", lambda forward, **_: compiles(forward, backend="eager")),
+        patch.object(torch, "compile", lambda forward, **_: compiles(forward, backend=backend)),
         patch.object(WeightGradStore, "compute", lambda self, slot: put_off.add(compute(self, slot))),
         _without_values(),
     ):
@@ -120,17 +125,19 @@ def _steps(case: Rehearsal) -> Seen:
         for number in range(case.steps):
             rows = parity.documents(parity_case, number)
             batch = parity.batch_of([*rows[number:], *rows[:number]], layout, state_of(model).plan.data_rank)
-            with nullcontext([]) if case.compiled else record(state_of(model).mesh) as sent:
+            watch = torch.profiler.profile() if case.aot else nullcontext()
+            with nullcontext([]) if case.compiled else record(state_of(model).mesh) as sent, watch:
                 result = step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
             assert not result.skipped
             graphs.append(counters["stats"]["unique_graphs"])
     compiled = state_of(model).compiled
     shape = step.step_shape(model, *batch[0].input_ids.shape, len(batch))
     unlike = _unlike_plan(model) + ([] if case.compiled else _unlike_calls(model, shape, sent))
+    reduced = _reduced(watch, model, shape) if case.aot else (0, 0)
     return Seen(
         graphs[-1], graphs[-1] - graphs[:2][-1], dict(counters["graph_break"]),
         list(compiled.given_up) if compiled else [], [str(each.message) for each in warned], put_off,
-        unlike,
+        unlike, reduced,
     )  # fmt: skip
 
 
@@ -194,6 +201,17 @@ def _unlike_calls(model: Any, shape: Any, sent: list[Any]) -> list[str]:
 
     ran, said = fixed(total(sent)), fixed(by_group(declare(model, shape), state_of(model).plan.grid))
     return [] if ran == said else [f"calls: {sorted(ran - said)} came, {sorted(said - ran)} did not"]
+
+
+def _reduced(watch: Any, model: Any, shape: Any) -> tuple[int, int]:
+    """How many reduce-scatters over tp ran in a step, and how many its plan has. A recorder is a mode of the
+    dispatcher, under which Dynamo compiles nothing: these are counted by their names. FSDP's have another."""
+    from fivefold.parallel.collectives import total
+    from fivefold.training.step import declare
+
+    ran = sum(event.name == "_c10d_functional::reduce_scatter_tensor" for event in watch.events())
+    said = total(declare(model, shape))
+    return ran, sum(each.count for each in said if (each.axis, each.kind) == ("tp", "reduce_scatter"))
 
 
 def _parity_case(case: Rehearsal, rows: int) -> Any:

@@ -57,12 +57,37 @@ def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
     assert not rehearse(case).unlike
 
 
-@pytest.mark.parametrize("layout", ["shard2", "tp2", "tp2+nosp+full", "pp2.shard2.tp2+zero1"])
+@pytest.mark.parametrize("layout", ["shard2", "tp2", "shard2+full", "pp2.shard2.tp2+zero1"])
 def test_layers_are_compiled_once_whatever_the_documents(layout: str) -> None:
     """One graph of the first batch, and one whose number of documents is free, for twelve layers."""
     seen = rehearse(Rehearsal(layout, overrides=DEEP, compiled=True, steps=4))
     assert seen.graphs <= 2 and not seen.late_graphs
     assert not seen.breaks and not seen.given_up
+
+
+@pytest.mark.parametrize("layout", ["tp2+nosp+full", pytest.param("tp2+full", marks=pytest.mark.campaign)])
+def test_recomputed_layers_are_compiled_in_the_same_pieces(layout: str) -> None:
+    """A graph ends before the last row of a layer, where its second forward stops; twelve layers as two."""
+    two, twelve = (
+        rehearse(Rehearsal(layout, overrides=(("num_hidden_layers", layers),), compiled=True, steps=4))
+        for layers in (2, 12)
+    )
+    assert twelve.graphs == two.graphs <= 10 and not twelve.late_graphs
+    assert sum(twelve.breaks.values()) == sum(two.breaks.values())
+    assert not twelve.given_up
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2+full",
+        *(pytest.param(one, marks=pytest.mark.campaign) for one in ("shard2.tp2.cp2+full", "pp2.tp2+zb+full")),
+    ],
+)
+def test_compiled_layers_send_what_the_plan_says(layout: str) -> None:
+    """Also where they run twice: a graph that is begun runs to its end, with all that it sends."""
+    ran, said = rehearse(Rehearsal(layout, overrides=SIZES, compiled=True, aot=True)).reduced
+    assert ran == said > 0
 
 
 def test_layers_with_experts_are_compiled_in_the_same_pieces() -> None:

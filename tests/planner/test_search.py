@@ -37,7 +37,7 @@ def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[
     step = Step(price_list, layout, WORKLOAD)
     plan = lower(price_list.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
-    return step, plan, shape
+    return step, plan, replace(shape, compiled=price_list.engine.compiled)
 
 
 def test_memory_is_that_of_the_plan() -> None:
@@ -176,12 +176,13 @@ def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
     for zero, count in product((1, 2, 3), (4, 8, 12, 60)):
         if any(legality.of_micro_batches(layout, count)):
             continue
-        own, plan = flow(replace(layout, zero=zero), count), SchedulePlan.of(layout, count)
+        layers = (2,) * layout.stages
+        own, plan = flow(replace(layout, zero=zero), count, layers), SchedulePlan.of(layout, count)
         for rank, order in enumerate(plan.orders):
             stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
             users = {str(stage): frozenset((stage,)) for stage in stages}
             times = of_slots(order, users, count, stages, zero)
-            for stage, flying in under_way(order).items():
+            for stage, flying in under_way(order, layers).items():
                 each = times[str(stage)]
                 assert own.in_flight[stage] == flying
                 found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count

@@ -267,7 +267,7 @@ def _check_type(kind: str, name: str, tensor: Tensor) -> None:
 
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
     """Per parameter what the optimizer keeps once, such as its step count."""
-    plan, found = state_of(model).plan, {}
+    plan, found = state_of(model).plan, dict[str, dict[str, Any]]()
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
@@ -277,10 +277,24 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 "holds",
                 fix="save the model alone: ff.save(model, None, path)",
             )
-        scalars = {key: float(value) for key, value in once.items()}
-        if scalars and plan.is_owner(name):
-            found[name] = scalars
-    return found
+        if once and plan.is_owner(name):
+            found[name] = once
+    numbers = iter(_floats([value for once in found.values() for value in once.values()]))
+    return {name: {key: next(numbers) for key in once} for name, once in found.items()}
+
+
+def _floats(values: Sequence[Tensor | float]) -> list[float]:
+    """Numbers, some of them tensors of no dimension. Those of a device are read together: to read one is to wait for
+    the device."""
+    alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    for at, value in enumerate(values):
+        if isinstance(value, Tensor):
+            alike.setdefault((value.device, value.dtype), {})[at] = value
+    numbers: list[Any] = list(values)
+    for tensors in alike.values():
+        for at, number in zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True):
+            numbers[at] = number
+    return [float(number) for number in numbers]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

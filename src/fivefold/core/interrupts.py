@@ -82,7 +82,27 @@ class StopRequest:
 
 
 class Stopped(SystemExit):
-    """The run was stopped by a signal and saved; the exit code is the one shells give to it."""
+    """A signal has stopped it (a run: once it is saved); the exit code is the one shells give to it."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(128 + by)
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Inside, SIGTERM raises `Stopped`, so that what is to be cleaned up is. Outside of the main thread nothing
+    changes."""
+    import threading  # here: nothing is imported before Ctrl-C has a handler
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number))
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

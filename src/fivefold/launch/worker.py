@@ -140,11 +140,11 @@ def _tell_stacks(world: World) -> None:
         faulthandler.register(TELL, file, all_threads=True)
 
 
-def die_with_parent() -> None:
-    """On Linux, end when the process that started this one ends, however it ends."""
+def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """On Linux, end when the process that started this one ends, however it ends, `by` a signal."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
         started_by = os.environ.get(LAUNCHER)
         if started_by and os.getppid() != int(started_by):  # it ended before it could be told of
             raise SystemExit(TERMINATED)

@@ -240,11 +240,21 @@ class Saved:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a layer. FLOPs, `pp_split: auto`, slot durations and saved activations are all computed from it."""
+    """The cost of a layer. FLOPs, `pp_split: auto`, slot durations and saved activations are all computed from it.
+
+    `saved`: in one type. `mixed`: in bf16, where norms compute in fp32: a number in fp32 counts twice. `fused`: the
+    same, of a compiled layer (`record.BlockTrace.fused`).
+    """
 
     matmuls: tuple[Matmul, ...]
     attention: tuple[AttentionShape, ...]
     saved: Saved
+    mixed: Saved
+    fused: Saved
+
+    def kept(self, compute_bytes: int, *, compiled: bool) -> Saved:
+        """What one token leaves, in numbers of `compute_bytes` each."""
+        return self.fused if compiled else self.mixed if compute_bytes == 2 else self.saved
 
     @property
     def active(self) -> int:

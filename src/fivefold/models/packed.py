@@ -57,9 +57,8 @@ def _fill(
     out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     if _is_varlen(query, rule):
-        out, lse_HM = kernels.varlen_forward(
-            q_MHD, k_MGD, v_MGD, cu_seqlens.to(query.device), longest(cu_seqlens), rule
-        )
+        edges = _on_device(cu_seqlens, query.device)
+        out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, edges, longest(cu_seqlens), rule)
         out_MHD.copy_(out)
         lse_MH.copy_(lse_HM.T)
         return
@@ -90,9 +89,9 @@ def packed_attention_backward(
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
     if _is_varlen(query, rule):
-        lse_HM = lse_MH.T.contiguous()
+        edges, lse_HM = _on_device(cu_seqlens, query.device), lse_MH.T.contiguous()
         pieces = kernels.varlen_backward(
-            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, cu_seqlens.to(query.device), longest(cu_seqlens), rule
+            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, edges, longest(cu_seqlens), rule
         )
         for whole, piece in zip(wholes, pieces, strict=True):
             whole.copy_(piece)
@@ -160,8 +159,15 @@ def _group(places: list[tuple[int, int]], size: int, device: torch.device) -> Gr
     edges = torch.tensor(places)
     index = edges[:, :1] + torch.arange(size)
     is_real = index < edges[:, 1:]
-    real = None if bool(is_real.all()) else is_real.flatten().nonzero().squeeze(1).to(device)
-    return Group(torch.minimum(index, edges[:, 1:] - 1).to(device), real, max(stop - start for start, stop in places))
+    real = None if bool(is_real.all()) else _on_device(is_real.flatten().nonzero().squeeze(1), device)
+    index = torch.minimum(index, edges[:, 1:] - 1)
+    return Group(_on_device(index, device), real, max(stop - start for start, stop in places))
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`. The host does not wait for the kernels before it: CUDA takes what it is to copy
+    from pageable memory before it returns."""
+    return tensor.to(device, non_blocking=True)
 
 
 def _is_varlen(query: Tensor, rule: kernels.AttentionParams) -> bool:

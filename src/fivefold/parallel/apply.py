@@ -5,7 +5,7 @@ parameters are allocated, and every rank fills its own shards from a `TensorSour
 class and its parameter names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -89,7 +89,7 @@ def parallelize(
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
     compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, plan.layers, recompute=Recompute(layout.recompute), compiled=compiled)
+    _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
@@ -131,9 +131,15 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
             tensor.place(module, role, linears)
 
 
-def _wrap_blocks(model: nn.Module, layers: Sequence[str], *, recompute: Recompute, compiled: Compiled | None) -> None:
+def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
-    for name in layers:
+    for region in plan.partition.of_layers(plan.layers).tp_blocks:
+        if compiled and region.is_last and recompute.wraps(region.row) and plan.layout.tp > 1:
+            # A graph saves its tensors when all of it has run. A second forward stops at the last saved tensor: it is
+            # the input of this row, whose product and collective then come once.
+            row = model.get_submodule(region.row)
+            row.forward = torch.compiler.disable(row.forward)  # type: ignore[no-untyped-call]
+    for name in plan.layers:
         block = model.get_submodule(name)
         if compiled:
             block.forward = compiled.block(name, block.forward)

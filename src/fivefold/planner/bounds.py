@@ -10,20 +10,23 @@ from functools import cached_property
 
 import numpy as np
 
+from fivefold.core.layout import Layout
 from fivefold.planner.estimate import (
     Edges,
     Flow,
     Sent,
     Work,
     busiest,
+    crowded,
     durations,
     edges_of,
     flow,
     least_span,
+    moving_bytes,
     passes,
+    passing,
     resting_bytes,
     runtime_bytes,
-    saved_bytes,
     schedule_plan,
     transfer_seconds,
 )
@@ -56,7 +59,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, int, Content], float] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[int, Layout, bool, Content], Numbers] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows) -> Bounds:
@@ -108,17 +111,23 @@ class Bounding:
         chip, prices = self.space.prices.cluster.chip, self.space.prices
         return np.array([runtime_bytes(chip, prices.grid(place)) for place in self.space.places])
 
-    def resting(self, numbers: Integers, zeros: Integers, contents: Sequence[Content]) -> Numbers:
-        """[layout, content]: bytes that do not depend on the micro batch. `numbers`: in `_shards`."""
-        pairs, inverse = np.unique(np.stack((numbers, zeros)), axis=1, return_inverse=True)
-        found = [[self._rest(number, zero, each) for each in contents] for number, zero in pairs.T.tolist()]
+    def resting(
+        self, numbers: Integers, rows: Rows, contents: Sequence[Content]
+    ) -> Numbers:  # fmt: skip
+        """[layout, content, moment]: bytes that do not depend on the micro batch. `numbers`: in `_shards`."""
+        keys = np.stack((numbers, rows.zero, rows.micro_batches > 1))
+        distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
+        found = [
+            [self._rest(number, replace(rows.pipeline, zero=zero), bool(several), each) for each in contents]
+            for number, zero, several in distinct.T.tolist()
+        ]
         return np.array(found)[inverse]
 
-    def _rest(self, number: int, zero: int, content: Content) -> float:
-        key = number, zero, content
+    def _rest(self, number: int, pipeline: Layout, several: bool, content: Content) -> Numbers:
+        key = number, pipeline, several, content
         if key not in self._resting:
-            found = resting_bytes(self.space.prices, self._shards[number], content, zero)
-            self._resting[key] = float(sum(found.values()))
+            found = resting_bytes(self.space.prices, self._shards[number], content, pipeline, several=several)
+            self._resting[key] = np.array([float(sum(items.values())) for items in found.values()])
         return self._resting[key]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
@@ -139,9 +148,14 @@ class Bounding:
     def flow(self, rows: Rows, *, at_least: bool) -> Flow:
         """[layout, stage]."""
         pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
-        flows = [flow(replace(rows.pipeline, zero=zero), count, at_least=at_least) for zero, count in pairs.T.tolist()]
+        layers = self.space.prices.stages(rows.pipeline).sizes
+        flows = [
+            flow(replace(rows.pipeline, zero=zero), count, layers, at_least=at_least)
+            for zero, count in pairs.T.tolist()
+        ]
         return Flow(
             np.stack([each.in_flight for each in flows])[inverse],
+            np.stack([each.at_loss for each in flows])[inverse],
             np.stack([each.forward for each in flows])[inverse],
             np.stack([each.backward for each in flows])[inverse],
             np.stack([each.reductions for each in flows])[inverse],
@@ -166,19 +180,22 @@ class Bounding:
         slots = durations(forward, backward, self.work.at(rows.work), stages)
         span = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
         after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
-        return self._needs(rows, stages, of.in_flight), span + after
+        crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
+        return self._needs(rows, stages, of), span / crowding + after
 
-    def _needs(self, rows: Rows, stages: Stages, in_flight: Numbers) -> Numbers:
+    def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
-        tensors = self.resting(self.shards[rows.place], rows.zero, stages.distinct)[:, number]
-        tensors = tensors + saved_bytes(work, stages, in_flight)
-        tensors += self.logits[rows.work][:, None] * np.array([each.has_head for each in stages.contents])
-        found: Numbers = tensors.max(axis=1) * self.space.prices.engine.slack + self.runtime[rows.place]
+        resting = self.resting(self.shards[rows.place], rows, stages.distinct)[:, number]
+        engine = self.space.prices.engine
+        under_way = passing(engine, work, stages, of, self.logits[rows.work])
+        moving = (sum(items.values()) for items in moving_bytes(engine, under_way).values())
+        tensors = resting + np.stack(tuple(moving), axis=-1)
+        found: Numbers = tensors.max(axis=(1, 2)) * self.space.prices.engine.slack + self.runtime[rows.place]
         return found
 
     def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
-        return passes(work, sent, stages, of, overlaps=self.space.prices.engine.overlaps_data)
+        return passes(work, sent, stages, of, self.space.prices.engine)
 
     def _least_after(self, rows: Rows, stages: Stages) -> Numbers:
         """Where it is not known which rank is the busiest, or how long its backward is."""
@@ -207,4 +224,6 @@ class Bounding:
         split = dict(zip(of_kind, np.split(columns[:-1], len(of_kind)), strict=True))
         plan = schedule_plan(pipeline, int(rows.micro_batches[0]))
         span: Numbers = plan.span(split, columns[-1], np.maximum)
-        return span[inverse.reshape(-1)] + self._after(rows, stages, forward, backward)
+        crowding, own = self.space.prices.cluster.crowding, span[inverse.reshape(-1)]
+        together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
+        return together + self._after(rows, stages, forward, backward)

@@ -21,7 +21,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.core.errors import UserError, first_line
@@ -76,6 +76,11 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     @property
+    def crowding(self) -> float:
+        """How many devices share a core of a server whose devices are processes: 2 for 4 of them on 2 cores; else 1."""
+        return max(1.0, self.devices_per_node / self.node.cores) if self.node.cores else 1.0
+
+    @property
     def text(self) -> str:
         """`16x8xH100`, or `16x8xH100@p5`: what `parse` reads, less what a file of one's own changed."""
         type_of_nodes = "" if self.node.name == "dgx" else f"@{self.node.name}"
@@ -110,7 +115,20 @@ def _from_text(text: str, changes: Table) -> Cluster:
     node = overridden(node_table(type_of_nodes, name, table["node"]), changes.get("node", {}), "[node]")
     chip = overridden({key: value for key, value in table.items() if key != "node"}, changes.get("chip", {}), "[chip]")
     _check_size(nodes, devices, node["most_devices"], text, name)
-    return Cluster(nodes, devices, chip_of_table(name, chip), node_of_table(type_of_nodes, node))
+    cluster = Cluster(nodes, devices, chip_of_table(name, chip), node_of_table(type_of_nodes, node))
+    return _shared_out(cluster) if cluster.node.cores else cluster
+
+
+def _shared_out(cluster: Cluster) -> Cluster:
+    """What each device has while all compute, where devices are processes: several cores, or a part of one.
+
+    On 2 cores: 1 process computes twice as fast as a core; each of 4 half as fast, and sends half as fast.
+    """
+    node, crowding = cluster.node, cluster.crowding
+    threads = max(1, node.cores // cluster.devices_per_node)
+    chip = cluster.chip.times(threads / crowding)
+    inside = replace(node.inside, gbs=node.inside.gbs / crowding, latency_us=node.inside.latency_us * crowding)
+    return replace(cluster, chip=replace(chip, launch_us=chip.launch_us * crowding), node=replace(node, inside=inside))
 
 
 def _from_file(file: Path) -> Cluster:

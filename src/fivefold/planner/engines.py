@@ -11,6 +11,14 @@ from itertools import pairwise
 from fivefold.core.layout import Layout
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.stage_plan import stage_plan
+from fivefold.planner.chips import Chip
+
+# Of this runtime on a CPU, uncompiled: CPU seconds of one thread, of Llamas that differ in width, layers, micro batches
+# and tokens (torch 2.13). Operations of a layer and micro batch, FSDP's hooks included; of the model's ends; bytes of
+# memory traffic for a byte that a layer saves, that is gathered (copied in and out), and that is reduced (copied twice,
+# reduced, added up).
+LAUNCHES, LAUNCHES_OF_ENDS = 1100, 2400
+EAGER_TRAFFIC, GATHER_TRAFFIC, REDUCE_TRAFFIC = 7.0, 5.5, 13.0
 
 Splits = tuple[tuple[int, int], ...]  # layers of each stage, first and past the last
 
@@ -49,6 +57,8 @@ class Engine:
     """The traits of a trainer.
 
     Memory.
+    `moments`: it is full at one of the moments of `parallel/memory.py`; else all of them are taken to come at once.
+    `compiled`: layers are, so that fused kernels save what the traced layer's fused form does (`LayerCost.fused`).
     `shards`: what data ranks deal out: the parameters with all their state (FSDP), or the optimizer's state (ZeRO-1).
     `over`: the ranks that it is dealt to: of dp_shard, or all data ranks (Megatron's distributed optimizer).
     `reduces_in_place`: reduced gradients have no memory besides the unreduced.
@@ -73,16 +83,21 @@ class Engine:
     `host_seconds`: of Python and launches for a layer and micro batch, forward and backward.
     `host_across`: more of them where the pipeline leaves the node and there is tp, times tp to the power of
     `host_power`: the ranks of a stage then wait for each other at every collective of tp.
+    `meet`: how sharply the device's time and the host's take turns (fitted on nanotron's eager runs); 1: they add up.
+    `host_of_ends`: of them, for the model's ends. `gather_traffic`, `reduce_traffic`: bytes of memory traffic for one
+    that FSDP gathers or reduces.
     `sum_bytes`: traffic for a weight in each micro batch, where its gradient is added to the sum of those before.
     `cast_bytes`: traffic for a number of a matmul in fp8 that is cast first; 0 where norms and activations write fp8.
     `overlaps_data`: FSDP's collectives run beside compute. `overlaps_sums`: sums of gradients over replicas run beside
-    the last backward. `overlaps_tensor`: the part of tp's collectives that runs beside compute.
+    the last backward. `overlaps_context`: those of cp that may. `overlaps_tensor`: the part of tp's that does.
     `tensor_seconds`: of each of tp's collectives, to launch it and to meet. `tensor_across`: more of them for each
     doubling of nodes.
     `step_seconds`: of a step, whatever its size. `split`: the layers of each pipeline stage.
     """
 
     name: str
+    moments: bool = False
+    compiled: bool = False
     shards: str = "parameters"
     over: str = "dp_shard"
     reduces_in_place: bool = False
@@ -105,10 +120,15 @@ class Engine:
     host_seconds: float
     host_across: float = 0.0
     host_power: float = 1.0
+    host_of_ends: float = 0.0
+    meet: float = 8.0
+    gather_traffic: float = 0.0
+    reduce_traffic: float = 0.0
     sum_bytes: float = 0.0
     cast_bytes: float = 5.0
     overlaps_data: bool
     overlaps_sums: bool = True
+    overlaps_context: bool = True
     overlaps_tensor: float = 0.0
     tensor_seconds: float = 0.0
     tensor_across: float = 0.0
@@ -124,6 +144,17 @@ class Engine:
             layout = replace(layout, dp_shard=layout.data_ranks, dp_replicate=1)
         return replace(layout, zero=1) if self.shards == "optimizer" else layout
 
+    def on(self, chip: Chip) -> "Engine":
+        """The trainer on a chip. On a CPU operations are not compiled, and nothing runs beside anything."""
+        if not chip.is_host:
+            return self
+        return replace(
+            self, traffic=EAGER_TRAFFIC, host_seconds=LAUNCHES * chip.launch_us * 1e-6,
+            host_of_ends=LAUNCHES_OF_ENDS * chip.launch_us * 1e-6, meet=1.0, gather_traffic=GATHER_TRAFFIC,
+            reduce_traffic=REDUCE_TRAFFIC, overlaps_data=False, overlaps_sums=False, overlaps_context=False,
+            overlaps_tensor=0.0,
+        )  # fmt: skip
+
 
 # Constants beside `fivefold`'s are fitted on one half of the published rows of each trainer, and told on the other half
 # (benchmarks/planner_accuracy.py, docs/planner.md); those of memory follow from what the trainer keeps.
@@ -134,17 +165,17 @@ ENGINES = {
         # for 66.4 allocated, and takes 0.15 s of host time for 32 compiled layers. The others are judgement: compiled
         # element-wise work reads and writes each saved number about once, and FSDP runs beside compute.
         Engine(
-            name="fivefold", traffic=3.5, logit_bytes=48, host_seconds=2.4e-3, overlaps_data=True, slack=1.12,
-            step_seconds=2e-3,
+            name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=48, host_seconds=2.4e-3,
+            overlaps_data=True, slack=1.12, step_seconds=2e-3,
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
         # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.
         # Overlap of gradient sums is an option of it, off by default. `grouped`: .302 of SimuMax's .488 on B200.
         Engine(
             name="megatron", shards="optimizer", over="data", reduces_in_place=True, fused=True, gathers_again=True,
-            spares=True, split=evenly, matmul=0.85, attention=0.9, grouped=0.62, traffic=3.5, cast_bytes=0, logit_bytes=24,
-            host_seconds=2.4e-3, host_across=1e-4, tensor_seconds=1e-5, overlaps_data=False, overlaps_sums=False,
-            slack=1.05, step_seconds=0.02, logit_memory=4,
+            spares=True, split=evenly, matmul=0.85, attention=0.9, grouped=0.62, traffic=3.5, cast_bytes=0,
+            logit_bytes=24, host_seconds=2.4e-3, host_across=1e-4, tensor_seconds=1e-5, overlaps_data=False,
+            overlaps_sums=False, slack=1.05, step_seconds=0.02, logit_memory=4,
         ),
         # Megatron-LM and Megatron-DeepSpeed of 2021 and 2022, before FlashAttention and TransformerEngine. A score is
         # saved three times, with dropout's mask: 2 + 1 + 2 bytes (Korthikanti et al., arXiv 2205.05198).

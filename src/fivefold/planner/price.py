@@ -18,7 +18,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts, Saved
 from fivefold.parallel.collectives import Call, StepShape
-from fivefold.parallel.memory import logit_bytes
+from fivefold.parallel.memory import edge_bytes, layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.planner.chips import Chip
@@ -65,23 +65,18 @@ class LayerPrice:
     """One layer of a kind, or one of the model's ends, in one micro batch.
 
     `forward`, `backward`: seconds of the device by item, without FSDP's collectives; `weights`: of the backward, what
-    gives the gradients of weights. `host`: seconds that Python takes to launch a forward and a backward. `saved`: bytes
-    that forward leaves; `kept`: those that stay until backward, which is less with recompute. `calls`: its collectives,
-    without FSDP's.
+    gives the gradients of weights. `host`: seconds that Python takes to launch a forward and a backward. `kept`: bytes
+    that stay from forward to backward, which are less with recompute. `working`: those that its backward has besides.
+    `calls`: its collectives, without FSDP's.
     """
 
     forward: Seconds
     backward: Seconds
     weights: Seconds
     host: tuple[float, float] = (0.0, 0.0)
-    saved: int = 0
     kept: int = 0
+    working: int = 0
     calls: tuple[Call, ...] = ()
-
-    @property
-    def again(self) -> int:
-        """Bytes that it has besides while it is computed again."""
-        return self.saved if self.kept < self.saved else 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Prices:
     """What one micro batch costs: of all kinds of layers, of the embedding, and of the head.
 
     It depends on tp, cp, ep, the rows and recompute, and not on how parameters are sharded over data ranks.
-    `logits`: bytes of one chunk of the loss.
+    `logits`: bytes of one chunk of the loss, with its gradients.
     """
 
     plan: ParallelPlan
@@ -98,6 +93,11 @@ class Prices:
     embedding: LayerPrice
     head: LayerPrice
     logits: int
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """Bytes of a stage's input and output that a pipeline holds."""
+        return edge_bytes(self.plan, self.shape)
 
     @property
     def parts(self) -> tuple[LayerPrice, ...]:
@@ -154,6 +154,11 @@ class Stages:
     ranks: Numbers
     contents: tuple[Content, ...]
     first: NDArray[np.int64]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
 
     @cached_property
     def distinct(self) -> tuple[Content, ...]:
@@ -251,7 +256,6 @@ class _Pricing:
         attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
         traced = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence)
         scores = sum(map(self.scores, cost.attention))
-        saved = round(self._saved(layer, cost) * token * engine.saved_scale + engine.score_memory * scores)
         traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
@@ -267,9 +271,8 @@ class _Pricing:
         backward[:3] += forward[:3] * again
         calls = self._sent(layer, forward, backward)
         host = self._host_seconds()
-        kept = self.shape.hidden_bytes // (self.plan.layout.tp if self.plan.splits_sequence else 1)
-        kept = kept if recompute else round(saved * keeps)
-        return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), saved, kept, calls)
+        kept, working = self._kept(layer, cost, keeps, is_again=recompute)
+        return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
 
     def _matmul_seconds(self, product: Product) -> float:
         """Of a layer, forward."""
@@ -281,8 +284,19 @@ class _Pricing:
         numbers = sum(each.inputs * each.outputs * each.count for each in products)
         return traffic_seconds(self.chip, self.engine.sum_bytes * numbers)
 
+    def _kept(self, layer: str, cost: LayerCost, keeps: float, *, is_again: bool) -> tuple[int, int]:
+        """Bytes of a layer that stay until backward, and that its backward has besides. `keeps`: the part of what
+        forward saves that selective recompute leaves."""
+        own, engine = layer_bytes(self.plan, cost, self.shape, is_again=is_again), self.engine
+        if engine.moments:
+            return own.kept, own.working
+        scores = sum(map(self.scores, cost.attention))
+        saved = self._saved(layer, cost) * self.tokens * self.shape.compute_bytes * engine.saved_scale
+        saved = round(saved + engine.score_memory * scores)
+        return (own.kept, saved) if is_again and own.kept < saved else (round(saved * keeps), 0)
+
     def _saved(self, layer: str, cost: LayerCost) -> float:
-        """Numbers that a token leaves on a rank."""
+        """Numbers that a token leaves on a rank of a trainer that is not this one."""
         tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
         saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
         if engine.gathers_again and splits:
@@ -292,7 +306,8 @@ class _Pricing:
     def _host_seconds(self) -> float:
         """Of Python and launches, forward and backward of a layer."""
         engine, tp = self.engine, self.plan.layout.tp
-        return engine.host_seconds + engine.host_across * tp**engine.host_power * (self.across and tp > 1)
+        across = engine.host_across * float(tp**engine.host_power) if self.across and tp > 1 else 0.0
+        return engine.host_seconds + across
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
@@ -301,7 +316,7 @@ class _Pricing:
         own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
-            if call.overlaps:
+            if call.overlaps and self.engine.overlaps_context:
                 beside[call.phase] += took / 2  # a send and a receive go at once
             else:
                 if axis == "tp":
@@ -333,12 +348,13 @@ class _Pricing:
         added = self._added(products)
         forward, backward, weights = nothing(), nothing(), nothing()
         forward[:3], backward[:3], weights[:3] = (matmuls, 0, loss), (2 * matmuls, 0, loss + added), (matmuls, 0, added)
-        return LayerPrice(forward, backward, weights, calls=self._sent(self.plan.anatomy.head, forward, backward))
+        calls, host = self._sent(self.plan.anatomy.head, forward, backward), self.engine.host_of_ends
+        return LayerPrice(forward, backward, weights, (host / 3, host * 2 / 3), calls=calls)
 
-    def logits(self, chunk: int) -> int:
+    def logits(self) -> int:
         """Bytes of the loss at once: of one chunk, or of all logits where the trainer does not chunk them."""
         if self.engine.logit_memory is None:
-            return chunk
+            return logit_bytes(self.plan, self.shape)
         return round(self.engine.logit_memory * self.tokens * self.plan.vocabulary)
 
     def _outputs(self, module: str, outputs: int) -> int:
@@ -372,6 +388,9 @@ class _Sharding(_Pricing):
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
         )
+        itemsize = self.shape.compute_bytes
+        gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
+        reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
         return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce)
 
 
@@ -422,6 +441,7 @@ class PriceList:
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.engine = self.engine.on(self.cluster.chip)
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
@@ -498,12 +518,11 @@ class PriceList:
 
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool) -> Prices:
         plan = self.plan(work)
-        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute))
+        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.engine.compiled)
         pricing = _Pricing(plan, shape, self, across, is_fp8)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
-        logits = pricing.logits(logit_bytes(plan, shape))
-        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), logits)
+        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), pricing.logits())
 
     def _shard(self, layout: Layout) -> Shards:
         plan = self.plan(layout)

@@ -4,8 +4,9 @@ All layouts are bounded from below at once (`bounds.py`). Those that may be amon
 of degrees is shown once, with the best of its options. Layouts that fit tightly are left out while others fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,15 +49,17 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def search(prices: PriceList, workload: Workload, *, top: int = 10) -> Found:
-    """The best layouts. Raises `UserError` where no layout is legal."""
-    space = Space(prices, workload)
+def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mapping[str, Any] | None = None) -> Found:
+    """The best layouts; `given`: of those that have these fields of `Layout`. Raises `UserError` where none is
+    legal."""
+    space = Space(prices, workload, given or {})
     legal = sum(map(len, space.rows))
     if not legal:
+        rows, world = workload.global_batch_size, prices.cluster.world
+        asked = "".join(f" with {name} {value}" for name, value in (given or {}).items())
         raise UserError(
-            f"no layout of {prices.cluster.text} runs {prices.facts.model_class} with global_batch_size "
-            f"{workload.global_batch_size}",
-            fix="a multiple of the devices is a good global batch size",
+            f"no layout of {prices.cluster.text}{asked} runs {prices.facts.model_class} with global_batch_size {rows}",
+            fix=f"each device gets rows of its own with global_batch_size {-(-rows // world) * world}",
         )
     bounding = Bounding(space)
     bounded = [bounding.of(rows) for rows in space.rows]

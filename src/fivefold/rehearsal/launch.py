@@ -2,17 +2,24 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.core import interrupts, legality
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.launch.model import check_model
+from fivefold.launch.processes import scratch_folder
 from fivefold.parallel.ranks import RankGrid
+from fivefold.planner.auto import chosen
 from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.report import Rehearsal
@@ -35,12 +42,8 @@ def rehearse(
     lacks = stand_in.lacking()
     if not lacks and tuple(place.chip.capability) not in stand_in.SHARED:
         raise UserError(f"{place.chip.name} is no CUDA device", fix="rehearse on A100, H100, H200 or B200")
-    with tempfile.TemporaryDirectory(prefix="fivefold-rehearsal-") as folder:
-        config = load_config(path, [*overrides, *_changes(folder, steps, is_full=not lacks)])
-        check_supported(config)
-        layout = _resolved(config, place)
-        check_model(config, layout=layout, weights=False)
-        config = _short_evaluation(config, layout)
+    with interrupts.sigterm_raises(), scratch() as folder:
+        config, layout = resolved(path, [*overrides, *changes(folder, steps, is_full=not lacks)], place)
         ranks = kinds(layout) if all_kinds else [rank or 0]
         if ranks[-1] >= place.world:
             raise UserError(f"--rank {ranks[-1]}: {place.text} has the ranks 0 to {place.world - 1}")
@@ -58,8 +61,19 @@ def rehearse(
             )
             for each in ranks
         ]  # fmt: skip
-        seen = [_staged(request, environment, quiet=quiet) for request in requests]
+        with stage(environment, folder, quiet=quiet) as play:
+            seen = [play(request) for request in requests]
     return Rehearsal(config.model.name_or_path, str(layout), place, steps, tuple(seen), tuple(lacks))
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for what ranks write, removed afterwards."""
+    folder = scratch_folder("rehearsal")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kinds(layout: Layout) -> list[int]:
@@ -70,7 +84,18 @@ def kinds(layout: Layout) -> list[int]:
     return sorted({first[0], first[layout.pp // 2], first[layout.pp - 1]})
 
 
-def _changes(folder: str, steps: int, *, is_full: bool) -> list[str]:
+def resolved(path: Path | None, overrides: Sequence[str], place: Cluster) -> tuple[RunConfig, Layout]:
+    """The run on its cluster, once it is known that both go together; its evaluation is short."""
+    config = load_config(path, overrides)
+    check_supported(config)
+    if config.is_automatic:
+        config, _ = chosen(config, place)
+    layout = _resolved(config, place)
+    check_model(config, layout=layout, weights=False)
+    return _short_evaluation(config, layout), layout
+
+
+def changes(folder: Path, steps: int, *, is_full: bool) -> list[str]:
     """Keys of the run file that a rehearsal sets: where it writes, and that it evaluates and saves when it ends."""
     return [
         f"run.dir={folder}", "run.name=rehearsal", f"eval.every={steps}", "sample.every=0", "checkpoint.every=0",
@@ -80,10 +105,8 @@ def _changes(folder: str, steps: int, *, is_full: bool) -> list[str]:
 
 
 def _resolved(config: RunConfig, place: Cluster) -> Layout:
-    try:
-        return config.layout.resolve(place.world)
-    except UserError as error:
-        raise UserError(f"on {place.text}: {error.what}", fix=error.fix) from None
+    legality.refuse(legality.of_world(config.layout, place.world, place.text))
+    return config.layout.resolve(place.world)
 
 
 def _short_evaluation(config: RunConfig, layout: Layout) -> RunConfig:
@@ -99,21 +122,48 @@ def _prepare(config: RunConfig) -> None:
     prepare(config)
 
 
-def _staged(request: Request, environment: dict[str, str], *, quiet: bool) -> Seen:
-    """What the rank of a request has seen, in a process of its own."""
+@contextmanager
+def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -> Iterator[Callable[[Request], Seen]]:
+    """Inside, what rehearses the rank of a request, each in a process of its own. They are forked from one that has
+    imported what all of them need. `folder`: of its log, and of what compilers put aside."""
+    reports, theirs = os.pipe()
+    with (folder / "log").open("w+b") as log, os.fdopen(reports) as codes:
+        out = log if quiet else sys.stderr
+        process = subprocess.Popen(
+            [sys.executable, "-m", STAGE, str(theirs)], env={**environment, "TMPDIR": str(folder)},
+            stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[theirs],
+            start_new_session=True,  # Ctrl-C in the terminal comes to this process alone
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            yield partial(_played, process, codes, log)
+        finally:
+            process.kill()  # with it end those that it has forked
+            process.communicate()
+
+
+def _played(process: "subprocess.Popen[bytes]", codes: IO[str], log: IO[bytes], request: Request) -> Seen:
     folder = Path(request.folder)
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps(vars(request)), encoding="utf-8")
-    with (folder / "log").open("w+b") as log:
-        out = log if quiet else sys.stderr
-        command = [sys.executable, "-m", STAGE, str(folder)]
-        code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out).returncode
-        log.seek(0)
-        said = log.read().decode(errors="replace").strip().splitlines()
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended, which its code says
+        process.stdin.write(f"{folder}\n".encode())
+        process.stdin.flush()
+    code = int(codes.readline() or process.wait())
     found = folder / "seen.json"
     if not found.exists():
-        last = f": {said[-1]}" if said else ""
-        failure = RunFailed(f"rank {request.rank} ended without a word (code {code}){last}", fix="--debug shows all")
-        failure.__cause__ = RuntimeError("\n".join(said))
-        raise failure
+        raise _failure(request.rank, code, log)
     return Seen.from_json(json.loads(found.read_text(encoding="utf-8")))
+
+
+def _failure(rank: int, code: int, log: IO[Any]) -> RunFailed:
+    log.seek(0)
+    said = log.read().decode(errors="replace").strip().splitlines()
+    if code == -signal.SIGKILL:
+        return RunFailed(f"rank {rank} was killed", fix="a machine with too little memory does that: free some")
+    failure = RunFailed(
+        f"rank {rank} ended without a word (code {code}){f': {said[-1]}' if said else ''}", fix="--debug shows all"
+    )
+    failure.__cause__ = RuntimeError("\n".join(said))
+    return failure

@@ -1,7 +1,9 @@
-"""The process of a rank: the real trainer, watched. `python -m fivefold.rehearsal.stage FOLDER`: the request is there,
-and what was seen is left beside it."""
+"""The process of a rank: the real trainer, watched. `python -m fivefold.rehearsal.stage REPORTS` forks one for every
+folder that a line of standard input names: the request is there, and what was seen is left beside it. The descriptor
+REPORTS is told the exit code of each."""
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -10,11 +12,13 @@ import traceback
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.interrupts import Stopped
 from fivefold.data.prepare import prepare
+from fivefold.launch.worker import die_with_parent
 from fivefold.launch.world import World, join
 from fivefold.rehearsal.changes import changed
 from fivefold.rehearsal.request import Request, Seen
@@ -74,11 +78,10 @@ def _train(request: Request, watch: Watch) -> None:
         job.run()
 
 
-def main() -> None:
+def play(folder: Path) -> NoReturn:
     """Rehearse, and end this process at once: threads of NCCL would wait for the other ranks."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # says where it is
-    folder = Path(sys.argv[1])
     request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
     seen = json.dumps(rehearse(request).to_json())
     (folder / "seen.json").write_text(seen, encoding="utf-8")
@@ -86,5 +89,23 @@ def main() -> None:
     os._exit(0)
 
 
+def main(reports: int) -> None:
+    """Fork a process for each folder, one after the other."""
+    die_with_parent(by=signal.SIGKILL)
+    import_module(
+        "torch._inductor.compile_fx"
+    )  # what compiles blocks: seconds, which no process of a rank spends again
+    gc.freeze()  # what is there is shared by all: the collector of a rank does not write to it
+    for line in sys.stdin:
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            die_with_parent(by=signal.SIGKILL)
+            os.close(reports)
+            play(Path(line.removesuffix("\n")))
+        _, status = os.waitpid(process, 0)
+        os.write(reports, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
