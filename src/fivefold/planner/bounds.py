@@ -196,7 +196,7 @@ class Bounding:
 
     def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
-        return passes(work, sent, stages, of, overlaps=self.space.prices.engine.overlaps_data)
+        return passes(work, sent, stages, of, self.space.prices.engine)
 
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
         """Seconds of the busiest rank beside the passes."""
@@ -204,7 +204,7 @@ class Bounding:
         each = np.arange(len(rows), dtype=np.int64)
         content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
         edges = self.edges(rows.place, stages.distinct).at((each, content))
-        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_data
+        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_sums
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
