@@ -284,7 +284,8 @@ def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
     softmax = logits * (2 * compute + precise if precise > compute else compute)
     before = weight * (precise + compute) if several else 0
     in_loss = before + softmax + (logits * compute if several else 0)
-    in_head = before + weight * compute + 2 * logits * compute
+    both = 1 if precise == compute else 2  # in fp32 the gradient takes the memory of the logits
+    in_head = before + weight * compute + both * logits * compute
     tp, splits = plan.layout.tp, plan.splits_sequence
     of_norm = 3 + precise // compute
     return (
