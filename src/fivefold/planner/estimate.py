@@ -607,7 +607,9 @@ class Step:
 
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
-        content, several = self.stages.contents[rank], self.micro_batches > 1
+        # Where all micro batches go forward before the first comes back, none has left gradients when most are there.
+        shown = _saturated(self.pipeline, self.micro_batches, rounds=2)
+        content, several = self.stages.contents[rank], bool(self.flow.in_flight.min() < shown)
         resting = resting_bytes(self.price_list, self.shards, content, self.pipeline, several=several)
         under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
         moving = moving_bytes(self.engine, under_way)
