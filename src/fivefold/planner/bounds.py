@@ -13,23 +13,21 @@ import numpy as np
 from fivefold.core.layout import Layout
 from fivefold.planner.estimate import (
     Edges,
-    Flow,
     Sent,
     Work,
     busiest,
     crowded,
     durations,
     edges_of,
-    flow,
     least_span,
     moving_bytes,
     passes,
     passing,
     resting_bytes,
     runtime_bytes,
-    schedule_plan,
     transfer_seconds,
 )
+from fivefold.planner.flow import Flow, flow, span
 from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
 
@@ -145,14 +143,11 @@ class Bounding:
             self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
         return self._edges[key]
 
-    def flow(self, rows: Rows, *, at_least: bool) -> Flow:
+    def flow(self, rows: Rows) -> Flow:
         """[layout, stage]."""
         pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
         layers = self.space.prices.stages(rows.pipeline).sizes
-        flows = [
-            flow(replace(rows.pipeline, zero=zero), count, layers, at_least=at_least)
-            for zero, count in pairs.T.tolist()
-        ]
+        flows = [flow(replace(rows.pipeline, zero=zero), count, layers) for zero, count in pairs.T.tolist()]
         return Flow(
             np.stack([each.in_flight for each in flows])[inverse],
             np.stack([each.at_loss for each in flows])[inverse],
@@ -173,15 +168,15 @@ class Bounding:
 
     def _of(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
         """Bytes of the fullest rank, and the least seconds."""
-        of = self.flow(rows, at_least=True)
+        of = self.flow(rows)
         forward, backward = self._passes(rows, stages, of)
         transfer = self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
         slots = durations(forward, backward, self.work.at(rows.work), stages)
-        span = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
-        after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
+        least = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
         crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
-        return self._needs(rows, stages, of), span / crowding + after
+        after = self._after(rows, stages, forward, backward)
+        return self._needs(rows, stages, of), least / crowding + after
 
     def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
@@ -197,12 +192,6 @@ class Bounding:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
         return passes(work, sent, stages, of, overlaps=self.space.prices.engine.overlaps_data)
 
-    def _least_after(self, rows: Rows, stages: Stages) -> Numbers:
-        """Where it is not known which rank is the busiest, or how long its backward is."""
-        prices, edges = self.space.prices, self.edges(rows.place, stages.distinct)
-        found: Numbers = np.min(edges.update + edges.seconds(np.inf), axis=1)
-        return found + prices.world_seconds + prices.engine.step_seconds
-
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
         """Seconds of the busiest rank beside the passes."""
         prices, rank = self.space.prices, busiest(forward, backward, stages)
@@ -213,17 +202,15 @@ class Bounding:
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
-        """Of a step, with the pipeline run slot by slot. All have the same number of micro batches."""
+        """Of a step, with the pipeline run slot by slot. Numbers of micro batches differ by whole rounds at most."""
         pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
-        forward, backward = self._passes(rows, stages, self.flow(rows, at_least=False))
+        forward, backward = self._passes(rows, stages, self.flow(rows))
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)
         transfer = self.transfer(rows.pp)[rows.work]
-        timings = np.concatenate([*of_kind.values(), transfer[:, None]], axis=1)
-        distinct, inverse = np.unique(timings, axis=0, return_inverse=True)
-        columns = distinct.T
-        split = dict(zip(of_kind, np.split(columns[:-1], len(of_kind)), strict=True))
-        plan = schedule_plan(pipeline, int(rows.micro_batches[0]))
-        span: Numbers = plan.span(split, columns[-1], np.maximum)
-        crowding, own = self.space.prices.cluster.crowding, span[inverse.reshape(-1)]
+        timings = np.stack([*np.concatenate(list(of_kind.values()), axis=1).T, transfer, rows.micro_batches])
+        distinct, inverse = np.unique(timings, axis=1, return_inverse=True)
+        split = dict(zip(of_kind, np.split(distinct[:-2], len(of_kind)), strict=True))
+        found: Numbers = span(pipeline, distinct[-1].astype(int), split, distinct[-2])
+        crowding, own = self.space.prices.cluster.crowding, found[inverse.reshape(-1)]
         together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
         return together + self._after(rows, stages, forward, backward)
