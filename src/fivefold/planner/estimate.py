@@ -28,7 +28,7 @@ from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.engines import Engine
-from fivefold.planner.flow import Flow, flow, rounds_beyond, schedule_plan, span
+from fivefold.planner.flow import Flow, flow, schedule_plan, span
 from fivefold.planner.links import seconds
 from fivefold.planner.price import (
     ITEMS,
@@ -529,10 +529,7 @@ class Step:
 
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
-        # Where all micro batches go forward before the first comes back, none has left gradients when most are there.
-        of_round, beyond = rounds_beyond(replace(self.pipeline, zero=3), self.micro_batches)
-        several = bool(self.flow.in_flight.min() < self.micro_batches - beyond * of_round)
-        content = self.stages.contents[rank]
+        content, several = self.stages.contents[rank], self.micro_batches > 1
         resting = resting_bytes(self.price_list, self.shards, content, self.pipeline, several=several)
         under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
         moving = moving_bytes(self.engine, under_way)
