@@ -21,13 +21,13 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
     Raises `UserError` where the planner cannot price it.
     """
     own = Layout.parse(layout)
-    cluster = _cluster(own.world, device, about, config.hardware)
+    cluster = cluster_of(own.world, device, about, config.hardware)
     facts = facts_of_run(config, (about.get("data") or {}).get("vocabulary"))
     found = estimate(PriceList(facts, cluster, ENGINES["fivefold"]), own, workload_of(config))
     return Expected(found.step_seconds, found.memory_gib, cluster.text)
 
 
-def _cluster(world: int, device: str, about: Mapping[str, Any], hardware: str) -> Cluster:
+def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:
     """The devices that a start ran on. One of an earlier version, which does not say its nodes, was on one."""
     size = nodes_of(world, int(about.get("devices_per_node") or world))
     if hardware or device == "cpu":
