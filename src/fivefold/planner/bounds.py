@@ -12,24 +12,24 @@ import numpy as np
 
 from fivefold.core.layout import Layout
 from fivefold.planner.estimate import (
+    WAITING,
     Edges,
-    Flow,
     Sent,
     Work,
     busiest,
     crowded,
     durations,
     edges_of,
-    flow,
     least_span,
+    matmul_bytes,
     moving_bytes,
     passes,
     passing,
     resting_bytes,
     runtime_bytes,
-    schedule_plan,
     transfer_seconds,
 )
+from fivefold.planner.flow import Flow, flow, span
 from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
 
@@ -114,7 +114,8 @@ class Bounding:
     def resting(
         self, numbers: Integers, rows: Rows, contents: Sequence[Content]
     ) -> Numbers:  # fmt: skip
-        """[layout, content, moment]: bytes that do not depend on the micro batch. `numbers`: in `_shards`."""
+        """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
+        gradients that wait at any. `numbers`: in `_shards`."""
         keys = np.stack((numbers, rows.zero, rows.micro_batches > 1))
         distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
         found = [
@@ -127,7 +128,8 @@ class Bounding:
         key = number, pipeline, several, content
         if key not in self._resting:
             found = resting_bytes(self.space.prices, self._shards[number], content, pipeline, several=several)
-            self._resting[key] = np.array([float(sum(items.values())) for items in found.values()])
+            tensors = [float(sum(items.values())) for items in found.values()]
+            self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
         return self._resting[key]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
@@ -145,14 +147,11 @@ class Bounding:
             self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
         return self._edges[key]
 
-    def flow(self, rows: Rows, *, at_least: bool) -> Flow:
+    def flow(self, rows: Rows) -> Flow:
         """[layout, stage]."""
         pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
         layers = self.space.prices.stages(rows.pipeline).sizes
-        flows = [
-            flow(replace(rows.pipeline, zero=zero), count, layers, at_least=at_least)
-            for zero, count in pairs.T.tolist()
-        ]
+        flows = [flow(replace(rows.pipeline, zero=zero), count, layers) for zero, count in pairs.T.tolist()]
         return Flow(
             np.stack([each.in_flight for each in flows])[inverse],
             np.stack([each.at_loss for each in flows])[inverse],
@@ -173,15 +172,15 @@ class Bounding:
 
     def _of(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
         """Bytes of the fullest rank, and the least seconds."""
-        of = self.flow(rows, at_least=True)
+        of = self.flow(rows)
         forward, backward = self._passes(rows, stages, of)
         transfer = self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
         slots = durations(forward, backward, self.work.at(rows.work), stages)
-        span = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
-        after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
+        least = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
         crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
-        return self._needs(rows, stages, of), span / crowding + after
+        after = self._after(rows, stages, forward, backward)
+        return self._needs(rows, stages, of), least / crowding + after
 
     def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
@@ -189,19 +188,15 @@ class Bounding:
         engine = self.space.prices.engine
         under_way = passing(engine, work, stages, of, self.logits[rows.work])
         moving = (sum(items.values()) for items in moving_bytes(engine, under_way).values())
-        tensors = resting + np.stack(tuple(moving), axis=-1)
-        found: Numbers = tensors.max(axis=(1, 2)) * self.space.prices.engine.slack + self.runtime[rows.place]
+        tensors = (resting[..., :-1] + np.stack(tuple(moving), axis=-1)).max(axis=-1)
+        tensors += matmul_bytes(engine, self.space.prices.cluster.chip)
+        reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
+        found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found
 
     def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
         return passes(work, sent, stages, of, self.space.prices.engine)
-
-    def _least_after(self, rows: Rows, stages: Stages) -> Numbers:
-        """Where it is not known which rank is the busiest, or how long its backward is."""
-        prices, edges = self.space.prices, self.edges(rows.place, stages.distinct)
-        found: Numbers = np.min(edges.update + edges.seconds(np.inf), axis=1)
-        return found + prices.world_seconds + prices.engine.step_seconds
 
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
         """Seconds of the busiest rank beside the passes."""
@@ -213,17 +208,15 @@ class Bounding:
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
-        """Of a step, with the pipeline run slot by slot. All have the same number of micro batches."""
+        """Of a step, with the pipeline run slot by slot. Numbers of micro batches differ by whole rounds at most."""
         pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
-        forward, backward = self._passes(rows, stages, self.flow(rows, at_least=False))
+        forward, backward = self._passes(rows, stages, self.flow(rows))
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)
         transfer = self.transfer(rows.pp)[rows.work]
-        timings = np.concatenate([*of_kind.values(), transfer[:, None]], axis=1)
-        distinct, inverse = np.unique(timings, axis=0, return_inverse=True)
-        columns = distinct.T
-        split = dict(zip(of_kind, np.split(columns[:-1], len(of_kind)), strict=True))
-        plan = schedule_plan(pipeline, int(rows.micro_batches[0]))
-        span: Numbers = plan.span(split, columns[-1], np.maximum)
-        crowding, own = self.space.prices.cluster.crowding, span[inverse.reshape(-1)]
+        timings = np.stack([*np.concatenate(list(of_kind.values()), axis=1).T, transfer, rows.micro_batches])
+        distinct, inverse = np.unique(timings, axis=1, return_inverse=True)
+        split = dict(zip(of_kind, np.split(distinct[:-2], len(of_kind)), strict=True))
+        found: Numbers = span(pipeline, distinct[-1].astype(int), split, distinct[-2])
+        crowding, own = self.space.prices.cluster.crowding, found[inverse.reshape(-1)]
         together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
         return together + self._after(rows, stages, forward, backward)

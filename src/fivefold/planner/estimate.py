@@ -7,8 +7,7 @@ with them. Memory is that of the fullest pipeline rank. Time is that of the whol
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
-from itertools import takewhile
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +16,19 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.schedule import Kind, SchedulePlan, Slot, Timeline
+from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.models.flops import Costs
 from fivefold.parallel import memory
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.memory import Passing, Units, buffer_bytes, under_way
+from fivefold.parallel.memory import Passing, Units, buffer_bytes
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.engines import Engine
+from fivefold.planner.flow import Flow, flow, schedule_plan, span
 from fivefold.planner.links import seconds
 from fivefold.planner.price import (
     ITEMS,
@@ -137,6 +137,7 @@ class Estimate:
 
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
+MATMULS, WAITING = "work space of matmuls", "unreduced gradients"
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
@@ -147,83 +148,6 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
     return Step(prices, prices.engine.laid(layout), workload).estimate()
-
-
-@lru_cache(maxsize=256)
-def schedule_plan(layout: Layout, micro_batches: int) -> SchedulePlan:
-    """Of a layout that says its pipeline alone. It keeps what it has computed."""
-    return SchedulePlan.of(layout, micro_batches)
-
-
-def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
-    """As many micro batches as show what repeats with more of them: `rounds` times pp, and a whole round more."""
-    multiple = layout.schedule.multiple(layout.pp)
-    enough = rounds * layout.pp + multiple
-    return micro_batches if micro_batches <= enough else enough - enough % multiple
-
-
-@dataclass(frozen=True, eq=False)
-class Flow:
-    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, those that wait for their backward
-    when its rank has the most; `at_loss`: when the rank has run the last stage forward.
-    `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
-    reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
-    after its last other slot.
-    """
-
-    in_flight: Numbers
-    at_loss: Numbers
-    forward: Numbers
-    backward: Numbers
-    reductions: Numbers
-    left: Numbers
-
-
-@lru_cache(maxsize=16384)
-def _in_flight(pipeline: Layout, count: int, layers: tuple[int, ...]) -> tuple[Numbers, Numbers, Numbers]:
-    """Of each stage: micro batches in flight when its rank has the most, and at the loss; gradients of weights that are
-    left to the end."""
-    plan, (found, at_loss, left) = schedule_plan(pipeline, count), np.zeros((3, pipeline.stages))
-    for order in plan.orders:
-        own = {slot.stage for slot in order}
-        last = plan.stages - 1 if plan.stages - 1 in own else None
-        for numbers, counts in ((found, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
-            for stage, most in counts.items():
-                numbers[stage] = most
-        for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
-            left[slot.stage] += 1
-    return found, at_loss, left
-
-
-@lru_cache(maxsize=16384)
-def flow(pipeline: Layout, micro_batches: int, layers: tuple[int, ...], *, at_least: bool = False) -> Flow:
-    """Of a pipeline, and its ZeRO stage. `layers`: of each stage. `at_least`: of reductions no more than there are for
-    certain; to count them is dear where gradients of weights come apart."""
-    alone, splits = replace(pipeline, zero=3), pipeline.schedule.splits_backward
-    ranks = pipeline.pp if splits and not at_least else 1  # of whole backwards, FSDP does the same in every stage
-    shown, multiple = _saturated(pipeline, micro_batches, rounds=3), pipeline.schedule.multiple(pipeline.pp)
-    times = _times(alone, shown, pipeline.zero, ranks)
-    if shown < micro_batches:  # more micro batches repeat what the last round did
-        growth = (times - _times(alone, shown - multiple, pipeline.zero, ranks)) / multiple
-        times = times + growth * (micro_batches - shown)
-    forward, backward, reductions = times / micro_batches
-    if splits and at_least:
-        reductions = np.full(pipeline.stages, 1 / micro_batches)
-    in_flight, at_loss, left = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2), layers)
-    return Flow(in_flight, at_loss, forward, backward, reductions, left)
-
-
-def _times(pipeline: Layout, micro_batches: int, zero: int, ranks: int) -> Numbers:
-    """[forward, backward, reductions; stage]: how often FSDP gathers and reduces a unit that one stage uses. `ranks`:
-    those that are asked; the first stage of rank 0 stands for all stages where it is 1."""
-    plan, found = schedule_plan(pipeline, micro_batches), np.zeros((3, pipeline.stages))
-    for rank in range(ranks):
-        own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-        users = {str(stage): frozenset((stage,)) for stage in (own if ranks > 1 else own[:1])}
-        times = of_slots(plan.orders[rank], users, micro_batches, own, zero)
-        for stage, each in times.items():
-            found[:, int(stage)] = each.forward, each.backward, each.reductions
-    return found if ranks > 1 else np.repeat(found[:, :1], pipeline.stages, axis=1)
 
 
 # ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
@@ -535,9 +459,8 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        plan = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches)
-        span = float(plan.span(self.durations, self.transfer, max))
-        return float(crowded(span, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
+        alone = float(span(replace(self.pipeline, zero=3), self.micro_batches, self.durations, self.transfer))
+        return float(crowded(alone, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
     @cached_property
     def durations(self) -> dict[Kind, list[float]]:
@@ -633,7 +556,9 @@ class Step:
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
         found = max(moments, key=lambda items: sum(items.values()))
-        found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
+        found |= {MATMULS: matmul_bytes(self.engine, self.cluster.chip)}
+        waiting = max(items[WAITING] for items in resting.values())
+        found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
         found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
         return found
 
@@ -713,6 +638,7 @@ def _units(shards: Shards, content: Content) -> Units:
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
+        matrix=max((unit.largest for kind, _ in content.kinds for unit in shards.layers[kind].units), default=0),
     )
 
 
@@ -791,6 +717,14 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     """Of hidden states from one pipeline rank to the next."""
     span = price_list.span(Axis(pp, price_list.cluster.world // pp))
     return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
+
+
+def matmul_bytes(engine: Engine, chip: Chip) -> int:
+    """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
+    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.)"""
+    if not engine.moments or chip.is_host:
+        return 0
+    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts, Saved
+from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.memory import edge_bytes, layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
@@ -49,7 +49,7 @@ def nothing() -> Seconds:
 class UnitPrice:
     """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding.
     `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
-    `gather_seconds`, `reduce_seconds`: of one each."""
+    `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered."""
 
     held: int
     trained: int
@@ -58,6 +58,7 @@ class UnitPrice:
     calls: Mapping[str, Call]
     gather_seconds: float
     reduce_seconds: float
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,8 @@ class _Pricing:
         products = tuple(self.products(layer, cost))
         matmuls = sum(map(self._matmul_seconds, products))
         attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
-        traced = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence)
+        layout = self.plan.layout
+        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
         scores = sum(map(self.scores, cost.attention))
         traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
         forward, weights = nothing(), nothing()
@@ -300,8 +302,8 @@ class _Pricing:
         tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
         saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
         if engine.gathers_again and splits:
-            saved = Saved(residual=saved.residual + saved.entered, inside=saved.inside)
-        return saved.on_rank(tp, sequence_parallel=splits)
+            saved = replace(saved, residual=saved.residual + saved.entered, entered=0.0)
+        return saved.on_rank(tp, sequence_parallel=splits, expert_tp=self.plan.layout.expert_tp)
 
     def _host_seconds(self) -> float:
         """Of Python and launches, forward and backward of a layer."""
@@ -393,7 +395,7 @@ class _Sharding(_Pricing):
         itemsize = self.shape.compute_bytes
         gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
-        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce)
+        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit))
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
@@ -447,6 +449,11 @@ class PriceList:
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled, which on a CPU does not pay."""
+        return self.engine.compiled and not self.cluster.chip.is_host
 
     def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
         """The same layouts' prices on another cluster or for another trainer, from the same plans."""
@@ -520,7 +527,7 @@ class PriceList:
 
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool) -> Prices:
         plan = self.plan(work)
-        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.engine.compiled)
+        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled)
         pricing = _Pricing(plan, shape, self, across, is_fp8)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
+from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.planner.bounds import Bounding, Bounds
 from fivefold.planner.estimate import ROUNDING, TIGHT, Estimate, Step, Workload
+from fivefold.planner.flow import rounds_beyond
 from fivefold.planner.price import Numbers, PriceList
-from fivefold.planner.space import Integers, Space
+from fivefold.planner.space import Integers, Rows, Space
 
 ALIKE = 1.005  # the ratio of two numbers that nobody tells apart
 FAR = 1.5  # a layout that takes so many times as long is not shown
@@ -114,8 +115,7 @@ class _Candidates:
         self.needs = np.concatenate([each.needs for each in self.bounds])
         self.pipeline = np.repeat(np.arange(len(lengths)), lengths)
         self.number = np.concatenate([np.arange(length) for length in lengths])
-        micro_batches = np.concatenate([each.rows.micro_batches for each in self.bounds])
-        self.batch = self.pipeline * (micro_batches.max(initial=0) + 1) + micro_batches
+        self.batch = np.concatenate([_batches(number, each.rows) for number, each in enumerate(self.bounds)])
         places, sets = self.bounding.space.places, dict[tuple[int, ...], int]()
         of_place = np.array([sets.setdefault(_degrees(place), len(sets)) for place in places])
         self.set = of_place[np.concatenate([each.rows.place for each in self.bounds])]
@@ -170,6 +170,17 @@ class _Candidates:
             if seconds[each] <= seconds.min() * (1 + NEAR):
                 return Chosen(layouts[each], float(seconds[each]), float(self.needs[own[each]]), len(own))
         raise AssertionError("the fastest is near itself")
+
+
+def _batches(number: int, rows: Rows) -> Integers:
+    """Of rows of one pipeline, `number`: equal where numbers of micro batches differ by whole rounds, so that all are
+    run at once."""
+    counts, inverse = np.unique(rows.micro_batches, return_inverse=True)
+    firsts = []
+    for count in counts.tolist():
+        of_round, beyond = rounds_beyond(rows.pipeline, count)
+        firsts.append(number * MOST_RANKS**2 + (count - beyond * of_round) * MOST_RANKS + of_round)
+    return np.array(firsts)[inverse]
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:
