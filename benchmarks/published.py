@@ -10,11 +10,12 @@ planner must know is left out, with the reason; none is filled in by hand.
 import argparse
 import csv
 import hashlib
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +38,10 @@ TRAINERS = (
     (r"BLOOM|bigscience|vTrain|NeMo-Framework-Launcher|2104\.04473|2205\.05198", "megatron-2022"),
     (r"Megatron|NeMo|SimuMax|MegaScale|Nemotron", "megatron"),
 )  # fmt: skip
+# Of trainers whose runs are not compiled: the version of the trainer that a row with such a `compile` is priced as.
+EAGER = {"torchtitan": "torchtitan-eager"}
+# Billions of parameters from which a trainer's own configs recompute whole layers (torchtitan: 8B selective, 70B full).
+FULL_FROM = {"torchtitan": 10}
 # Words of the device's name -> the chip; the first that is found.
 CHIPS = (
     (r"A100-PCIe", "A100-PCIe"), (r"A100-40", "A100-40"), (r"A100", "A100-80"), (r"H100-PCIe", "H100-PCIe"),
@@ -112,8 +117,8 @@ class Shape:
     vocabulary: int
     gated: bool
     tied: bool
-    head_size: int = 0
-    mixture: int | None = None
+    head_size: int = field(default=0, repr=False)  # so that rows keep their hash, and with it their half
+    mixture: int | None = field(default=None, repr=False)
 
     @property
     def parameters(self) -> float:
@@ -124,7 +129,7 @@ class Shape:
 
     def facts(self) -> ModelFacts:
         """Of a model of transformers of this shape, kept between starts."""
-        return kept(key_of("published", *about_code(), repr(self)), self._found)
+        return kept(key_of("published", *about_code(), repr(astuple(self))), self._found)
 
     def _found(self) -> ModelFacts:
         import transformers
@@ -139,6 +144,8 @@ class Shape:
         }  # fmt: skip
         if self.mixture is not None:
             _, name, more = MIXTURES[self.mixture]
+            if dense := more.get("first_k_dense_replace"):  # a model cut to 4 layers keeps one of them
+                more = {**more, "first_k_dense_replace": min(dense, max(1, self.layers // 4))}
             config = getattr(transformers, name)(**{**common, "num_key_value_heads": self.kv_heads, **more})
             return facts_of_deep(build_meta(config))
         if self.gated:
@@ -201,7 +208,9 @@ def read(folder: Path) -> tuple[list[Measured], Counter[str]]:
 def _measured(row: Mapping[str, str], file: str) -> Measured:
     notes, words = row["notes"], " ".join((row["source"], row["model"], row["notes"], file))
     engine = _first(TRAINERS, words, "trainer")
-    shape, layout = _shape(row), _layout(row, engine)
+    engine = EAGER.get(engine, engine) if row["compile"] == "no" else engine
+    shape = _shape(row)
+    layout = _layout(row, engine, shape)
     batch = _whole(row, "global_batch")
     if batch % (layout.micro_batch_size * layout.data_ranks):
         raise NotSaid("its batch is no multiple of its micro batches")
@@ -261,7 +270,7 @@ def _vocabulary(model: str) -> str:
     raise NotSaid("vocabulary")
 
 
-def _layout(row: Mapping[str, str], engine: str) -> Layout:
+def _layout(row: Mapping[str, str], engine: str, shape: Shape) -> Layout:
     world, tp, pp, cp = (_whole(row, name, least=name != "num_gpus") for name in ("num_gpus", "tp", "pp", "cp"))
     if world % (tp * pp * cp):
         raise NotSaid("its degrees do not make its devices")
@@ -273,7 +282,9 @@ def _layout(row: Mapping[str, str], engine: str) -> Layout:
         copies = data // shard
     if shard * copies != data:
         raise NotSaid("its degrees do not make its devices")
-    if (recompute := {**RECOMPUTE, "": ENGINES[engine].recompute}.get(row["recompute"])) is None:
+    is_large = shape.parameters >= FULL_FROM.get(engine.partition("-")[0], math.inf)
+    unsaid = "full" if is_large else ENGINES[engine].recompute
+    if (recompute := {**RECOMPUTE, "": unsaid}.get(row["recompute"])) is None:
         raise NotSaid(f"recompute {row['recompute']}")
     if row["schedule"].lower().replace(" ", "_") not in SCHEDULES:
         raise NotSaid(f"schedule {row['schedule']}")

@@ -93,8 +93,8 @@ def test_what_cannot_be_chosen_is_told(override: str, what: str) -> None:
 
 def test_where_nothing_fits_it_says_what_would() -> None:
     place = Cluster.parse("2xH100")
-    small = replace(place, chip=replace(place.chip, memory_gib=0.12, context_gib=0.1, communicator_gib=0.0))
-    with pytest.raises(UserError, match=r"no layout fits on 1x2xH100: the smallest, .*GiB of 0.1 a device") as caught:
+    small = replace(place, chip=replace(place.chip, memory_gib=0.2, context_gib=0.1, communicator_gib=0.0))
+    with pytest.raises(UserError, match=r"no layout fits on 1x2xH100: the smallest, .*GiB of 0.2 a device") as caught:
         chosen(run("data.seq_length=512k"), small)
     fix = caught.value.fix or ""
     assert "tokens fit, with " in fix and "is large enough, with " in fix

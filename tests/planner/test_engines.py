@@ -85,8 +85,9 @@ def test_memory_and_speed_of_megatron_on_b200(
 
 def test_nanotron_deals_layers_until_a_stage_has_its_part() -> None:
     facts = llama(16, 2048, 32, 32, 8192, 131072)  # a layer of 67 million, a head of 268
-    assert dealt_until_full(facts, Layout(pp=2)) == ((0, 11), (11, 16))
-    assert dealt_until_full(facts, Layout(pp=4)) == ((0, 6), (6, 11), (11, 16), (16, 16))
+    assert dealt_until_full(facts, Layout(pp=2)) == ((0, 10), (10, 16))
+    assert dealt_until_full(facts, Layout(pp=3)) == ((0, 7), (7, 14), (14, 16))
+    assert dealt_until_full(facts, Layout(pp=4)) == ((0, 5), (5, 10), (10, 15), (15, 16))
     assert as_planned(facts, Layout(pp=2)) == ((0, 10), (10, 16))
 
 

@@ -44,7 +44,9 @@ def facts_of_run(config: RunConfig, vocabulary: int | None = None) -> ModelFacts
     if vocabulary is None and (kind == "byte" or size):
         vocabulary = int(size) if size else BYTE_VOCABULARY
     takes = config.model.init == "random" and config.tokenizer.name_or_path != "auto" and vocabulary is not None
-    of_text: Mapping[str, Any] = {"vocab_size": vocabulary} if takes else {}
+    # The model's own marks may be tokens that the tokenizer has not, of which `transformers` would warn.
+    marks = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    of_text: Mapping[str, Any] = {"vocab_size": vocabulary, **marks} if takes else {}
     return facts_of_config(config.model.name_or_path, config.model.overrides, of_text=of_text)
 
 

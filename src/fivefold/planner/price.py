@@ -308,8 +308,10 @@ class _Pricing:
     def _host_seconds(self) -> float:
         """Of Python and launches, forward and backward of a layer."""
         engine, tp = self.engine, self.plan.layout.tp
-        across = engine.host_across * float(tp**engine.host_power) if self.across and tp > 1 else 0.0
-        return engine.host_seconds + across
+        if not self.across or tp == 1:
+            return engine.host_seconds
+        nodes = self.prices.span(self.plan.grid.axes["tp"]).nodes
+        return engine.host_seconds + engine.host_across * tp * float(nodes**engine.host_power)
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
