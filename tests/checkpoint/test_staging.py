@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.save import _floats
 from fivefold.checkpoint.staging import Staging
 
 
@@ -72,3 +73,13 @@ class _OnGpu(Tensor):
     @property
     def is_cuda(self) -> bool:
         return True
+
+
+def test_numbers_of_the_optimizer_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a type in one read: on a GPU each is a wait for all that runs there."""
+    read, plain = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(tensor.numel()) or plain(tensor))
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda _: pytest.fail("one number is read alone"))
+    values = [torch.tensor(2.0), 3, torch.tensor(7), torch.tensor(4.5), 0.5]
+    assert _floats(values) == [2.0, 3.0, 7.0, 4.5, 0.5]
+    assert read == [2, 1]

@@ -63,9 +63,11 @@ def _has(layout: Any, name: str, value: Any) -> bool:
 
 
 def test_the_best_that_fits_is_spelled_out() -> None:
-    config, (line, why) = chosen(run(), Cluster.parse("4xH100"))
+    config, lines = chosen(run(), Cluster.parse("4xH100"))
     assert not config.is_automatic and config.layout.world == 4
-    assert str(config.layout) in line and "s a step" in line and "of 79.2 GiB a device" in line and "that fit" in why
+    told = " ".join(" ".join(lines).split())
+    assert f"layout: auto: {config.layout}, about " in told and len(lines) < 4 and max(map(len, lines)) <= 80
+    assert "s a step" in told and "of 79.2 GiB a device" in told and "layouts that fit" in told
     assert parse_config(config.to_yaml()) == config and "auto: false" in config.to_yaml()
     assert config.layout == search(prices("llama", "4xH100"), WORKLOAD).best[0].layout
 
@@ -91,8 +93,8 @@ def test_what_cannot_be_chosen_is_told(override: str, what: str) -> None:
 
 def test_where_nothing_fits_it_says_what_would() -> None:
     place = Cluster.parse("2xH100")
-    small = replace(place, chip=replace(place.chip, memory_gib=0.12, context_gib=0.1, communicator_gib=0.0))
-    with pytest.raises(UserError, match=r"no layout fits on 1x2xH100: the smallest, .*GiB of 0.1 a device") as caught:
+    small = replace(place, chip=replace(place.chip, memory_gib=0.2, context_gib=0.1, communicator_gib=0.0))
+    with pytest.raises(UserError, match=r"no layout fits on 1x2xH100: the smallest, .*GiB of 0.2 a device") as caught:
         chosen(run("data.seq_length=512k"), small)
     fix = caught.value.fix or ""
     assert "tokens fit, with " in fix and "is large enough, with " in fix
@@ -119,6 +121,9 @@ def test_what_a_run_was_expected_to_be_is_its_estimate() -> None:
     assert expected(config, "shard4+fp32", "cpu", {}).cluster == "1x4xcpu"  # of an earlier version
     with pytest.raises(UserError, match="does not know Fancy 1"):
         expected(config, "shard4", "cuda:0", {"device": "Fancy 1"})
+    Path("mine.toml").write_text('cluster = "1x8xH100"\n[chip.matmul_fraction]\nbf16 = 0.01')
+    measured = run("layout=shard2.tp2", "layout.hardware=mine.toml")
+    assert expected(measured, "shard2.tp2", "cuda:0", about).step_seconds > found.step_seconds
 
 
 # ---- the devices that are there --------------------------------------------------------------------------------------
@@ -142,3 +147,8 @@ def test_a_gpu_is_known_by_its_name_and_has_its_own_memory(monkeypatch: pytest.M
     with pytest.raises(UserError, match="does not know NVIDIA H200 MIG") as caught:
         cluster_here("cuda", 1, 1)
     assert "layout.dp_shard: -1" in (caught.value.fix or "")
+    Path("mine.toml").write_text('cluster = "1x8xH200"\n[chip]\nlaunch_us = 7')
+    found = cluster_here("cuda", 4, 2, "mine.toml")
+    assert (found.text, found.chip.launch_us, found.chip.memory_gib) == ("2x2xH200", 7, 100.0)
+    with pytest.raises(UserError, match=r"layout.hardware mine.toml is of H200, and this run is on cpu"):
+        cluster_here("cpu", 4, 2, "mine.toml")

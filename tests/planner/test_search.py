@@ -13,7 +13,7 @@ from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.planner.bounds import Bounding
-from fivefold.planner.estimate import OUTSIDE, ROUNDING, TIGHT, Step, Workload
+from fivefold.planner.estimate import MATMULS, OUTSIDE, ROUNDING, TIGHT, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import ALIKE, NEAR, search, simplicity
 from fivefold.planner.space import Space
@@ -44,7 +44,7 @@ def test_memory_is_that_of_the_plan() -> None:
         for rank in {0, layout.pp // 2, layout.pp - 1}:
             step, plan, shape = plan_and_step(price_list, layout, rank)
             planned = plan.bytes(shape).by_kind
-            found = {item: size for item, size in step.memory_of(rank).items() if item not in OUTSIDE}
+            found = {item: size for item, size in step.memory_of(rank).items() if item not in (*OUTSIDE, MATMULS)}
             assert found == pytest.approx(planned, rel=0, abs=0.5), f"{layout} rank {rank}"
 
 

@@ -37,7 +37,7 @@ def test_a_point_is_the_best_of_its_search() -> None:
 
 
 def test_what_does_not_fit_is_left_out() -> None:
-    small = with_memory(prices("llama", "4xH100"), gib=0.01)
+    small = with_memory(prices("llama", "4xH100"), gib=0.075)
     found = sweeps(small, Workload(2048, 16))
     assert 0 < len(found.lengths) < 8 and all(each.fits for each in (*found.devices, *found.lengths))
 

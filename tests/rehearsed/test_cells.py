@@ -26,7 +26,9 @@ def row_of() -> Iterator[Callable[[Cell], Row]]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_cell(cell: Cell, row_of: Callable[[Cell], Row]) -> None:
-    measured, expected = row_of(cell), table()[cell.name]
+    expected = table().get(cell.name)
+    assert expected, "the table lacks it: python -m tests.rehearsed.cells --new"
+    measured = row_of(cell)
     assert not more(measured, expected)
     for what in {"allocated", "reserved"} & {*measured}:
         assert measured[what] == pytest.approx(expected[what], rel=NEAR), what

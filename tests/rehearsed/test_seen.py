@@ -1,7 +1,9 @@
 """What is made of what a rehearsal saw: collectives and which are exposed, the peak of memory, the sentences."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from fivefold.rehearsal.report import Rehearsal
 from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, Seen, Sent, Sync
 from fivefold.rehearsal.stand_in import Lack
 from fivefold.rehearsal.stream_order import Group, issued
+from fivefold.report.render import write
 
 GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
 COMPUTE, OTHER = 0, 5  # streams
@@ -217,6 +220,24 @@ def test_the_page_has_the_verdict_and_every_table() -> None:
     html = page(rehearsal())
     for text in ("fits: 40 GiB", "Memory of each phase", "host syncs", "exposed", "No kernel ran", "1.00 GiB"):
         assert text in html
+
+
+def test_a_page_goes_into_a_pipe_and_does_not_replace_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write("a page", pipe, instead="")
+        assert os.read(reader, 99) == b"a page"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_page_is_written_where_a_link_points(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    write("a page", tmp_path / "link", instead="")
+    assert (tmp_path / "page.html").read_text() == "a page" and (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize(

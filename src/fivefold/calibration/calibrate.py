@@ -53,9 +53,9 @@ def calibrate(
 
 def written(cluster: Cluster, found: Sequence[Found]) -> tuple[str, Report[Measured]]:
     """The file and the report of what the workers have found. `cluster`: this machine as the tables have it."""
-    tables = fitted(cluster, found)
+    tables = {"cluster": cluster.text, **fitted(cluster, found)}
     about = f"Measured by fivefold calibrate on {date.today().isoformat()}: {_where(cluster)}.\n{_versions()}"
-    text = hardware_file.text(cluster.text, tables, about)
+    text = hardware_file.text(tables, about)
     of_matmuls, of_links = errors(hardware_file.parsed(text), found)
     closing = f"at the median, matmuls are {100 * of_matmuls:.0f} % off this, collectives {100 * of_links:.0f} %"
     rows = tuple(_rows(hardware_file.parsed(text), cluster))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import exp, log
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def _joined(found: Sequence[Found]) -> Found:
 
 
 def matmul_curve(chip: Chip, found: Sequence[Matmul]) -> Table:
-    """`peak_tflops` and `matmul_fraction` by type, `tile` and `tile_fill`: those with the least median error over all
+    """`peak_tflops` and `matmul_fraction` by type, `tile` and `tile_fill`: those with the least mean error over all
     shapes. The chip's own tile is kept where no other is a tenth better: waves of tiles are known for GPUs."""
 
     def curve(tile: tuple[int, int], fill: int) -> tuple[float, Mapping[str, float]]:
@@ -79,7 +79,7 @@ def matmul_curve(chip: Chip, found: Sequence[Matmul]) -> Table:
             rates[dtype] = _best_rate(shaped, of_type)
             fast = _with_rate(shaped, dtype, rates[dtype])
             errors += [abs(log(_planned(fast, each) / each[-1])) for each in of_type]
-        return median(errors), rates
+        return mean(errors), rates
 
     error, rates = curve(chip.tile, chip.tile_fill)
     tile, fill = chip.tile, chip.tile_fill

@@ -10,10 +10,11 @@ from fivefold.core.files import writing
 from fivefold.planner.cluster import Cluster
 
 
-def text(cluster: str, tables: Mapping[str, Any], about: str) -> str:
-    """TOML: `about` as a comment, the cluster in its text form, and the tables `chip` and `node`."""
-    head = [*(f"# {line}".rstrip() for line in about.splitlines()), f"cluster = {json.dumps(cluster)}"]
-    return "\n".join([*head, *(line for name, table in tables.items() if table for line in _lines(name, table)), ""])
+def text(tables: Mapping[str, Any], about: str = "") -> str:
+    """TOML: `about` as a comment, the text form of the `cluster`, the tables `chip` and `node` where there are any."""
+    head = [*(f"# {line}".rstrip() for line in about.splitlines()), f"cluster = {json.dumps(tables['cluster'])}"]
+    found = ((name, tables[name]) for name in ("chip", "node") if tables.get(name))
+    return "\n".join([*head, *(line for name, table in found for line in _lines(name, table)), ""])
 
 
 def _lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:

@@ -1,11 +1,13 @@
 """`fivefold calibrate`."""
 
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from fivefold.cli.options import Debug
+from fivefold.core.errors import UserError
 
 
 class Device(StrEnum):
@@ -28,6 +30,14 @@ def calibrate(
         str | None,
         typer.Option(metavar="NAME", help="Whose table to start from, for a GPU without one.", show_default=False),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Correct by a finished run instead.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With --from: what is corrected, such as a file.", show_default=False),
+    ] = None,
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write what was found as JSON; - prints JSON alone.", show_default=False),
@@ -36,13 +46,23 @@ def calibrate(
 ) -> None:
     """Measure this machine for the planner.
 
-    Example: fivefold calibrate --write mine.toml, then fivefold plan llama-3.2-1b --cluster mine.toml
+    Example: fivefold calibrate --write mine.toml
+    Example: fivefold calibrate --from runs/demo --cluster mine.toml --write mine.toml
     """
-    from fivefold.calibration import calibrate as calibration
     from fivefold.calibration.hardware_file import save
-    from fivefold.report.table import write
+    from fivefold.report.table import Report, write
 
-    text, report = calibration.calibrate(device=device.value, nproc=nproc, chip=chip)
+    report: Report[Any]
+    if run is not None:
+        from fivefold.calibration.learn import learn
+
+        text, report = learn(run, base=cluster)
+    elif cluster is not None:
+        raise UserError("--cluster says what a run corrects", fix="name the run: --from RUN")
+    else:
+        from fivefold.calibration.calibrate import calibrate as measure
+
+        text, report = measure(device=device.value, nproc=nproc, chip=chip)
     save(write_to, text)
     write(report, json=json)
     if json != "-":

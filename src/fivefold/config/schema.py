@@ -269,8 +269,12 @@ def _layout_keys() -> dict[str, Any]:
     types = {int: Whole, bool: bool, str: str}
     own = {name: said for name, said in SAID.items() if said.section == "layout"}
     automatic = Field(default=False, description="the planner chooses what is not set of the layout; layout: auto")
+    hardware = Field(
+        default="", description="hardware file (fivefold calibrate) that the planner uses; not set: its own tables"
+    )
     return {
         "auto": (bool, automatic),
+        "hardware": (str, hardware),
         **{said.key: (types[type(said.file_default)], of_layout(name)) for name, said in own.items()},
     }
 
@@ -438,6 +442,11 @@ class RunConfig(Section):
     def is_automatic(self) -> bool:
         """Whether the planner is to choose the layout (`planner/auto.py`)."""
         return bool(vars(self.layout_section)["auto"])
+
+    @property
+    def hardware(self) -> str:
+        """A file that says what the devices of the run do, for the planner; empty where its own tables are to."""
+        return str(vars(self.layout_section)["hardware"])
 
     @property
     def written_layout(self) -> Layout:

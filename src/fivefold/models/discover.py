@@ -201,13 +201,14 @@ def _cost(
             outputs, inputs = parameter.shape[-2:]
             matmuls.append(Matmul(name, inputs, outputs, times or 1))
     attention = tuple(_attends([block]).values())
-    of_experts = sum(times * _saved_by_expert(model.get_submodule(name), hidden_size) for name, times in picks.items())
+    of_experts = [(times, _saved_by_expert(model.get_submodule(name), hidden_size)) for name, times in picks.items()]
+    rows, features = (sum(float(times * each[which]) for times, each in of_experts) for which in (0, 1))
     statistics = 2.0 * sum(each.query for each in attention)  # of each head one, in fp32
 
     def in_all(kept: Sequence[Kept], itemsize: int, inside: float = 0.0) -> Saved:
         found = _saved(block.layer, kept, partition)
         of = {where: round(size / itemsize, 3) for where, size in found.items()}
-        return Saved(of["residual"] + of_experts, of["entered"], of["inside"] + inside)
+        return Saved(of["residual"], of["entered"], of["inside"] + inside, rows, features)
 
     return LayerCost(
         tuple(matmuls), attention, in_all(block.saved, 4), in_all(low.saved, low_bytes, statistics),
@@ -215,11 +216,12 @@ def _cost(
     )  # fmt: skip
 
 
-def _saved_by_expert(module: Any, hidden_size: int) -> int:
-    """Numbers that one row of an expert leaves behind: it, what is made of it, the activation twice, and the result."""
+def _saved_by_expert(module: Any, hidden_size: int) -> tuple[int, int]:
+    """Numbers that one row of an expert leaves behind: as wide as hidden states, it and the result; as wide as
+    features, what is made of it, and the activation twice."""
     shapes = [tuple(parameter.shape) for parameter in module.parameters() if parameter.ndim == 3]
     made = max((max(set(shape[1:]) - {hidden_size}, default=hidden_size) for shape in shapes), default=hidden_size)
-    return 2 * hidden_size + 2 * made
+    return 2 * hidden_size, 2 * made
 
 
 def _saved(layer: str, kept: Sequence[Kept], partition: Partition) -> dict[str, float]:

@@ -31,12 +31,14 @@ Bytes = Any  # a number, or an array of them: the planner adds up many layouts a
 @dataclass(frozen=True)
 class Units:
     """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of the embedding,
-    where it has a unit of its own here; of the model's own unit; of all."""
+    where it has a unit of its own here; of the model's own unit; of all. `matrix`: of the largest parameter of a
+    layer."""
 
     layer: tuple[int, int]
     embedding: tuple[int, int]
     root: tuple[int, int]
     total: tuple[int, int]
+    matrix: int
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def _units(plan: "ParallelPlan") -> Units:
     sizes = {unit.name: plan.padded_sizes(unit) for unit in plan.units}
     of_layers = [_sum(size for name, size in sizes.items() if _is_of(name, layer)) for layer in plan.layers]
     root, embedding = sizes[""], sizes.get(plan.anatomy.embedding, (0, 0))
-    return Units(max(of_layers, default=(0, 0)), embedding, root, _sum(sizes.values()))
+    matrix = max((plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.layers)), default=0)
+    return Units(max(of_layers, default=(0, 0)), embedding, root, _sum(sizes.values()), matrix)
 
 
 def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -146,15 +149,18 @@ def resting_bytes(
     optimizer state and buffers of routers, all of them.
 
     Gradients are there from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and
-    in backward the next one beside it; ZeRO-1 and 2 all units. Gradients wait for their reduction in the compute type,
-    and are then copied into one buffer in the type in which they are reduced. ZeRO-1 keeps the sum of all micro
-    batches. `root_waits`: the model's own unit is not reduced after every backward, and its sum is kept as well.
+    in backward the next one beside it, but not the embedding, which a backward does not read; ZeRO-1 and 2 all units.
+    Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type in which
+    they are reduced; while a layer's activations are there, only its last matrix has one. ZeRO-1 keeps the sum of all
+    micro batches. `root_waits`: the model's own unit is not reduced after every backward, and its sum is kept as well.
     """
     layer, root, total, first = units.layer, units.root, units.total, max(units.embedding, units.layer)
-    numbers = (root[0] + layer[0], root[0] + 2 * layer[0], root[0] + 2 * layer[0], root[0] + first[0])
+    at_end = 0 if first == units.embedding else layer[0]
+    numbers = (root[0] + layer[0], root[0] + 2 * layer[0], root[0] + 2 * layer[0], root[0] + at_end)
     waiting = (
-        0, root[1] * shape.compute_bytes, (root[1] + layer[1]) * shape.compute_bytes + layer[1] * shape.reduce_bytes,
-        (root[1] + first[1]) * (shape.compute_bytes + shape.reduce_bytes),
+        0, (root[1] + units.matrix) * shape.compute_bytes,
+        (root[1] + units.matrix) * shape.compute_bytes + layer[1] * shape.reduce_bytes,
+        (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes,
     )  # fmt: skip
     found = {}
     for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
@@ -214,7 +220,8 @@ def layer_bytes(plan: "ParallelPlan", cost: LayerCost, shape: StepShape, *, is_a
     """`is_again`: it keeps only its input, and is computed again in backward."""
     tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
     made = cost.kept(shape.compute_bytes, compiled=shape.compiled)
-    saved = round((made.on_rank(tp, sequence_parallel=splits) + exchanged_numbers(plan, cost)) * token)
+    numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
+    saved = round((numbers + exchanged_numbers(plan, cost)) * token)
     entered = shape.hidden_bytes // (tp if splits else 1)
     working = round(working_numbers(plan, cost, shape) * token)
     return LayerBytes(saved, entered if is_again else saved, working + (saved if is_again else 0))
@@ -277,7 +284,8 @@ def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
     softmax = logits * (2 * compute + precise if precise > compute else compute)
     before = weight * (precise + compute) if several else 0
     in_loss = before + softmax + (logits * compute if several else 0)
-    in_head = before + weight * compute + 2 * logits * compute
+    both = 1 if precise == compute else 2  # in fp32 the gradient takes the memory of the logits
+    in_head = before + weight * compute + both * logits * compute
     tp, splits = plan.layout.tp, plan.splits_sequence
     of_norm = 3 + precise // compute
     return (

@@ -295,6 +295,10 @@ class ParallelPlan:
         sizes = {name: _padded(self.gathered_shape(name), shards) for name in unit.parameters}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
 
+    def largest(self, unit: Unit) -> int:
+        """Numbers of the largest parameter that a unit gathers."""
+        return max((prod(self.gathered_shape(name)) for name in unit.parameters), default=0)
+
     def users(self, unit: Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
         return frozenset(stage for name in unit.parameters for stage in self.stages.users(name)) & {*self.own_stages}

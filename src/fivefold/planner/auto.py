@@ -1,6 +1,7 @@
 """`layout: auto`: the layout that the planner chooses for a run. No torch where the model's facts are known."""
 
 from collections.abc import Mapping
+from textwrap import wrap
 from typing import Any
 
 from fivefold.config import RunConfig
@@ -15,7 +16,7 @@ from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.explain import too_large
 from fivefold.planner.price import PriceList
-from fivefold.planner.report import behind
+from fivefold.planner.report import behind, seconds_text
 from fivefold.planner.search import Found, search
 from fivefold.planner.space import PLACED
 
@@ -24,7 +25,7 @@ OPEN = (*PLACED, "zero", "pp_schedule", "pp_virtual", "micro_batch_size", "recom
 BYTE_VOCABULARY = 257  # of the built-in tokenizer
 
 
-def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, tuple[str, ...]]:
+def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
     """A run with the best layout that fits, spelled out in place of `layout: auto`; and which one and why, in lines.
 
     What the run file sets of the layout stays. Raises `UserError` where no layout can run or none fits.
@@ -43,7 +44,9 @@ def facts_of_run(config: RunConfig, vocabulary: int | None = None) -> ModelFacts
     if vocabulary is None and (kind == "byte" or size):
         vocabulary = int(size) if size else BYTE_VOCABULARY
     takes = config.model.init == "random" and config.tokenizer.name_or_path != "auto" and vocabulary is not None
-    of_text: Mapping[str, Any] = {"vocab_size": vocabulary} if takes else {}
+    # The model's own marks may be tokens that the tokenizer has not, of which `transformers` would warn.
+    marks = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    of_text: Mapping[str, Any] = {"vocab_size": vocabulary, **marks} if takes else {}
     return facts_of_config(config.model.name_or_path, config.model.overrides, of_text=of_text)
 
 
@@ -66,13 +69,11 @@ def _given(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in OPEN}
 
 
-def _words(found: Found) -> tuple[str, ...]:
-    """Two lines, for most layouts of at most 80 columns."""
+def _words(found: Found) -> list[str]:
+    """Lines of at most 80 columns."""
     best, *others = found.best
-    whole = best.cluster.chip.memory_gib
-    expected = f"{best.step_seconds:.2g} s a step, {best.reserved / GIB:.1f} of {whole:.1f} GiB a device"
-    nearest = f"; next is {others[0].layout}: {behind(best, others[0])}" if others else ""
-    return (
-        f"layout: auto: {best.layout}, about {expected}",
-        f"  the best of {many(found.fitting, 'layout')} that fit{nearest}",
-    )
+    expected = f"{seconds_text(best.step_seconds)} s a step, {best.reserved / GIB:.1f} of"
+    device = f"{expected} {best.cluster.chip.memory_gib:.1f} GiB a device"
+    nearest = f"; next is {others[0].layout} ({behind(best, others[0])})" if others else ""
+    said = f"layout: auto: {best.layout}, about {device}: the best of {many(found.fitting, 'layout')} that fit{nearest}"
+    return wrap(said, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -12,6 +12,7 @@ import numpy as np
 
 from fivefold.core.layout import Layout
 from fivefold.planner.estimate import (
+    WAITING,
     Edges,
     Sent,
     Work,
@@ -20,10 +21,12 @@ from fivefold.planner.estimate import (
     durations,
     edges_of,
     least_span,
+    matmul_bytes,
     moving_bytes,
     passes,
     passing,
     resting_bytes,
+    root_waits,
     runtime_bytes,
     transfer_seconds,
 )
@@ -57,7 +60,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, int, bool, bool, bool, Content], Numbers] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[int, int, bool, bool, Content], Numbers] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
@@ -112,20 +115,24 @@ class Bounding:
     def resting(
         self, numbers: Integers, rows: Rows, contents: Sequence[Content]
     ) -> Numbers:  # fmt: skip
-        """[layout, content, moment]: bytes that do not depend on the micro batch. `numbers`: in `_shards`."""
+        """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
+        gradients that wait at any. `numbers`: in `_shards`."""
         keys = np.stack((numbers, rows.zero, rows.micro_batches > 1))
         distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
         found = [
-            [self._rest(number, replace(rows.pipeline, zero=zero), bool(several), each) for each in contents]
+            [self._rest(number, zero, bool(several), each, rows.pipeline) for each in contents]
             for number, zero, several in distinct.T.tolist()
         ]
         return np.array(found)[inverse]
 
-    def _rest(self, number: int, pipeline: Layout, several: bool, content: Content) -> Numbers:
-        key = number, pipeline.zero, pipeline.schedule.splits_backward, pipeline.pp > 1, several, content
+    def _rest(self, number: int, zero: int, several: bool, content: Content, pipeline: Layout) -> Numbers:
+        shards = self._shards[number]
+        waits = root_waits(shards, content, pipeline)
+        key = number, zero, several, waits, content
         if key not in self._resting:
-            found = resting_bytes(self.space.prices, self._shards[number], content, pipeline, several=several)
-            self._resting[key] = np.array([float(sum(items.values())) for items in found.values()])
+            found = resting_bytes(self.space.prices, shards, content, zero, several=several, waits=waits)
+            tensors = [float(sum(items.values())) for items in found.values()]
+            self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
         return self._resting[key]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
@@ -191,13 +198,15 @@ class Bounding:
         engine = self.space.prices.engine
         under_way = passing(engine, work, stages, of, self.logits[rows.work])
         moving = (sum(items.values()) for items in moving_bytes(engine, under_way).values())
-        tensors = resting + np.stack(tuple(moving), axis=-1)
-        found: Numbers = tensors.max(axis=(1, 2)) * self.space.prices.engine.slack + self.runtime[rows.place]
+        tensors = (resting[..., :-1] + np.stack(tuple(moving), axis=-1)).max(axis=-1)
+        tensors += matmul_bytes(engine, self.space.prices.cluster.chip)
+        reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
+        found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found
 
     def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
-        return passes(work, sent, stages, of, overlaps=self.space.prices.engine.overlaps_data)
+        return passes(work, sent, stages, of, self.space.prices.engine)
 
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
         """Seconds of the busiest rank beside the passes."""
@@ -205,7 +214,7 @@ class Bounding:
         each = np.arange(len(rows), dtype=np.int64)
         content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
         edges = self.edges(rows.place, stages.distinct).at((each, content))
-        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_data
+        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_sums
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:

@@ -24,7 +24,7 @@ GIB = 2**30
 _DEFAULTS = {
     "aliases": [], "names": [], "step_fraction": 1.0,
     # Attention: 447 TFLOP/s of H200's 794 (ml-engineering, FA3). Tiles: of the large kernels of cuBLAS.
-    "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
+    "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
         "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0},
@@ -34,6 +34,7 @@ _DEFAULTS = {
 # Of numbers in a file of one's own. All others are above 0.
 _WHOLE = ("sms", "most_devices", "domain_devices", "cores", "rails", "tile_fill")
 _MAY_BE_ZERO = (
+    "slack",
     "domain_devices",
     "cores",
     "tile_fill",
@@ -98,12 +99,13 @@ class Chip:
     `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: of that, what
     matmuls keep inside of a long step, where power and heat hold the clocks down. `attention_fraction`: of the matmul
     rate, what attention reaches. `tile`: rows and columns of the outputs that a matmul computes at once; `tile_fill`:
-    inner products in which a tile gets going. `memory_gib`: all that the
-    driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large arrays. `sms`: streaming
-    multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place. `launch_us`: host time of
-    one kernel. `context_gib`: what context and libraries take outside the allocator, `communicator_gib`: each
-    communicator besides. `host_gbs`: to host memory, each way. `names`: regular expressions for whole words of the name
-    that CUDA or ROCm calls it by.
+    inner products in which a tile gets going. `slack`: what the allocator has over what is allocated, where a run has
+    shown it; 0: as the trainer usually has. `host_scale`: how much longer Python and launches take than on the hosts
+    that trainers' seconds are of. `memory_gib`: all that the driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and
+    `memory_fraction` of it for large arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA,
+    or what ROCm says in its place. `launch_us`: host time of one kernel. `context_gib`: what context and libraries take
+    outside the allocator, `communicator_gib`: each communicator besides. `host_gbs`: to host memory, each way. `names`:
+    regular expressions for whole words of the name that CUDA or ROCm calls it by.
     """
 
     name: str
@@ -114,6 +116,8 @@ class Chip:
     peak_tflops: Mapping[str, float]
     matmul_fraction: Mapping[str, float]
     step_fraction: float
+    slack: float
+    host_scale: float
     attention_fraction: float
     tile: tuple[int, int]
     tile_fill: int

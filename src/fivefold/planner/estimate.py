@@ -137,6 +137,7 @@ class Estimate:
 
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
+MATMULS, WAITING = "work space of matmuls", "unreduced gradients"
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
@@ -172,12 +173,15 @@ def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overla
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights; bytes kept until
-    backward, and those that a backward has besides. `edges`: of a stage's input and output, which a pipeline holds."""
+    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights, on the device; seconds
+    of the host for a forward and for a backward; bytes kept until backward, and those that a backward has besides.
+    `edges`: of a stage's input and output, which a pipeline holds."""
 
     forward: Numbers
     backward: Numbers
     weights: Numbers
+    host_forward: Numbers
+    host_backward: Numbers
     kept: Numbers
     working: Numbers
     edges: Numbers
@@ -191,7 +195,8 @@ class Work:
 
         return Work(
             each(lambda part: part.forward.sum()), each(lambda part: part.backward.sum()),
-            each(lambda part: part.weights.sum()), each(lambda part: part.kept), each(lambda part: part.working),
+            each(lambda part: part.weights.sum()), each(lambda part: part.host[0]), each(lambda part: part.host[1]),
+            each(lambda part: part.kept), each(lambda part: part.working),
             np.array([each.edges for each in prices], dtype=float),
         )  # fmt: skip
 
@@ -221,10 +226,20 @@ class Sent:
         return Sent(self.gather[places], self.reduce[places])
 
 
-def passes(work: Work, sent: Sent, stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+def passes(work: Work, sent: Sent, stages: Stages, of: Flow, engine: Engine) -> tuple[Numbers, Numbers]:
     """Seconds of a micro batch's forward and backward in each stage."""
-    before, after = data_seconds(work, sent, stages, of, overlaps=overlaps)
-    return work.forward @ stages.layers.T + before, work.backward @ stages.layers.T + after
+    before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
+    return (
+        met(work.forward @ stages.layers.T + before, work.host_forward @ stages.layers.T, engine.meet),
+        met(work.backward @ stages.layers.T + after, work.host_backward @ stages.layers.T, engine.meet),
+    )
+
+
+def met(device: Numbers, host: Numbers, meet: float) -> Numbers:
+    """Seconds of a slot. Python runs ahead of the device, and only where it takes longer for the whole slot does the
+    device wait. The two times meet smoothly."""
+    found: Numbers = (device**meet + host**meet) ** (1 / meet)
+    return found
 
 
 def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
@@ -387,7 +402,7 @@ class Step:
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:
         """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
-        return passes(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+        return passes(self.work, self.sent, self.stages, self.flow, self.engine)
 
     @cached_property
     def busiest(self) -> int:
@@ -395,13 +410,17 @@ class Step:
         return int(busiest(*self.passes, self.stages))
 
     def _totals(self, rank: int) -> Seconds:
-        """Of a pipeline rank in one micro batch, by item."""
+        """Of a pipeline rank's device in one micro batch, by item."""
         found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
         for part, count in zip(self.prices.parts, layers, strict=True):
             found += (part.forward + part.backward) * count
         before, after = data_seconds(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
         found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
         return found
+
+    def _waits(self, rank: int) -> float:
+        """Seconds that a pipeline rank's device waits for Python in one micro batch."""
+        return float(self.stages.ranks[rank] @ sum(self.passes)) - float(self._totals(rank).sum())
 
     @cached_property
     def at_least(self) -> float:
@@ -458,16 +477,17 @@ class Step:
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
-        rank, total = self.busiest, self._totals(self.busiest)
+        rank = self.busiest
+        total = dict(zip(ITEMS, self._totals(rank).tolist(), strict=True)) | {"host": self._waits(rank)}
         whys = {
             "matmuls": f"{self.micro_batches} micro batches of {self.layout.micro_batch_size} x {self.tokens} tokens",
             "host": "Python and launches beyond the device's time", "data": "FSDP's collectives that outlast compute",
         }  # fmt: skip
-        for name, amount in zip(ITEMS, total, strict=True):
-            if amount:
-                yield Item("time", name, float(amount) * self.micro_batches, whys.get(name, ""))
+        for name, amount in total.items():
+            if amount > 0:
+                yield Item("time", name, amount * self.micro_batches, whys.get(name, ""))
         if self.layout.pp > 1:
-            bubble = span - float(total.sum()) * self.micro_batches
+            bubble = span - sum(total.values()) * self.micro_batches
             why = f"pipeline rank {rank} waits for others" + ", which leave it their cores" * (bubble < 0)
             yield Item("time", "bubble", bubble, why)
         held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
@@ -488,7 +508,7 @@ class Step:
     def edge_seconds(self) -> float:
         """What no compute hides at the ends of a step: the first unit's gather, the last one's reduction, sums of
         gradients over replicas beyond one backward, and the sums over all ranks."""
-        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_data
+        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_sums
         return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.engine.step_seconds
 
     def calls(self, rank: int) -> Iterator[Call]:
@@ -530,13 +550,18 @@ class Step:
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
         content, several = self.stages.contents[rank], self.micro_batches > 1
-        resting = resting_bytes(self.price_list, self.shards, content, self.pipeline, several=several)
+        resting = resting_bytes(
+            self.price_list, self.shards, content, self.layout.zero, several=several,
+            waits=root_waits(self.shards, content, self.pipeline),
+        )  # fmt: skip
         under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
         moving = moving_bytes(self.engine, under_way)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
         found = max(moments, key=lambda items: sum(items.values()))
-        found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
+        found |= {MATMULS: matmul_bytes(self.engine, self.cluster.chip)}
+        waiting = max(items[WAITING] for items in resting.values())
+        found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
         found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
         return found
 
@@ -571,11 +596,10 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, pipeline: Layout, *, several: bool
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, several: bool, waits: bool
 ) -> Mapping[str, Mapping[str, float]]:
-    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `pipeline`: with the ZeRO
-    stage. `several`: micro batches."""
-    zero = pipeline.zero
+    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `several`: micro batches.
+    `waits`: see `root_waits`."""
     shape, of_rank = replace(shards.shape, micro_batches=1 + several), shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
@@ -586,7 +610,6 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if price_list.engine.moments:
-        waits = root_waits(shards, content, pipeline)
         return memory.resting_bytes(state, _units(shards, content), zero, shape, root_waits=waits)
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
     found: dict[str, float] = {**state, "gathered parameters": gathered, "unreduced gradients": waiting}
@@ -616,6 +639,7 @@ def _units(shards: Shards, content: Content) -> Units:
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
+        matrix=max((unit.largest for kind, _ in content.kinds for unit in shards.layers[kind].units), default=0),
     )
 
 
@@ -694,6 +718,14 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     """Of hidden states from one pipeline rank to the next."""
     span = price_list.span(Axis(pp, price_list.cluster.world // pp))
     return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
+
+
+def matmul_bytes(engine: Engine, chip: Chip) -> int:
+    """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
+    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.)"""
+    if not engine.moments or chip.is_host:
+        return 0
+    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:

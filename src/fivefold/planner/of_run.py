@@ -8,7 +8,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.auto import facts_of_run, workload_of
 from fivefold.planner.chips import chip_of_device
-from fivefold.planner.cluster import Cluster
+from fivefold.planner.cluster import Cluster, nodes_of
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import estimate
 from fivefold.planner.price import PriceList
@@ -21,20 +21,18 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
     Raises `UserError` where the planner cannot price it.
     """
     own = Layout.parse(layout)
-    cluster = _cluster(own.world, device, about)
+    cluster = cluster_of(own.world, device, about, config.hardware)
     facts = facts_of_run(config, (about.get("data") or {}).get("vocabulary"))
     found = estimate(PriceList(facts, cluster, ENGINES["fivefold"]), own, workload_of(config))
     return Expected(found.step_seconds, found.memory_gib, cluster.text)
 
 
-def _cluster(world: int, device: str, about: Mapping[str, Any]) -> Cluster:
+def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:
     """The devices that a start ran on. One of an earlier version, which does not say its nodes, was on one."""
-    chip, name = "cpu", str(about.get("device"))
-    if device != "cpu":
-        known = chip_of_device(name)
-        if known is None:
-            raise UserError(f"the planner does not know {name}")
-        chip = known.name
-    per_node = int(about.get("devices_per_node") or world)
-    nodes, devices = (world // per_node, per_node) if world % per_node == 0 else (world, 1)
-    return Cluster.parse(f"{nodes}x{devices}x{chip}")
+    size = nodes_of(world, int(about.get("devices_per_node") or world))
+    if hardware or device == "cpu":
+        return Cluster.parse(hardware or "1xcpu", size)
+    known = chip_of_device(str(about.get("device")))
+    if known is None:
+        raise UserError(f"the planner does not know {about.get('device')}")
+    return Cluster.parse(f"1x{known.name}", size)

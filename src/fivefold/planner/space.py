@@ -160,11 +160,14 @@ class Space:
             for shards in divisors(rest // pp) if self._schedules(pp) else ():
                 place = replace(shared, pp=pp, dp_shard=shards, dp_replicate=rest // pp // shards)
                 sizes = self._sizes(place.data_ranks)
-                if not len(sizes) or any(legality.of_world(place, world)):
+                laid = self.prices.engine.laid
+                is_own = laid(place).dp_shard == shards  # a trainer that shares states over all data ranks has no other
+                if not len(sizes) or not is_own or any(legality.of_world(place, world)):
                     continue
                 works = self._works(shared) if works is None else works
                 own, rows = works[np.isin(works[:, 1], sizes)].T
-                zeros = np.array((3, 2, 1) if shards * place.cp > 1 else (3,))
+                stages = (3, 2, 1) if shards * place.cp > 1 else (3,)
+                zeros = np.array(list(dict.fromkeys(laid(replace(place, zero=stage)).zero for stage in stages)))
                 numbers = np.full(len(own) * len(zeros), len(self.places))
                 counts = np.tile(batch // (rows * place.data_ranks), len(zeros))
                 self.places.append(place)

@@ -40,8 +40,9 @@ def rehearse(
     """
     place = Cluster.parse(cluster)
     lacks = stand_in.lacking()
-    if not lacks and tuple(place.chip.capability) not in stand_in.SHARED:
-        raise UserError(f"{place.chip.name} is no CUDA device", fix="rehearse on A100, H100, H200 or B200")
+    if not lacks and not stand_in.stands_for(place.chip):
+        what = f"{place.chip.name} is no CUDA device that this torch has kernels for"
+        raise UserError(what, fix="rehearse on A100, H100, H200 or B200")
     with interrupts.sigterm_raises(), scratch() as folder:
         config, layout = resolved(path, [*overrides, *changes(folder, steps, is_full=not lacks)], place)
         ranks = kinds(layout) if all_kinds else [rank or 0]
@@ -160,10 +161,11 @@ def _played(process: "subprocess.Popen[bytes]", codes: IO[str], log: IO[bytes], 
 def _failure(rank: int, code: int, log: IO[Any]) -> RunFailed:
     log.seek(0)
     said = log.read().decode(errors="replace").strip().splitlines()
-    if code == -signal.SIGKILL:
-        return RunFailed(f"rank {rank} was killed", fix="a machine with too little memory does that: free some")
-    failure = RunFailed(
-        f"rank {rank} ended without a word (code {code}){f': {said[-1]}' if said else ''}", fix="--debug shows all"
-    )
+    if code < 0:
+        fix = "free memory of this machine" if code == -signal.SIGKILL else "--debug shows all"
+        failure = RunFailed(f"rank {rank} was ended by {signal.Signals(-code).name}", fix=fix)
+    else:
+        last = f": {said[-1]}" if said else ""
+        failure = RunFailed(f"rank {rank} ended without a word (code {code}){last}", fix="--debug shows all")
     failure.__cause__ = RuntimeError("\n".join(said))
     return failure

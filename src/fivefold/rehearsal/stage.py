@@ -1,6 +1,6 @@
 """The process of a rank: the real trainer, watched. `python -m fivefold.rehearsal.stage REPORTS` forks one for every
 folder that a line of standard input names: the request is there, and what was seen is left beside it. The descriptor
-REPORTS is told the exit code of each."""
+REPORTS is told the exit code of each. `alone FOLDER`: that one, without a fork."""
 
 import faulthandler
 import gc
@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from fivefold import torch_internals
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.interrupts import Stopped
@@ -102,10 +103,15 @@ def main(reports: int) -> None:
         if process == 0:
             die_with_parent(by=signal.SIGKILL)
             os.close(reports)
-            play(Path(line.removesuffix("\n")))
+            folder = line.removesuffix("\n")
+            if torch_internals.has_lost_cuda():  # up to torch 2.12 that import starts CUDA, which no fork can use
+                os.execv(sys.executable, [sys.executable, "-m", __spec__.name, "alone", folder])
+            play(Path(folder))
         _, status = os.waitpid(process, 0)
         os.write(reports, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "alone":
+        play(Path(sys.argv[2]))
     main(int(sys.argv[1]))

@@ -93,6 +93,11 @@ def lacking() -> list[Lack]:
     return lacks
 
 
+def stands_for(chip: Chip) -> bool:
+    """Whether this can stand for `chip`: a CUDA device whose kernels torch brings. AMD numbers its chips otherwise."""
+    return tuple(chip.capability) in SHARED and not chip.name.startswith("MI")
+
+
 def compiler() -> str | None:
     """A C compiler of this machine."""
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
@@ -193,7 +198,6 @@ def environment(chip: Chip, devices: int, *, base: Mapping[str, str] = os.enviro
 
 # Bytes of shared memory of an SM, by compute capability (CUDA C programming guide, "Technical Specifications").
 SHARED = {
-    (7, 0): 98304,
     (8, 0): 167936,
     (8, 6): 102400,
     (8, 9): 102400,

@@ -46,10 +46,14 @@ def _policy(script: str) -> str:
 
 
 def write(html: str, path: Path, *, instead: str) -> None:
-    """Write a page to `path`, whose folder is made where it is missing. `instead`: how to name another place.
+    """Write a page to `path`, whose folder is made where it is missing. A device or a pipe is written to, and a link
+    followed: neither is replaced by a file. `instead`: how to name another place.
 
     Raises `UserError` where it cannot be written.
     """
     with writing(path, instead=instead):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace(path, html.encode())
+        if path.exists() and not path.is_file():
+            path.write_bytes(html.encode())
+        else:
+            replace(path.resolve(), html.encode())

@@ -95,7 +95,8 @@ def _settled(config: RunConfig, size: int, local_size: int, *, is_fresh: bool) -
     from fivefold.launch.cluster import cluster_here
     from fivefold.planner.auto import chosen
 
-    config, why = chosen(config, cluster_here(device_kind(config.train.device), size, local_size))
+    here = cluster_here(device_kind(config.train.device), size, local_size, config.hardware)
+    config, why = chosen(config, here)
     for line in why:
         say(line)
     return config
