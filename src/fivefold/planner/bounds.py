@@ -188,9 +188,9 @@ class Bounding:
         transfer = self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
         slots = durations(forward, backward, self.work.at(rows.work), stages)
-        span_ = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
+        least = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
         crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
-        return span_ / crowding + self._after(rows, stages, forward, backward)
+        return least / crowding + self._after(rows, stages, forward, backward)
 
     def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
