@@ -63,11 +63,11 @@ class Bounding:
     _resting: dict[tuple[int, int, bool, bool, Content], Numbers] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
-    def of(self, rows: Rows) -> Bounds:
-        """Computed in pieces, whose arrays stay small."""
+    def of(self, rows: Rows, most: float = np.inf) -> Bounds:
+        """Computed in pieces, whose arrays stay small. Layouts that need more than `most` bytes have no time."""
         size = max(1, AT_ONCE // (rows.pipeline.stages))
         stages = self.space.prices.stages(rows.pipeline)
-        parts = [self._of(rows.at(slice(start, start + size)), stages) for start in range(0, len(rows), size)]
+        parts = [self._of(rows.at(slice(start, start + size)), stages, most) for start in range(0, len(rows), size)]
         needs, at_least = (np.concatenate(each) for each in zip(*parts, strict=True))
         return Bounds(rows, needs, at_least)
 
@@ -173,8 +173,16 @@ class Bounding:
 
     # ---- what is computed --------------------------------------------------------------------------------------------
 
-    def _of(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
+    def _of(self, rows: Rows, stages: Stages, most: float) -> tuple[Numbers, Numbers]:
         """Bytes of the fullest rank, and the least seconds."""
+        needs = self._needs(rows, stages, self.flow(rows))
+        fitting, at_least = needs <= most, np.full(len(rows), np.inf)
+        if fitting.any():
+            at_least[fitting] = self._least(rows.at(fitting), stages)
+        return needs, at_least
+
+    def _least(self, rows: Rows, stages: Stages) -> Numbers:
+        """Seconds that no step is shorter than."""
         of = self.flow(rows)
         forward, backward = self._passes(rows, stages, of)
         transfer = self.transfer(rows.pp)[rows.work]
@@ -182,8 +190,7 @@ class Bounding:
         slots = durations(forward, backward, self.work.at(rows.work), stages)
         least = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
         crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
-        after = self._after(rows, stages, forward, backward)
-        return self._needs(rows, stages, of), least / crowding + after
+        return least / crowding + self._after(rows, stages, forward, backward)
 
     def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]

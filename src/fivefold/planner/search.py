@@ -63,8 +63,8 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
             fix=f"each device gets rows of its own with global_batch_size {-(-rows // world) * world}",
         )
     bounding = Bounding(space)
-    bounded = [bounding.of(rows) for rows in space.rows]
     memory = prices.cluster.chip.memory_bytes
+    bounded = [bounding.of(rows, memory) for rows in space.rows]
     fitting = [each.at(each.needs <= memory) for each in bounded]
     easily = [each.at(each.needs <= memory * TIGHT) for each in fitting]
     sets = _Candidates(bounding, easily if any(map(len, easily)) else fitting).best(top)
