@@ -37,9 +37,13 @@ RESULT = Path(__file__).parent / "results" / "planner_accuracy.json"
 FREE = {
     "nanotron": (
         "matmul", "attention", "traffic", "logit_bytes", "host_seconds", "host_across", "host_power", "step_seconds",
-        "overlaps_tensor", "tensor_seconds", "tensor_across", "between.fraction", "between.latency_us",
+        "overlaps_tensor", "tensor_seconds", "tensor_across", "sum_bytes", "between.fraction", "between.latency_us",
     ),
     "megatron": ("matmul", "attention", "traffic", "host_seconds", "host_across", "tensor_seconds", "step_seconds"),
+    "megatron-2022": (
+        "matmul", "traffic", "score_bytes", "logit_bytes", "sum_bytes", "host_seconds", "tensor_seconds",
+        "step_seconds",
+    ),
     "fsdp1": ("matmul", "attention", "traffic", "host_seconds"),
     "torchtitan": ("matmul", "traffic", "host_seconds"),
 }  # fmt: skip
@@ -148,7 +152,7 @@ def changed(engine: Engine, cluster: Cluster, change: Mapping[str, float]) -> tu
 # ---- fitting ---------------------------------------------------------------------------------------------------------
 
 # Regimes of the rows that constants are fitted to: without those of C, which their readers found to be sick.
-FITTED = {"nanotron": ("A", "B"), "megatron": ("",), "fsdp1": ("",), "torchtitan": ("",)}
+FITTED = {"nanotron": ("A", "B"), "megatron": ("",), "megatron-2022": ("",), "fsdp1": ("",), "torchtitan": ("",)}
 SCALE = 0.05  # of the Cauchy loss: errors far above 5 % pull no more than this one
 
 

@@ -10,11 +10,12 @@ planner must know is left out, with the reason; none is filled in by hand.
 import argparse
 import csv
 import hashlib
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -34,8 +35,13 @@ TRAINERS = (
     (r"torchtitan|pytorch\.org|FSDP2|SimpleFSDP|GraphTrainer", "torchtitan"),
     (r"FSDP|ZeRO-3|llm-foundry", "fsdp1"),
     (r"nanotron", "nanotron"),
-    (r"Megatron|NeMo|SimuMax|MegaScale|BLOOM|bigscience|vTrain|2104\.04473|2205\.05198|Nemotron", "megatron"),
+    (r"BLOOM|bigscience|vTrain|NeMo-Framework-Launcher|2104\.04473|2205\.05198", "megatron-2022"),
+    (r"Megatron|NeMo|SimuMax|MegaScale|Nemotron", "megatron"),
 )  # fmt: skip
+# Of trainers whose runs are not compiled: the version of the trainer that a row with such a `compile` is priced as.
+EAGER = {"torchtitan": "torchtitan-eager"}
+# Billions of parameters from which a trainer's own configs recompute whole layers (torchtitan: 8B selective, 70B full).
+FULL_FROM = {"torchtitan": 10}
 # Words of the device's name -> the chip; the first that is found.
 CHIPS = (
     (r"A100-PCIe", "A100-PCIe"), (r"A100-40", "A100-40"), (r"A100", "A100-80"), (r"H100-PCIe", "H100-PCIe"),
@@ -49,6 +55,26 @@ NETWORKS = (
 )  # fmt: skip
 SPLITS = {"yes": True, "1": True, "no": False, "0": False}  # the sequence over tp
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "amp_bf16": "bf16"}
+# Words of a model with experts -> its class of transformers, and what no column says: the values of its config.json.
+MIXTURES = (
+    (r"(?i)qwen3-30b-a3b", "Qwen3MoeConfig", {
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128,
+    }),
+    (r"(?i)qwen3-235b-a22b", "Qwen3MoeConfig", {
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "head_dim": 128,
+    }),
+    (r"(?i)gpt-oss-120b", "GptOssConfig", {
+        "num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64, "intermediate_size": 2880,
+    }),
+    (r"(?i)deepseek-?v2", "DeepseekV3Config", {
+        "n_routed_experts": 160, "num_experts_per_tok": 6, "moe_intermediate_size": 1536, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "n_group": 8, "topk_group": 3,
+    }),
+    (r"(?i)deepseek-?v3", "DeepseekV3Config", {
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+    }),
+)  # fmt: skip
 RECOMPUTE = {
     "none": "none",
     "no": "none",
@@ -58,6 +84,7 @@ RECOMPUTE = {
     "selective": "selective",
     "default SAC": "selective",
 }
+FP8 = (r"fp8.*row|block|mx", "rowwise"), (r"fp8", "tensorwise")  # words of a precision -> how its matmuls are scaled
 SCHEDULES = ("", "none", "1f1b", "interleaved_1f1b")  # the virtual stages say whether it is interleaved
 
 
@@ -79,7 +106,8 @@ class NotSaid(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder, as the columns say it. `gated`: its MLP has three matrices."""
+    """A decoder, as the columns say it. `gated`: its MLP has three matrices. `head_size`: numbers of a head, 0 for the
+    hidden ones by the heads. `mixture`: number in `MIXTURES` of a model with experts, or None."""
 
     layers: int
     hidden: int
@@ -89,19 +117,22 @@ class Shape:
     vocabulary: int
     gated: bool
     tied: bool
+    head_size: int = field(default=0, repr=False)  # so that rows keep their hash, and with it their half
+    mixture: int | None = field(default=None, repr=False)
 
     @property
     def parameters(self) -> float:
-        """Billions, without norms and biases."""
-        attention = self.hidden**2 * (2 + 2 * self.kv_heads / self.heads)
+        """Billions, without norms, biases and experts."""
+        attention = 2 * self.hidden * (self.head_size or self.hidden / self.heads) * (self.heads + self.kv_heads)
         matrices = self.layers * (attention + (3 if self.gated else 2) * self.hidden * self.ffn)
         return (matrices + self.vocabulary * self.hidden * (1 if self.tied else 2)) / 1e9
 
     def facts(self) -> ModelFacts:
         """Of a model of transformers of this shape, kept between starts."""
-        return kept(key_of("published", *about_code(), repr(self)), self._found)
+        return kept(key_of("published", *about_code(), repr(astuple(self))), self._found)
 
     def _found(self) -> ModelFacts:
+        import transformers
         from transformers import GPTNeoXConfig, LlamaConfig
 
         from fivefold.models.build import build_meta
@@ -111,8 +142,15 @@ class Shape:
             "hidden_size": self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
             "intermediate_size": self.ffn, "vocab_size": self.vocabulary, "tie_word_embeddings": self.tied,
         }  # fmt: skip
+        if self.mixture is not None:
+            _, name, more = MIXTURES[self.mixture]
+            if dense := more.get("first_k_dense_replace"):  # a model cut to 4 layers keeps one of them
+                more = {**more, "first_k_dense_replace": min(dense, max(1, self.layers // 4))}
+            config = getattr(transformers, name)(**{**common, "num_key_value_heads": self.kv_heads, **more})
+            return facts_of_deep(build_meta(config))
         if self.gated:
-            return facts_of_deep(build_meta(LlamaConfig(**common, num_key_value_heads=self.kv_heads)))
+            sizes = {"head_dim": self.head_size} if self.head_size else {}
+            return facts_of_deep(build_meta(LlamaConfig(**common, num_key_value_heads=self.kv_heads, **sizes)))
         return facts_of_deep(build_meta(GPTNeoXConfig(**common, use_parallel_residual=False)))
 
 
@@ -170,7 +208,9 @@ def read(folder: Path) -> tuple[list[Measured], Counter[str]]:
 def _measured(row: Mapping[str, str], file: str) -> Measured:
     notes, words = row["notes"], " ".join((row["source"], row["model"], row["notes"], file))
     engine = _first(TRAINERS, words, "trainer")
-    shape, layout = _shape(row), _layout(row, engine)
+    engine = EAGER.get(engine, engine) if row["compile"] == "no" else engine
+    shape = _shape(row)
+    layout = _layout(row, engine, shape)
     batch = _whole(row, "global_batch")
     if batch % (layout.micro_batch_size * layout.data_ranks):
         raise NotSaid("its batch is no multiple of its micro batches")
@@ -180,9 +220,11 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
         raise NotSaid("neither tokens/s nor memory")
     cluster, workload = _cluster(row), Workload(_whole(row, "seq_len"), batch)
     regime = match[1] if (match := re.search(r"regime=(\w)", notes)) else ""
-    what = repr((shape, layout, workload, row["gpu"], row["num_gpus"], engine, speed, memory, failed))
+    trainer = engine.partition("-")[0]  # a row stays in its half whatever version of a trainer it is priced as
+    what = repr((shape, layout, workload, row["gpu"], row["num_gpus"], trainer, speed, memory, failed))
     return Measured(
-        source=_source(f"{row['source']} {file}"), shape=shape, cluster=cluster, layout=layout, workload=workload,
+        source=_source(f"{row['source']} {file}") + _kind(shape, layout),
+        shape=shape, cluster=cluster, layout=layout, workload=workload,
         engine=engine, tokens_per_second=speed, memory_gb=memory, failed=failed, regime=regime, notes=notes,
         of_rank=next((rank for pattern, rank in LOGGED if re.search(pattern, words)), None),
         beside=next((items for pattern, items in READINGS if re.search(pattern, words)), ()),
@@ -192,8 +234,10 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
 
 
 def _shape(row: Mapping[str, str]) -> Shape:
-    """Of a dense decoder. Where the parameters are said, its matrices are those that come nearest to them."""
-    if re.search(r"MoE|A\d+B|DeepSeek|deepseek|OSS|Moonlight|Nemotron[_-]3|experts", row["model"] + row["notes"]):
+    """Of a decoder. Where the parameters of a dense one are said, its matrices are those that come nearest to them."""
+    mixture = next((number for number, each in enumerate(MIXTURES) if re.search(each[0], row["model"])), None)
+    words = r"MoE|A\d+B|DeepSeek|deepseek|OSS|Moonlight|Nemotron[_-]3|experts"
+    if mixture is None and re.search(words, row["model"] + row["notes"]):
         raise NotSaid("a model with experts")
     heads, hidden = _whole(row, "heads"), _whole(row, "hidden")
     kv, ffn = int(row["kv_heads"] or heads), int(row["ffn"] or 4 * hidden)
@@ -201,13 +245,14 @@ def _shape(row: Mapping[str, str]) -> Shape:
     vocabulary = -(-vocabulary // 128) * 128
     basis = Shape(
         layers=_whole(row, "layers"), hidden=hidden, heads=heads, kv_heads=kv, ffn=ffn, vocabulary=vocabulary,
-        gated=ffn != 4 * hidden or kv != heads, tied=ffn == 4 * hidden,
+        gated=ffn != 4 * hidden or kv != heads, tied=ffn == 4 * hidden and mixture is None, mixture=mixture,
     )  # fmt: skip
     said = _number(row["params_b"])
-    if said is None or "truncated" in row["model"]:
+    if said is None or mixture is not None or "truncated" in row["model"]:
         return basis
     choices = [replace(basis, gated=gated, tied=tied) for gated in (True, False) for tied in (True, False)]
     choices = [each for each in choices if each.gated or kv == heads]
+    choices += [replace(each, head_size=128) for each in choices if each.gated and 128 * heads != hidden]
     return min(
         choices, key=lambda each: (abs(each.parameters / said - 1) > 0.03, each != basis, abs(each.parameters - said))
     )
@@ -215,13 +260,17 @@ def _shape(row: Mapping[str, str]) -> Shape:
 
 def _vocabulary(model: str) -> str:
     """Of models known by name."""
-    for words, size in ((r"(?i)llama-?3", "128256"), (r"(?i)llama-?2", "32000"), (r"GPT", "51200")):
+    known = (
+        (r"(?i)gpt-oss", "201088"), (r"(?i)deepseek-?v3", "129280"), (r"(?i)qwen3", "151936"),
+        (r"(?i)llama-?3", "128256"), (r"(?i)llama-?2", "32000"), (r"GPT", "51200"),
+    )  # fmt: skip
+    for words, size in known:
         if re.search(words, model):
             return size
     raise NotSaid("vocabulary")
 
 
-def _layout(row: Mapping[str, str], engine: str) -> Layout:
+def _layout(row: Mapping[str, str], engine: str, shape: Shape) -> Layout:
     world, tp, pp, cp = (_whole(row, name, least=name != "num_gpus") for name in ("num_gpus", "tp", "pp", "cp"))
     if world % (tp * pp * cp):
         raise NotSaid("its degrees do not make its devices")
@@ -233,18 +282,23 @@ def _layout(row: Mapping[str, str], engine: str) -> Layout:
         copies = data // shard
     if shard * copies != data:
         raise NotSaid("its degrees do not make its devices")
-    if (recompute := {**RECOMPUTE, "": ENGINES[engine].recompute}.get(row["recompute"])) is None:
+    is_large = shape.parameters >= FULL_FROM.get(engine.partition("-")[0], math.inf)
+    unsaid = "full" if is_large else ENGINES[engine].recompute
+    if (recompute := {**RECOMPUTE, "": unsaid}.get(row["recompute"])) is None:
         raise NotSaid(f"recompute {row['recompute']}")
     if row["schedule"].lower().replace(" ", "_") not in SCHEDULES:
         raise NotSaid(f"schedule {row['schedule']}")
     virtual, splits = int(row["vpp"] or 1), SPLITS.get(row["sp"], bool(ENGINES[engine].sequence_parallel))
-    if (precision := PRECISIONS.get(re.split(r"[ /]", row["precision"])[0])) is None:
+    fp8 = next((scaling for words, scaling in FP8 if re.search(words, row["precision"].lower())), "none")
+    precision = "bf16" if fp8 != "none" else PRECISIONS.get(re.split(r"[ /]", row["precision"])[0])
+    if precision is None:
         raise NotSaid(f"precision {row['precision'] or 'unknown'}")
     try:
         return Layout(
             dp_replicate=copies, dp_shard=shard, tp=tp, pp=pp, cp=cp, sequence_parallel=splits,
             pp_schedule="interleaved" if virtual > 1 and pp > 1 else "1f1b", pp_virtual=virtual if pp > 1 else 1,
-            micro_batch_size=_whole(row, "micro_batch"), recompute=recompute, precision=precision,
+            micro_batch_size=_whole(row, "micro_batch"), recompute=recompute, precision=precision, fp8=fp8,
+            ep=_whole(row, "ep", least=True),
         )  # fmt: skip
     except UserError as error:
         raise NotSaid(error.what) from None
@@ -289,6 +343,11 @@ def _source(text: str) -> str:
         if re.search(words, text):
             return name
     return "others"
+
+
+def _kind(shape: Shape, layout: Layout) -> str:
+    """What makes a source of its own of rows."""
+    return (", experts" if shape.mixture is not None else "") + (", fp8" if layout.fp8 != "none" else "")
 
 
 def _first(table: Sequence[tuple[str, str]], text: str, what: str) -> str:

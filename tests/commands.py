@@ -22,7 +22,12 @@ from fivefold.launch.world import World
 from tests.pool import run_ranks
 from tests.verification.mutation import planted
 
-STARTERS = ("fivefold.training.launch", "fivefold.generation.launch", "fivefold.verification.launch")
+STARTERS = (
+    "fivefold.training.launch",
+    "fivefold.generation.launch",
+    "fivefold.verification.launch",
+    "fivefold.calibration.calibrate",
+)
 
 
 def fivefold(arguments: Sequence[str], folder: Path, *, code: int = 0, fault: str | None = None) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
 from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.core.legality import NOT_BUILT
 from fivefold.core.schedule import SCHEDULES
 from fivefold.core.shapes import shape_folder, shape_names
@@ -266,7 +267,7 @@ ERRORS = [
     ("train: {max_steps: 3, max_tokens: 5M}", "run.yaml:1 train: max_steps and max_tokens are both set", None),
     ("train: {max_steps: 0}", "run.yaml:1 train.max_steps is 0", None),
     ("train:\n  seed: 1\n  seed: 2", "run.yaml:3 train.seed is set twice", "run.yaml:2"),
-    ("layout: auto", "run.yaml:1 layout: auto needs the planner", "dp_shard: -1"),
+    ("layout: {auto: true, tp: 0}", "run.yaml:1 layout: tp 0 is not a degree", "tp is 1 to"),
     ("layout:\n  tp: 1\n  zero: 7", "run.yaml:3 layout: zero 7 is not known", "1, 2, 3"),
     ("layout: tp2.foo3", "run.yaml:1 layout 'tp2.foo3': 'foo3' is not a degree", "tpN"),
     ("train: {micro_batch_size: 2}\nlayout: tp2+mb3", "train.micro_batch_size is 3, but run.yaml:1 says 2", "keep one"),
@@ -274,6 +275,21 @@ ERRORS = [
     ("train:\n\tseed: 1", "run.yaml:2 is not YAML", "spaces"),
     ("- 1", "run.yaml:1 is not a run file", "sections"),
 ]
+
+
+def test_a_layout_that_the_planner_chooses_is_open(here: Path) -> None:
+    config = loaded(here, "layout: auto\nmemory: {recompute: full}", "layout.tp=2")
+    assert config.is_automatic and config.given == {"tp": 2, "recompute": "full"}
+    check_supported(config)
+    with pytest.raises(UserError, match="layout: auto is chosen when training starts"):
+        config.layout  # noqa: B018
+    layout = Layout.parse("shard2.tp2+zero1+mb4+fp32")
+    settled = config.with_layout(layout)
+    assert settled.layout == layout and parse_config(settled.to_yaml()) == settled
+    assert loaded(here, "layout: auto", "layout=tp2").layout == Layout.parse("tp2")
+    assert loaded(here, "layout: tp2", "layout=auto").given == {}
+    with pytest.raises(UserError, match="recompute selective is not built"):
+        check_supported(loaded(here, "layout: auto", "memory.recompute=selective"))
 
 
 @pytest.mark.parametrize(("text", "what", "fix"), ERRORS, ids=[what[:40] for _, what, _ in ERRORS])

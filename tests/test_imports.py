@@ -14,7 +14,18 @@ ROOT = Path(__file__).parents[1] / "src" / "fivefold"
 # Each package, or module of the root, imports only from those to its left, anywhere in its code.
 ORDER = [
     *("core", "config", "report", "data", "torch_internals", "ops", "models", "parallel", "planner", "checkpoint"),
-    *("launch", "generation", "training", "verification", "rehearsal", "doctor", "own_loop", "api", "cli"),
+    *(
+        "launch",
+        "generation",
+        "training",
+        "verification",
+        "rehearsal",
+        "calibration",
+        "doctor",
+        "own_loop",
+        "api",
+        "cli",
+    ),
 ]
 FACES = {"__init__.py", "__main__.py"}  # of the root: what they import is what they are for
 WITHOUT_TORCH = "core", "config", "report"

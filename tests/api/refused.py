@@ -152,6 +152,10 @@ def batches(layout: str) -> bool:
         for option in ("max_new_tokens", "temperature", "seed"):
             with refuses("different prompts, or options"):
                 ff.generate(model, [1], **{option: 1 + dist.get_rank()})
+    with refuses("no rank has a micro batch"):
+        ff.evaluate(model, [])
+    with refuses("the prompt has no tokens"):
+        ff.generate(model, [])
     with refuses("logits takes one micro batch"):
         ff.logits(model, [batch])
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -6,16 +6,27 @@ from typing import Any
 import pytest
 
 from fivefold.core.schedule import Slot
-from fivefold.parallel.memory import under_way, unit_bytes
+from fivefold.parallel.memory import MOMENTS, Units, resting_bytes, under_way
 
 
 def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:
     order = [Slot(0, "F", 0), Slot(0, "F", 1), Slot(0, "I", 0), Slot(0, "F", 2), Slot(0, "W", 0), Slot(0, "B", 1)]
-    assert under_way(order)[0] == 3
+    assert under_way(order, [4])[0] == 3
 
 
-@pytest.mark.parametrize(("zero", "gathered", "waiting"), [(1, 65, 65 * 4), (2, 65, 30 * 2), (3, 5 + 20 + 30, 30 * 2)])
-def test_units_are_gathered_and_wait_by_zero_stage(zero: int, gathered: int, waiting: int) -> None:
-    shape: Any = SimpleNamespace(compute_bytes=2, reduce_bytes=4)
-    sizes = [(10, 10), (20, 20), (30, 30), (5, 5)]  # the last one is the model's own unit
-    assert unit_bytes(sizes, zero, shape) == (gathered * 2, waiting)
+@pytest.mark.parametrize(
+    ("zero", "gathered", "waiting"),
+    [(1, [65, 65, 65, 65], [0, 26, 106, 130 + 65 * 4]), (2, [65, 65, 65, 65], [0, 26, 106, 130]),
+     (3, [25, 45, 45, 25], [0, 26, 106, 130])],
+)  # fmt: skip
+def test_units_are_gathered_and_wait_by_zero_stage(zero: int, gathered: list[int], waiting: list[int]) -> None:
+    """A layer of 20 numbers, 8 of them in one matrix, an embedding of 10, the model's own unit of 5, 65 in all, in
+    bf16, reduced in fp32."""
+    shape: Any = SimpleNamespace(compute_bytes=2, reduce_bytes=4, micro_batches=1)
+    units = Units(layer=(20, 20), embedding=(10, 10), root=(5, 5), total=(65, 65), matrix=8)
+    found = resting_bytes({"parameters": 7, "gradients": 9}, units, zero, shape, root_waits=False)
+    moments = [found[moment] for moment in MOMENTS]
+    assert [each["parameters"] for each in moments] == [7, 7, 7, 7]
+    assert [each["gradients"] for each in moments] == [0, 0, 0, 9 if zero > 1 else 0]
+    assert [each["gathered parameters"] for each in moments] == [2 * numbers for numbers in gathered]
+    assert [each["unreduced gradients"] for each in moments] == waiting

@@ -15,6 +15,8 @@ from fivefold.planner.compute import fused_saved
 from fivefold.planner.engines import ENGINES, as_planned, dealt_until_full, evenly
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.price import PriceList
+from fivefold.planner.space import Space
+from tests.planner import settings
 
 
 @cache
@@ -83,8 +85,9 @@ def test_memory_and_speed_of_megatron_on_b200(
 
 def test_nanotron_deals_layers_until_a_stage_has_its_part() -> None:
     facts = llama(16, 2048, 32, 32, 8192, 131072)  # a layer of 67 million, a head of 268
-    assert dealt_until_full(facts, Layout(pp=2)) == ((0, 11), (11, 16))
-    assert dealt_until_full(facts, Layout(pp=4)) == ((0, 6), (6, 11), (11, 16), (16, 16))
+    assert dealt_until_full(facts, Layout(pp=2)) == ((0, 10), (10, 16))
+    assert dealt_until_full(facts, Layout(pp=3)) == ((0, 7), (7, 14), (14, 16))
+    assert dealt_until_full(facts, Layout(pp=4)) == ((0, 5), (5, 10), (10, 15), (15, 16))
     assert as_planned(facts, Layout(pp=2)) == ((0, 10), (10, 16))
 
 
@@ -107,6 +110,16 @@ def test_fused_kernels_save_the_closed_form_and_less_than_the_traced_layer() -> 
 ])  # fmt: skip
 def test_states_are_dealt_out_as_the_trainer_does(engine: str, laid: str) -> None:
     assert ENGINES[engine].laid(Layout.parse("dp2.shard4")) == Layout.parse(laid)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "nanotron", "torchtitan"])
+def test_a_search_for_a_trainer_has_the_layouts_that_it_can_run(engine: str) -> None:
+    prices = PriceList(settings.facts("llama", 8), Cluster.parse("1x8xA100-80"), ENGINES[engine])
+    found = list(settings.layouts(Space(prices, Workload(2048, 64))))
+    assert found and all(ENGINES[engine].laid(layout) == layout for layout in found)
+    assert len(found) == len(set(found))
+    if engine == "megatron":
+        assert {layout.dp_replicate for layout in found} == {1}
 
 
 def test_a_pipeline_over_nodes_costs_nanotron_host_time_for_every_rank_of_tp() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.planner.estimate import Step, Workload
+from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.inverse import STEP, cost_per_million_tokens, fewest_devices, leanest, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import search
@@ -23,11 +23,11 @@ def small() -> PriceList:
 def test_the_longest_sequence_of_a_layout_fits_and_a_longer_one_does_not(small: PriceList, text: str) -> None:
     layout, memory = Layout.parse(text), small.cluster.chip.memory_bytes
     found = longest_sequence(small, WORKLOAD, layout)
-    assert found.estimate.layout == layout and found.estimate.fits
+    assert found.estimate.layout == layout and found.estimate.verdict == "fits"
     assert found.estimate.workload.seq_length == found.seq_length and found.seq_length % STEP == 0
     rows = found.estimate.workload.global_batch_size
     longer = Step(small, layout, Workload(found.seq_length + STEP, rows))
-    assert longer.needs > memory
+    assert longer.needs > memory * TIGHT
 
 
 def test_the_longest_sequence_of_a_cluster_is_that_of_its_best_layout(small: PriceList) -> None:
@@ -54,7 +54,7 @@ def test_the_fewest_devices_fit_and_half_of_them_do_not() -> None:
     workload = Workload(65536, 16)
     for family in ("llama", "mixtral"):
         alone = with_memory(prices(family, "1xH100"), gib=80)
-        gib = 0.4 * min(Step(alone, each, workload).needs for each in leanest(alone, workload.seq_length)) / 2**30
+        gib = 0.6 * min(Step(alone, each, workload).needs for each in leanest(alone, workload.seq_length)) / 2**30
         found = fewest_devices(with_memory(prices(family, "2x4xH100"), gib=gib), workload)
         assert found.fits and found.layout.world in (4, 8)
         half = with_memory(prices(family, f"{found.layout.world // 2}xH100"), gib=gib)

@@ -14,6 +14,7 @@ from fivefold.core.shapes import shape_folder
 from fivefold.planner.estimate import OUTSIDE
 
 WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}
+SHORT = ("--seq-length", "300", "--global-batch-size", "1")
 SMALL = ("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "2k", "--global-batch-size", "16")
 
 
@@ -58,7 +59,13 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path) -> None:
     [
         (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp3"), "tp 3"),
         (("llama-3.2-1b", "--cluster", "2xH1000"), "H100"),
-        (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "16", "--layout", "tp2.pp2"), "2"),
+        (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp2.pp2"), "= 4, but 1x2xH100 has 2 devices; 4 does not"),
+        (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp4", "--max-seq-length"), "1x2xH100 has 2 devices"),
+        (
+            ("llama-3.2-1b", "--cluster", "8x8xH100", *SHORT),
+            "rows of its own with global_batch_size 64",
+        ),
+        (("run.yaml", "--cluster", "2xH100"), "run.yaml is a run file, and plan takes a model"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "0"), "no step"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "-5"), "--seq-length -5"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "abc"), "--seq-length abc"),
@@ -68,7 +75,24 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path) -> None:
 )
 def test_a_wrong_request_is_told(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2
-    assert says in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert says in told and "--nproc" not in told and "workers" not in told and "--keys" not in told
+
+
+def test_a_layout_that_is_not_searched_is_estimated_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-3.2-1b", "--cluster", "8x8xH100", *SHORT, "--layout", "cp4.pp16") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 row of 300 tokens" in shown and "of those that are searched" in shown and "a step of cp4.pp16: " in shown
+
+
+def test_long_layouts_are_broken_before_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "shard2.tp2.pp2+zero1+interleaved+v2+mb2+full"
+    asked = ("--seq-length", "4k", "--global-batch-size", "16", "--top", "1", "--layout", long)
+    assert run("llama-3.2-1b", "--cluster", "8xH100", *asked) == 0
+    shown = capsys.readouterr().out.splitlines()
+    line = next(number for number, each in enumerate(shown) if each.startswith("shard2.tp2.pp2+zero1"))
+    assert shown[line + 1].split()[0] == "+interleaved+v2+mb2+full" and max(map(len, shown)) <= 80
+    assert any("a device" in each for each in shown[:line])
 
 
 def test_a_layout_that_does_not_fit_is_shown_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,9 +107,18 @@ def test_the_longest_rows_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     length = int(re.search(r"rows that fit have ([\d,]+) tokens", shown)[1].replace(",", ""))  # type: ignore[index]
     fits = [
-        ff.estimate("llama-3.2-1b", "2xH100", ff.Workload(each, 1), "cp2+full").fits for each in (length, length + 1024)
+        ff.estimate("llama-3.2-1b", "2xH100", ff.Workload(each, 1), "cp2+full").verdict
+        for each in (length, length + 1024)
     ]
-    assert fits == [True, False]
+    assert fits == ["fits", "tight"]
+
+
+def test_longer_rows_than_the_model_has_positions_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("llama-3.2-1b", "--cluster", "8xH100", "--max-seq-length", "--layout", "cp8+full") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    length = int(re.search(r"rows that fit have ([\d,]+) tokens", shown)[1].replace(",", ""))  # type: ignore[index]
+    assert "the model has positions for 131,072 (max_position_embeddings)" in shown and "tight" not in shown
+    assert f"model.overrides.max_position_embeddings={length}" in shown and "e+0" not in shown
 
 
 def test_the_functions_of_python() -> None:

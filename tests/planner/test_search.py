@@ -9,14 +9,11 @@ import pytest
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import SchedulePlan
 from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.memory import under_way
 from fivefold.parallel.plan import ParallelPlan, lower
-from fivefold.parallel.unshards import of_slots
 from fivefold.planner.bounds import Bounding
-from fivefold.planner.estimate import OUTSIDE, ROUNDING, TIGHT, Step, Workload, flow
+from fivefold.planner.estimate import MATMULS, OUTSIDE, ROUNDING, TIGHT, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import ALIKE, NEAR, search, simplicity
 from fivefold.planner.space import Space
@@ -37,7 +34,7 @@ def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[
     step = Step(price_list, layout, WORKLOAD)
     plan = lower(price_list.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
-    return step, plan, shape
+    return step, plan, replace(shape, compiled=price_list.engine.compiled)
 
 
 def test_memory_is_that_of_the_plan() -> None:
@@ -47,7 +44,7 @@ def test_memory_is_that_of_the_plan() -> None:
         for rank in {0, layout.pp // 2, layout.pp - 1}:
             step, plan, shape = plan_and_step(price_list, layout, rank)
             planned = plan.bytes(shape).by_kind
-            found = {item: size for item, size in step.memory_of(rank).items() if item not in OUTSIDE}
+            found = {item: size for item, size in step.memory_of(rank).items() if item not in (*OUTSIDE, MATMULS)}
             assert found == pytest.approx(planned, rel=0, abs=0.5), f"{layout} rank {rank}"
 
 
@@ -165,24 +162,3 @@ def test_a_small_model_is_trained_with_data_parallelism_alone() -> None:
 def test_no_legal_layout_is_an_error() -> None:
     with pytest.raises(UserError, match="no layout of 1x8xH100"):
         search(prices("llama", "8xH100", layers=1), Workload(128, 3))
-
-
-@pytest.mark.parametrize(
-    "text", ["single", "pp2", "pp4+interleaved+v2", "pp3+zb", "pp2+zb+v2", "pp3+zbv", "pp2+dualpipev"]
-)
-def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
-    """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
-    layout = Layout.parse(text)
-    for zero, count in product((1, 2, 3), (4, 8, 12, 60)):
-        if any(legality.of_micro_batches(layout, count)):
-            continue
-        own, plan = flow(replace(layout, zero=zero), count), SchedulePlan.of(layout, count)
-        for rank, order in enumerate(plan.orders):
-            stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-            users = {str(stage): frozenset((stage,)) for stage in stages}
-            times = of_slots(order, users, count, stages, zero)
-            for stage, flying in under_way(order).items():
-                each = times[str(stage)]
-                assert own.in_flight[stage] == flying
-                found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
-                assert found == pytest.approx((each.forward, each.backward, each.reductions)), (zero, count, stage)

@@ -42,7 +42,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ([], "rehearse needs a cluster", "--cluster 8xH100"),
         (["--cluster", "8xX9"], "chip 'X9' is not known", ""),
         (["--cluster", "eight"], "'eight' is not a cluster", "16x8xH100"),
-        (["--cluster", "4xH100"], "on 1x4xH100: ", ""),
+        (["--cluster", "4xH100"], "but 1x4xH100 has 4 devices", ""),
         (["--cluster", "8xH100", "--rank", "8"], "--rank 8: 1x8xH100 has the ranks 0 to 7", ""),
         (["--cluster", "8xH100", "--rank", "1", "--ranks", "all-kinds"], "exclude each other", "leave one of them out"),
         (["--cluster", "8xH100", "--ranks", "some"], "--ranks", "rehearse --help"),

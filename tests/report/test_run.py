@@ -12,6 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.report.curves import POINTS, panels
 from fivefold.report.figures import heat
 from fivefold.report.run import main
+from fivefold.report.story import Expected
 from tests.report.html import asks_for_nothing
 from tests.verification.test_page import HOSTILE, holds
 
@@ -189,3 +190,43 @@ def test_a_damaged_spread_is_named_and_the_rest_is_shown(damaged: str, tmp_path:
     (run / "spread.json").write_text(damaged)
     text = main(run).read_text(encoding="utf-8")
     assert "spread.json is not an object of JSON" in text and "mine: 2 steps" in text
+
+
+def started(run: Path) -> Path:
+    """With the record of one start."""
+    about = {"event": "start", "step": 0, "time": "2020-03-04T05:06:07+00:00", "device": "a CPU, 2 cores", "world": 2}
+    (run / "history.jsonl").write_text(json.dumps(about) + "\n")
+    return run
+
+
+def test_planned_stands_beside_measured(tmp_path: Path) -> None:
+    run, told = started(make_run(tmp_path / "mine", [row(1), row(2)])), list[str]()
+
+    def expect(config: RunConfig, layout: str, device: str, about: Any) -> Expected:
+        assert (config.run.name, layout, device, about["device"]) == ("mine", "tp2", "cpu", "a CPU, 2 cores")
+        return Expected(step_seconds=1.6, peak_gib=0.2, cluster="1x2xcpu")
+
+    text = main(run, expect=expect, tell=told.append).read_text(encoding="utf-8")
+    assert told == [
+        "tp2 on 1x2xcpu",
+        "  step time: planned 1.6 s, measured 2 (1.25 x)", "  peak memory: planned 0.2 GiB, measured 0.25 (1.25 x)",
+    ]  # fmt: skip
+    assert all(said in text for said in ("Planned and measured", "tp2 on 1x2xcpu", ">1.6<", ">1.25 x<"))
+    assert "Planned and measured" not in main(run).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("error", [UserError("the planner does not know X"), ValueError("of the planner")])
+def test_a_planner_that_fails_costs_no_page(error: Exception, tmp_path: Path) -> None:
+    def expect(*_: Any) -> Expected:
+        raise error
+
+    run, told = started(make_run(tmp_path / "mine", [row(1)])), list[str]()
+    text = main(run, expect=expect, tell=told.append).read_text(encoding="utf-8")
+    assert told[0].startswith("tp2 was not planned: ") and str(error) in told[0] and str(error) in text
+
+
+def test_a_run_that_measured_no_memory_is_compared_in_time(tmp_path: Path) -> None:
+    told = list[str]()
+    run = started(make_run(tmp_path / "mine", [row(1, **{"memory/peak_gib": None})]))
+    main(run, expect=lambda *_: Expected(2.0, 1.0, "1x2xcpu"), tell=told.append)
+    assert [line.split(":")[0] for line in told] == ["tp2 on 1x2xcpu", "  step time"]

@@ -4,8 +4,11 @@ from math import isnan, sqrt
 
 import numpy as np
 import pytest
+import torch
 
-from tests.parity import Case, gathered, hf_config, reference_model
+from fivefold.parallel.dtensor import local
+from fivefold.training.step import squared_norm
+from tests.parity import Case, build, gathered, hf_config, reference_model
 from tests.pool import run_ranks
 from tests.training import ranks
 
@@ -54,3 +57,20 @@ def test_one_bad_element_on_one_rank_is_seen_everywhere(rank: int) -> None:
 def test_clipping_scales_every_element(norm: float, max_norm: float, factor: float) -> None:
     for values in run_ranks(2, ranks.clipped, Case("tp2+fp32"), sqrt(2), norm, max_norm):
         assert values == pytest.approx([sqrt(2) * factor], rel=1e-6)
+
+
+def norm_of_large_gradients() -> tuple[float, float]:
+    """The norm of a step in fp32, and the same in fp64."""
+    model = build(Case("single+fp32", overrides=(("vocab_size", 40_000),)))
+    generator, exact = torch.Generator().manual_seed(0), 0.0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        local(parameter.grad).normal_(generator=generator)
+        exact += float(local(parameter.grad).double().square().sum())
+    return float(squared_norm(model)) ** 0.5, exact**0.5
+
+
+def test_the_norm_of_large_gradients_is_exact_in_fp32() -> None:
+    """torch's kernel for CPUs adds squares up one by one: 1e-5 too small for a million values, 6e-4 for 15 million."""
+    [(found, exact)] = run_ranks(1, norm_of_large_gradients)
+    assert found == pytest.approx(exact, rel=1e-6)

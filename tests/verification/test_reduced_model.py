@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.shapes import shape_names
+from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.verification.reduced_model import fewer_layers, make_folder, narrow
 from tests.families import TINY
@@ -26,6 +28,9 @@ def test_every_built_in_shape_becomes_thin(name: str) -> None:
     assert getattr(small, "num_key_value_heads", None) == getattr(config, "num_key_value_heads", None)
     assert type(build_meta(small)) is type(build_meta(config))
     assert sum(p.numel() for p in build_meta(small).parameters()) < 30e6
+    with torch.device("cpu"), torch.no_grad():
+        logits = hf_internals.unmodified_model(small, torch.float32)(input_ids=torch.arange(1, 6)[None]).logits
+    assert logits.shape == (1, 5, small.get_text_config().vocab_size) and logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import doctor, export, generate, plan, rehearse, report, train, verify
+from fivefold.cli import calibrate, doctor, export, generate, plan, rehearse, report, train, verify
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -29,6 +29,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "generate": generate.generate,
     "export": export.export,
     "report": report.report,
+    "calibrate": calibrate.calibrate,
     "doctor": doctor.doctor,
 }
 

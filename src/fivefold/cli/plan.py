@@ -60,6 +60,6 @@ def plan(
     if html:
         from fivefold.planner.page import write_page
 
-        write_page(report, html)
+        write_page(report, html, None if max_seq_length else planner.sweeps_of(model, cluster, workload))
     if not report.ok:
         raise typer.Exit(1)

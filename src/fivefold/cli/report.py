@@ -19,9 +19,12 @@ def report(
 ) -> None:
     """Write one offline HTML page of a run: curves, who holds what, what is sent.
 
+    Says what fivefold plan expected of a step, beside what was measured.
+
     Example: fivefold report runs/demo
     """
+    from fivefold.planner.of_run import expected
     from fivefold.report.run import main
 
-    path = main(run, out)
+    path = main(run, out, expect=expected, tell=say)
     say(f"{path}: {path.stat().st_size / 1000:.0f} kB, one file that opens anywhere and fetches nothing")

@@ -120,7 +120,10 @@ def json_schema_of(config: type[BaseModel]) -> dict[str, Any]:
             _leave_out_unbuilt(f"{name}.{key}", values)
         whole["properties"][name].pop("default", None)  # the defaults of its keys say it
     layout = whole["properties"]["layout"]
-    whole["properties"]["layout"] = {"anyOf": [layout, {"type": "string"}], "description": "or a text: shard2.tp2"}
+    whole["properties"]["layout"] = {
+        "anyOf": [layout, {"type": "string"}],
+        "description": "or a text: shard2.tp2, or auto",
+    }
     return {"$schema": DIALECT, **whole, "title": "fivefold run file"}
 
 

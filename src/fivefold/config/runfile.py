@@ -1,7 +1,8 @@
 """Reading a run file: YAML with the line of every key, and `key=value` overrides on top.
 
 What the keys mean is the schema's; this module knows where each one was written, so that an error can say `run.yaml:7`,
-the key and the likely fix. `layout: shard2.tp2+mb2` is spelled out here into the keys that it stands for.
+the key and the likely fix. `layout: shard2.tp2+mb2` is spelled out here into the keys that it stands for, and
+`layout: auto` into `layout.auto: true`.
 """
 
 import os
@@ -201,11 +202,12 @@ class RunFile:
         text = self.tree.get("layout")
         if not isinstance(text, str):
             return
-        if text == "auto":
-            raise UserError(
-                f"{place} layout: auto needs the planner, which is not built yet",
-                fix="set layout.dp_shard: -1 to spread over every device, or write a layout such as shard2.tp2",
-            )
+        self.tree["layout"] = {"auto": True} if text == "auto" else self._keys_of(text, place)
+        self.places = {path: written for path, written in self.places.items() if path[:1] != ("layout",)}
+        self.places[("layout",)] = place
+
+    def _keys_of(self, text: str, place: str) -> dict[str, Any]:
+        """What a layout's text says under `layout:`; its options that are keys of other sections are set there."""
         try:
             layout = Layout.parse(text)
         except UserError as error:
@@ -217,9 +219,7 @@ class RunFile:
                 section[said.key] = value
             elif value != said.file_default:
                 self._set_elsewhere((said.section, said.key), value, place, text)
-        self.tree["layout"] = section
-        self.places = {path: written for path, written in self.places.items() if path[:1] != ("layout",)}
-        self.places[("layout",)] = place
+        return section
 
     def _set_elsewhere(self, path: tuple[str, str], value: Any, place: str, text: str) -> None:
         there = self.places.get(path)

@@ -7,7 +7,6 @@ for the errors, is `runfile`'s.
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -269,7 +268,15 @@ def _layout_keys() -> dict[str, Any]:
     """Key -> (type, field) of the fields of `Layout` that the run file has under `layout:`."""
     types = {int: Whole, bool: bool, str: str}
     own = {name: said for name, said in SAID.items() if said.section == "layout"}
-    return {said.key: (types[type(said.file_default)], of_layout(name)) for name, said in own.items()}
+    automatic = Field(default=False, description="the planner chooses what is not set of the layout; layout: auto")
+    hardware = Field(
+        default="", description="hardware file (fivefold calibrate) that the planner uses; not set: its own tables"
+    )
+    return {
+        "auto": (bool, automatic),
+        "hardware": (str, hardware),
+        **{said.key: (types[type(said.file_default)], of_layout(name)) for name, said in own.items()},
+    }
 
 
 LayoutSection = create_model(
@@ -419,11 +426,52 @@ class RunConfig(Section):
             data = {**data, "seq_length": min(longest, DataSection().seq_length)}
         return {**values, "model": {"init": "random", **model}, "tokenizer": tokenizer, "data": data}
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
-        """How the run is spread and executed. Raises `UserError` when a degree or an option is out of its range."""
-        sections = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
-        return Layout(**{name: getattr(sections[said.section], said.key) for name, said in SAID.items()})
+        """How the run is spread and executed. Raises `UserError` when a degree or an option is out of its range, and
+        where the planner has yet to choose."""
+        if self.is_automatic:
+            raise UserError(
+                "layout: auto is chosen when training starts",
+                fix="name a layout such as shard2.tp2; fivefold plan and fivefold train choose one",
+                more="docs/planner.md",
+            )
+        return self.written_layout
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the planner is to choose the layout (`planner/auto.py`)."""
+        return bool(vars(self.layout_section)["auto"])
+
+    @property
+    def hardware(self) -> str:
+        """A file that says what the devices of the run do, for the planner; empty where its own tables are to."""
+        return str(vars(self.layout_section)["hardware"])
+
+    @property
+    def written_layout(self) -> Layout:
+        """The layout as far as the run file has it. Raises `UserError` for a value out of its range."""
+        return Layout(**{name: getattr(section, key) for name, (section, key) in self._of_layout().items()})
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields of the layout that the run file sets, with their values. The planner leaves them as they are."""
+        places = self._of_layout().items()
+        return {name: getattr(section, key) for name, (section, key) in places if key in section.model_fields_set}
+
+    def with_layout(self, layout: Layout) -> "RunConfig":
+        """The same run with `layout`, spelled out."""
+        values: dict[str, dict[str, Any]] = {"layout": {"auto": False}}
+        for name, said in SAID.items():
+            values.setdefault(said.section, {})[said.key] = getattr(layout, name)
+        sections = {_attribute(name): keys for name, keys in values.items()}
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        )
+
+    def _of_layout(self) -> dict[str, tuple[Section, str]]:
+        """Field of `Layout` -> the section of the run file that has it, and its key there."""
+        return {name: (getattr(self, _attribute(said.section)), said.key) for name, said in SAID.items()}
 
     @property
     def run_dir(self) -> Path:
@@ -434,6 +482,11 @@ class RunConfig(Section):
         """The resolved run file; `load_config` reads it back to an equal config."""
         tree = self.model_dump(mode="json", by_alias=True)
         return str(yaml.dump(tree, Dumper=_ExactDumper, sort_keys=False, allow_unicode=True))
+
+
+def _attribute(section: str) -> str:
+    """The attribute of `RunConfig` that is a section of the run file."""
+    return "layout_section" if section == "layout" else section
 
 
 class _ExactDumper(yaml.SafeDumper):
@@ -479,7 +532,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         raise explained(error, file, list(keys())) from None
     try:
-        config.layout  # noqa: B018  (assembled here so that its errors carry the file's name)
+        config.written_layout  # noqa: B018  (assembled here so that its errors carry the file's name)
     except UserError as error:
         place = file.place(("layout", error.what.split()[0]))
         raise UserError(f"{place} layout: {error.what}", fix=error.fix, more=READ_MORE) from None
@@ -496,8 +549,9 @@ def check_supported(config: RunConfig) -> None:
 
     Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
-    layout = config.layout
-    legality.refuse(legality.violations(layout))
+    layout = config.written_layout
+    # What the planner chooses is legal; the part of it that is written need not be.
+    legality.refuse((legality.of_what_is_not_built if config.is_automatic else legality.violations)(layout))
     if layout.ep > 1 or layout.etp > 1:
         legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package

@@ -11,7 +11,7 @@ from fivefold.core.legality import LAYERS
 
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
 MOST_NUMBER = 2**53
-_MORE = "fivefold train --keys"
+_MORE = "docs/models.md"
 
 
 def read_folder_config(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.heads import context_method, legal_degrees
+from fivefold.core.units import many
 
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
@@ -123,8 +124,9 @@ def of_what_is_not_built(layout: "Layout") -> Iterator[Violation]:
             yield Violation(name, f"{key} {str(value).lower()} is not built yet", f"set {key}: {instead}")
 
 
-def of_world(layout: "Layout", world: int) -> Iterator[Violation]:
-    """The degrees multiply to `world`, and `ep` divides the ranks that it is taken from."""
+def of_world(layout: "Layout", world: int, place: str | None = None) -> Iterator[Violation]:
+    """The degrees multiply to `world`, and `ep` divides the ranks that it is taken from. `place`: the cluster, where
+    no workers are started."""
     fixed = prod(degree for axis, degree in layout.degrees.items() if axis != "dp_shard")
     fits = (world // fixed,) if world % fixed == 0 else ()
     if layout.dp_shard == -1 and fits:
@@ -134,10 +136,12 @@ def of_world(layout: "Layout", world: int) -> Iterator[Violation]:
         return
     product = f"{layout.product or 'single'}{'' if layout.dp_shard == -1 else f' = {layout.world}'}"
     nearest = f"dp_shard {fits[0]} fits" if fits else f"{fixed} does not divide {world}"
-    fix = "change the layout, or the number of workers: --nproc; dp_shard -1 takes those that are left"
+    has = f"{place} has {many(world, 'device')}" if place else f"{world} workers started"
+    change = "the cluster" if place else "the number of workers: --nproc"
+    fix = f"change the layout, or {change}; dp_shard -1 takes those that are left"
     if layout.ep > 1 and not layout.degrees:
         fix = f"ep deals experts to the ranks of dp_shard and cp, and adds none: shard{world}.ep{layout.ep}"
-    yield Violation("dp_shard", f"{product}, but {world} workers started; {nearest}", fix, fits)
+    yield Violation("dp_shard", f"{product}, but {has}; {nearest}", fix, fits)
 
 
 def _of_expert_ranks(layout: "Layout") -> Iterator[Violation]:

@@ -8,16 +8,15 @@ Each way to order the slots is one `Schedule` record of `SCHEDULES`, at the end 
 record; a new schedule is a function that yields slots, and a record.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
-Seconds = TypeVar("Seconds", float, Any)  # a number, or an array of them
 TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
 
 
@@ -27,6 +26,10 @@ class Slot(NamedTuple):
     stage: int
     kind: Kind
     micro_batch: int
+
+
+# Slots in an order: (rank, slot, (place of a slot that it needs, whether that one's result is sent)).
+Walked = tuple[tuple[int, Slot, tuple[tuple[int, bool], ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,11 @@ class SchedulePlan:
     def stages(self) -> int:
         return self.ranks * self.virtual
 
+    @property
+    def of_round(self) -> int:
+        """Micro batches of one of the equal rounds: of 4 ranks and 8 micro batches 4, of 10 micro batches 5."""
+        return self.micro_batches // max(1, self.micro_batches // self.ranks) if self.record.in_rounds else self.ranks
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
         return self.record.rank_of(stage, self.ranks)
@@ -145,7 +153,7 @@ class SchedulePlan:
         """When each slot runs if it takes `seconds(slot)` (default: `TYPICAL`), and a transfer `transfer`."""
         last = seconds or (lambda slot: TYPICAL[slot.kind])
         free, ended, done = [0.0] * self.ranks, list[float](), list[Timed]()
-        for rank, slot, needs in self._walk:
+        for rank, slot, needs in self.walk:
             ready = [ended[need] + transfer * is_sent for need, is_sent in needs]
             start = max([free[rank], *ready])
             free[rank] = start + last(slot)
@@ -153,47 +161,13 @@ class SchedulePlan:
             done.append(Timed(rank, slot, start, free[rank]))
         return Timeline(self.ranks, tuple(done))
 
-    def span(
-        self,
-        seconds: Mapping[Kind, Sequence[Seconds]],
-        transfer: Seconds,
-        larger: Callable[[Seconds, Seconds], Seconds],
-    ) -> Seconds:
-        """The span of `simulate`, without its slots. `seconds`: of a slot of each kind, by stage.
-
-        With numbers `larger` is `max`. With arrays, and numpy's `maximum`, many timings are run at once.
-        """
-        free, ended = [seconds["F"][0] * 0] * self.ranks, list[Seconds]()
-        for rank, slot, needs in self._walk:
-            start = free[rank]
-            for need, is_sent in needs:
-                start = larger(start, ended[need] + transfer if is_sent else ended[need])
-            free[rank] = start + seconds[slot[1]][slot[0]]
-            ended.append(free[rank])
-        return reduce(larger, free)
-
     @cached_property
-    def _walk(self) -> tuple[tuple[int, Slot, tuple[tuple[int, bool], ...]], ...]:
-        """All slots, each behind those that it needs: (rank, slot, (place of a slot that it needs, whether that one's
-        result is sent)). How long slots take does not matter."""
-        found: list[tuple[int, Slot, tuple[tuple[int, bool], ...]]] = []
-        places: dict[Slot, tuple[int, int]] = {}
-        at = [0] * self.ranks
-        while any(at[rank] < len(order) for rank, order in enumerate(self.orders)):
-            before = len(found)
-            for rank, order in enumerate(self.orders):
-                while at[rank] < len(order) and all(need in places for need in self._needs(order[at[rank]])):
-                    slot = order[at[rank]]
-                    needs = tuple((place, on != rank) for place, on in map(places.__getitem__, self._needs(slot)))
-                    places[slot] = len(found), rank
-                    if slot.kind == "B":  # stands for both
-                        places[Slot(slot.stage, "I", slot.micro_batch)] = places[slot]
-                    found.append((rank, slot, needs))
-                    at[rank] += 1
-            assert len(found) > before, f"{self} waits for itself"
-        return tuple(found)
+    def walk(self) -> Walked:
+        """All slots, each behind those that it needs."""
+        return walked(self, self.orders)[0]
 
-    def _needs(self, slot: Slot) -> list[Slot]:
+    def needs(self, slot: Slot) -> list[Slot]:
+        """The slots that end before it starts. I stands for a B too."""
         stage, mb = slot.stage, slot.micro_batch
         if slot.kind == "F":
             return [Slot(stage - 1, "F", mb)] if stage else []
@@ -208,6 +182,34 @@ class SchedulePlan:
         if self.record.splits_backward or self.record.is_v:
             return None
         return (self.ranks - 1) / (self.virtual * self.micro_batches + self.ranks - 1)
+
+
+def walked(
+    plan: SchedulePlan, orders: Sequence[Sequence[Slot]], known: Sequence[Slot] = ()
+) -> tuple[Walked, dict[Slot, int]]:
+    """The slots of all ranks, each behind those that it needs, and the place of each. `orders`: of each rank those that
+    are asked. `known`: slots that came before; they have the first places.
+
+    How long slots take does not matter.
+    """
+    found: list[tuple[int, Slot, tuple[tuple[int, bool], ...]]] = []
+    places, at = {slot: place for place, slot in enumerate(known)}, [0] * len(orders)
+    while any(at[rank] < len(order) for rank, order in enumerate(orders)):
+        before = len(found)
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                slot = order[at[rank]]
+                needed = plan.needs(slot)
+                if not all(need in places for need in needed):
+                    break
+                needs = tuple((places[need], plan.rank_of(need.stage) != rank) for need in needed)
+                places[slot] = len(known) + len(found)
+                if slot.kind == "B":  # stands for both
+                    places[Slot(slot.stage, "I", slot.micro_batch)] = places[slot]
+                found.append((rank, slot, needs))
+                at[rank] += 1
+        assert len(found) > before, f"{plan} waits for itself"
+    return tuple(found), places
 
 
 # ---- how layers are cut into stages ----------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ def _rounds(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
     """The slots of 1F1B and of interleaved 1F1B, with whole backwards or with I and W apart (`zb`)."""
     split = plan.record.splits_backward
     total = plan.virtual * plan.micro_batches
-    of_round = plan.micro_batches // max(1, plan.micro_batches // plan.ranks)
+    of_round = plan.of_round
     ahead = 2 if plan.virtual > 1 and not split else 1
     warm = min(total, (plan.virtual - 1) * of_round + ahead * (plan.ranks - 1 - rank))
     forward, backward, weights = ([0] * plan.virtual for _ in range(3))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,8 +60,8 @@ def examine(
 ) -> PlanReport:
     """The plan of `layout` for one rank, and what a step of rows of `seq_length` tokens needs of it.
 
-    Without `global_batch_size`, the fewest micro batches that fill the pipeline. Raises `UserError` for a model that
-    cannot be read, or a layout that does not fit it.
+    Layers are compiled, as they are on GPUs. Without `global_batch_size`, the fewest micro batches that fill the
+    pipeline. Raises `UserError` for a model that cannot be read, or a layout that does not fit it.
     """
     parsed = Layout.parse(layout)
     if parsed.dp_shard == -1:
@@ -77,7 +77,7 @@ def examine(
         raise UserError(
             f"a micro batch of {rows_of} is more than {MOST_TOKENS:,} tokens", fix="lower --seq-length, or write +mb1"
         )
-    shape = plan.step_shape(parsed.micro_batch_size, tokens, micro_batches)
+    shape = replace(plan.step_shape(parsed.micro_batch_size, tokens, micro_batches), compiled=True)
     calls, needs = plan.calls(shape), plan.bytes(shape)
     rows = [*_place(plan), *_shards(plan), *_done(plan), *_sent(calls)]
     rows += [PlanRow("bytes of a step", kind, human_bytes(size)) for kind, size in needs.by_kind.items()]

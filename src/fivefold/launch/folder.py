@@ -7,9 +7,10 @@ import socket
 from itertools import count
 from pathlib import Path
 
-from fivefold.config import RunConfig
+from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, replace, writing
+from fivefold.core.layout import Layout
 from fivefold.core.step_folders import steps
 
 LOCK = ".lock"
@@ -50,6 +51,23 @@ def open_folder(config: RunConfig) -> Path:
         if not (config.run_dir / "run.yaml").exists():
             replace(config.run_dir / "run.yaml", config.to_yaml().encode())
     return logs
+
+
+def began_with(config: RunConfig, world: int) -> Layout | None:
+    """The layout of the run that lies in the folder of `config`, where `config` asks for the same model and rows and
+    sets nothing else of the layout; None otherwise, or where it is not for `world` ranks."""
+    if not (config.run_dir / "run.yaml").is_file():
+        return None
+    try:
+        before = load_config(config.run_dir)
+        layout = before.layout.resolve(world)
+    except UserError:
+        return None
+    keeps = all(value in (getattr(layout, name), -1) for name, value in config.given.items())
+    asks_the_same = (before.model, before.data, before.train.global_batch_size) == (
+        config.model, config.data, config.train.global_batch_size,
+    )  # fmt: skip
+    return layout if keeps and asks_the_same and layout.precision == config.precision.compute else None
 
 
 def last_logged_step(config: RunConfig) -> int:

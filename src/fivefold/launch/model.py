@@ -22,7 +22,8 @@ READ_MORE = "fivefold train --keys"
 def check_model(config: RunConfig, *, layout: Layout | None = None, weights: bool = True) -> None:
     """Raise `UserError` where the model cannot run as asked. Of a hub id, config.json is fetched.
 
-    `layout`: that of the run, with every degree known; its micro batches are looked at as well. `weights`: those that
+    `layout`: that of the run, with every degree known; its micro batches are looked at as well. None: as the run file
+    has it, which is no layout yet where the planner is to choose. `weights`: those that
     it starts from are looked for.
     """
     name = config.model.name_or_path
@@ -37,7 +38,8 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
         path, weights = config_file(name), False
     values = read_folder_config(path) | config.model.overrides
     limits, rows = ModelLimits.of_config(values, name), None if layout is None else config.train.global_batch_size
-    refuse(violations(layout or config.layout, limits, batch=rows))
+    if layout is not None or not config.is_automatic:
+        refuse(violations(layout or config.layout, limits, batch=rows))
     check_positions(values.get("max_position_embeddings"), config.data.seq_length)
     if weights and config.model.init == "pretrained":
         _check_weights(name, path)

@@ -31,7 +31,7 @@ from fivefold.models.facts import (
 from fivefold.models.facts_store import about_code, kept
 from fivefold.models.fewer_layers import fewer_layers, layers_kept
 from fivefold.models.partition import derive
-from fivefold.models.record import BlockTrace, Untraceable
+from fivefold.models.record import BlockTrace, Kept, Untraceable
 from fivefold.models.trace import trace
 
 _KNOWN: dict[str, ModelFacts] = {}  # by key: what this process has found or read
@@ -130,7 +130,11 @@ def _found(model: Any) -> ModelFacts:
         refusal = f"{anatomy.model_class} was changed after it was made: {changed}, and no test holds its parts"
         partition = replace(partition, refusal=partition.refusal or refusal)
     hidden_size = model.config.get_text_config().hidden_size
-    of_layers = [_cost(model, block, partition, experts, hidden_size) for block in traced.blocks]
+    in_bf16 = traced.in_bf16 or traced.blocks
+    of_layers = [
+        _cost(model, block, low, 2 if traced.in_bf16 else 4, partition, experts, hidden_size)
+        for block, low in zip(traced.blocks, in_bf16, strict=True)
+    ]
     costs = tuple(dict.fromkeys(of_layers))
     return ModelFacts(
         anatomy=anatomy,
@@ -184,9 +188,11 @@ def _outside(model: nn.Module, anatomy: Anatomy) -> Iterator[Matmul]:
 
 
 def _cost(
-    model: nn.Module, block: BlockTrace, partition: Partition, experts: Sequence[Experts], hidden_size: int
-) -> LayerCost:
-    """Of a layer, with the names of its parts within it, so that layers alike cost the same."""
+    model: nn.Module, block: BlockTrace, low: BlockTrace, low_bytes: int, partition: Partition,
+    experts: Sequence[Experts], hidden_size: int,
+) -> LayerCost:  # fmt: skip
+    """Of a layer, with the names of its parts within it, so that layers alike cost the same. `low`: it in bf16,
+    whose numbers have `low_bytes`."""
     picks = {each.name: each.top_k for each in experts if is_within(each.name, [block.layer])}
     matmuls = []
     for name, parameter in model.get_submodule(block.layer).named_parameters():
@@ -195,33 +201,45 @@ def _cost(
             outputs, inputs = parameter.shape[-2:]
             matmuls.append(Matmul(name, inputs, outputs, times or 1))
     attention = tuple(_attends([block]).values())
-    of_experts = sum(times * _saved_by_expert(model.get_submodule(name), hidden_size) for name, times in picks.items())
-    saved = _saved(block, partition)
+    of_experts = [(times, _saved_by_expert(model.get_submodule(name), hidden_size)) for name, times in picks.items()]
+    rows, features = (sum(float(times * each[which]) for times, each in of_experts) for which in (0, 1))
+    statistics = 2.0 * sum(each.query for each in attention)  # of each head one, in fp32
+
+    def in_all(kept: Sequence[Kept], itemsize: int, inside: float = 0.0) -> Saved:
+        found = _saved(block.layer, kept, partition)
+        of = {where: round(size / itemsize, 3) for where, size in found.items()}
+        return Saved(of["residual"], of["entered"], of["inside"] + inside, rows, features)
+
     return LayerCost(
-        tuple(matmuls), attention, Saved(saved["residual"] + of_experts, saved["entered"], saved["inside"])
-    )
+        tuple(matmuls), attention, in_all(block.saved, 4), in_all(low.saved, low_bytes, statistics),
+        in_all(low.fused, low_bytes, statistics),
+    )  # fmt: skip
 
 
-def _saved_by_expert(module: Any, hidden_size: int) -> int:
-    """Numbers that one row of an expert leaves behind: it, what is made of it, the activation twice, and the result."""
+def _saved_by_expert(module: Any, hidden_size: int) -> tuple[int, int]:
+    """Numbers that one row of an expert leaves behind: as wide as hidden states, it and the result; as wide as
+    features, what is made of it, and the activation twice."""
     shapes = [tuple(parameter.shape) for parameter in module.parameters() if parameter.ndim == 3]
     made = max((max(set(shape[1:]) - {hidden_size}, default=hidden_size) for shape in shapes), default=hidden_size)
-    return 2 * hidden_size + 2 * made
+    return 2 * hidden_size, 2 * made
 
 
-def _saved(block: BlockTrace, partition: Partition) -> dict[str, float]:
-    """Numbers of a token that the layer keeps for its backward pass, each tensor once: see `Saved`."""
-    tp_blocks = [tp_block for tp_block in partition.tp_blocks if is_within(tp_block.row, [block.layer])]
+def _saved(layer: str, kept: Sequence[Kept], partition: Partition) -> dict[str, float]:
+    """Bytes of a token that a layer keeps for its backward pass, each tensor once: see `Saved`."""
+    tp_blocks = [tp_block for tp_block in partition.tp_blocks if is_within(tp_block.row, [layer])]
     columns = {name for tp_block in tp_blocks for name in tp_block.columns}
-    owners = [tp_block.owner for tp_block in tp_blocks if tp_block.owner != block.layer]
-    linears = columns | {tp_block.row for tp_block in tp_blocks}
+    owners = [tp_block.owner for tp_block in tp_blocks if tp_block.owner != layer]
+    rows = {tp_block.row for tp_block in tp_blocks}
     found: dict[int, tuple[str, float]] = {}
-    for name, memory, numbers in block.saved:
-        is_inside = name in linears or name in owners or is_within(name, owners)
-        where = "entered" if name in columns else "inside" if is_inside else "residual"
-        if memory not in found or where == "entered":
-            found[memory] = where, numbers
+    for each in kept:
+        is_inside = each.module in columns | rows or each.module in owners or is_within(each.module, owners)
+        if each.module in columns and not each.is_output:
+            where = "entered"
+        else:
+            where = "inside" if is_inside and not (each.is_output and each.module in rows) else "residual"
+        if each.memory not in found or where == "entered":
+            found[each.memory] = where, each.size
     return {
-        where: round(sum(numbers for kind, numbers in found.values() if kind == where), 3)
+        where: sum(size for kind, size in found.values() if kind == where)
         for where in ("residual", "entered", "inside")
     }

@@ -226,25 +226,39 @@ class Saved:
 
     `residual`: numbers of the residual stream; sequence parallelism splits them. `entered`: inputs of column-parallel
     linears; every tp rank has all of them. `inside`: numbers between a column and a row; tensor parallelism splits
-    them.
+    them. `rows`, `features`: of experts, numbers as wide as the hidden states, and those between their matrices. Tensor
+    parallelism splits tokens for them; with `expert_tp` it splits features, and every rank has the rows of all tokens.
     """
 
     residual: float = 0.0
     entered: float = 0.0
     inside: float = 0.0
+    rows: float = 0.0
+    features: float = 0.0
 
-    def on_rank(self, tp: int, *, sequence_parallel: bool) -> float:
+    def on_rank(self, tp: int, *, sequence_parallel: bool, expert_tp: bool = False) -> float:
         """What a rank of `tp` has of it."""
-        return self.residual / (tp if sequence_parallel else 1) + self.entered + self.inside / tp
+        dense = self.residual / (tp if sequence_parallel else 1) + self.entered + self.inside / tp
+        return dense + self.rows / (1 if expert_tp else tp) + self.features / tp
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a layer. FLOPs, `pp_split: auto`, slot durations and saved activations are all computed from it."""
+    """The cost of a layer. FLOPs, `pp_split: auto`, slot durations and saved activations are all computed from it.
+
+    `saved`: in one type. `mixed`: in bf16, where norms compute in fp32: a number in fp32 counts twice. `fused`: the
+    same, of a compiled layer (`record.BlockTrace.fused`).
+    """
 
     matmuls: tuple[Matmul, ...]
     attention: tuple[AttentionShape, ...]
     saved: Saved
+    mixed: Saved
+    fused: Saved
+
+    def kept(self, compute_bytes: int, *, compiled: bool) -> Saved:
+        """What one token leaves, in numbers of `compute_bytes` each."""
+        return self.fused if compiled else self.mixed if compute_bytes == 2 else self.saved
 
     @property
     def active(self) -> int:

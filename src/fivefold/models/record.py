@@ -55,6 +55,17 @@ class Event:
     has_logits: bool = False
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that is kept for backward: the module that keeps it, its memory, its bytes of one token. `is_output`:
+    the module gave it."""
+
+    module: str
+    memory: int
+    size: float
+    is_output: bool = False
+
+
 @dataclass
 class BlockTrace:
     """What happened in one block, in order.
@@ -62,7 +73,9 @@ class BlockTrace:
     `leaves`: what a tensor of the block can depend on, by name. `rows`: leaf -> the dimension of its tokens, and the
     token of each row. `tokens`: the numbers of those that were run. `convolution`: one of the block, if it has any.
     `hidden_arguments`: module -> the positions or keywords of the arguments in which it was given hidden states.
-    `saved`: (module, memory, numbers of one token) of each tensor kept for backward.
+    `saved`: each tensor kept for backward. `read`: memory of what linears and attention were given. `outputs`: by
+    memory, what stand-ins gave, and what the block was given. `behind`: saved memory -> that of the outputs that it was
+    made of by the model's own code.
     """
 
     layer: str
@@ -72,7 +85,24 @@ class BlockTrace:
     convolution: str | None = None
     rows: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     hidden_arguments: dict[str, list[int | str]] = field(default_factory=dict)
-    saved: list[tuple[str, int, float]] = field(default_factory=list)
+    saved: list[Kept] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)
+    outputs: dict[int, Kept] = field(default_factory=dict)
+    behind: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> list[Kept]:
+        """What fused kernels keep: what linears and attention read, and of their outputs those of which anything else
+        that is saved was made. All else is computed again from these, inside of a kernel of the backward.
+
+        Llama: of the residual stream its two inputs of norms, or what these are made of; the norms' outputs; q, k, v
+        and what attention gives; gate, up and their product.
+        """
+        plain = [each for each in self.saved if each.memory in self.read]
+        needed = frozenset[int]().union(*(
+            self.behind.get(each.memory, ()) for each in self.saved if each.memory not in self.read
+        ))  # fmt: skip
+        return [*plain, *(self.outputs[memory] for memory in self.outputs if memory in needed - self.read)]
 
     def linear(self, name: str) -> Event:
         """The call of a linear."""
@@ -154,6 +184,7 @@ class Trace:
     `counted`: the module that counts the tokens of a row for itself (`facts.Counted`), or None.
     `padding`: the padding token of a model that counts positions from it (`forwards.py`), else None.
     `to_logits`: modules with parameters between the last hidden states and the logits, in order.
+    `in_bf16`: the blocks of a run in bf16, as far as what they keep; none where that fails.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
@@ -171,6 +202,7 @@ class Trace:
     counted: Counted | None = None
     padding: int | None = None
     to_logits: tuple[str, ...] = ()
+    in_bf16: list[BlockTrace] = field(default_factory=list)
 
     @property
     def read(self) -> list[Tensor]:

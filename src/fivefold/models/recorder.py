@@ -22,7 +22,7 @@ from fivefold.core.errors import UserError
 from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.recipe import buffer_values
-from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kind, MixesTokens, Trace, Untraceable
+from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, MixesTokens, Trace, Untraceable
 from fivefold.torch_internals import Dispatch, is_convolution
 
 ATTENTION = "fivefold-trace"  # the attention function of the copy
@@ -41,11 +41,13 @@ class Recorder:
     """Stand-ins and hooks in `model`, a copy that is on the meta device; `run` calls it.
 
     `tokens`: of the row that it is given. `cu_seqlens`: what must reach attention. `hidden`: features of its residual
-    stream. `longest`: tokens of a row in which every mask can be checked, where some look at tokens; else 0.
+    stream. `longest`: tokens of a row in which every mask can be checked, where some look at tokens; else 0. `dtype`:
+    of stand-ins, and of the parameters that compute. Those of small modules are trained in bf16, so that what they keep
+    for their own gradient is seen in its type.
     """
 
-    def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
-        self.tokens = _tokens(model)
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype, self.tokens = dtype, _tokens(model)
         self.cu_seqlens = torch.tensor([0, self.tokens])
         self.longest = 0
         self._every = torch.arange(self.tokens)  # made here: inside of a run it would count as the model's own
@@ -109,6 +111,8 @@ class Recorder:
         read = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and not each.is_meta]
         self._trace.looked_into |= {self._tables[memory] for memory in read if memory in self._tables}
         made = operator(*args, **kwargs)
+        if self._block is not None:
+            self._follow(args, made)
         if operator._overloadpacket is torch.ops.aten.arange and len(made) == self.tokens:
             self._trace.counts.append(self._innermost)
             return made + place
@@ -119,6 +123,13 @@ class Recorder:
         self._trace.draws.append(self._innermost)
         return made
 
+    def _follow(self, args: Args, made: Any) -> None:
+        """Note which outputs of stand-ins are behind what an operator has made."""
+        behind = frozenset[int]().union(
+            *(self._made_of.get(_memory(each), ()) for each in _flat(args) if isinstance(each, Tensor))
+        )
+        self._made_of |= {_memory(each): behind for each in _flat(made) if isinstance(each, Tensor)}
+
     def _begin(self, stops_at_block: bool = False) -> None:
         self._trace, self._stops_at_block = Trace(), stops_at_block
         self._picks: dict[int, tuple[str, Args]] = {}  # integers -> the module that gave them, and all it gave
@@ -127,6 +138,8 @@ class Recorder:
         self._alive: list[
             Tensor
         ] = []  # what its backward keeps: no other tensor gets the memory by which each is known
+        self._given: set[int] = set()  # memory of what a layer is given beside hidden states: all layers share it
+        self._made_of: dict[int, frozenset[int]] = {}  # memory -> that of the stand-ins' outputs behind it
         self._random.manual_seed(0)
 
     @property
@@ -179,20 +192,27 @@ class Recorder:
                 values = torch.rand(parameter.shape, generator=self._random) + 0.5
                 if parameter.ndim > 1:  # a wide sum stays where softmax and sigmoid have gradients
                     values *= parameter.shape[-1] ** -0.5
-                module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+                is_trained = self.dtype == torch.bfloat16
+                module._parameters[leaf] = nn.Parameter(values.to(self.dtype), requires_grad=is_trained)
             if own and is_leaf:
                 module.forward = partial(self._small, name, module, module.forward)
 
     def _drawn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._random)
+        return torch.randn(shape, generator=self._random).to(self.dtype)
 
     def _save(self, x: Tensor, name: str = "", memory: int = 0) -> Tensor:
         """Note what backward keeps of a layer's tokens; `name`: the module that keeps it, the innermost by default."""
-        if self._block is not None and not x.is_meta and self.tokens in x.shape:
-            numbers = x.untyped_storage().nbytes() / x.element_size() / self.tokens
-            self._block.saved.append((name or self._innermost, memory or x.untyped_storage().data_ptr(), numbers))
+        if self._block is not None and not x.is_meta and self.tokens in x.shape and not self._is_given(x):
+            kept = Kept(name or self._innermost, memory or _memory(x), x.untyped_storage().nbytes() / self.tokens)
+            self._block.saved.append(kept)
+            if not memory:
+                self._block.behind[kept.memory] = self._made_of.get(kept.memory, frozenset())
             self._alive.append(x.detach())
         return x.detach()
+
+    def _is_given(self, x: Tensor) -> bool:
+        """Whether layers share it (cosines and sines); in fp32, that of each counts."""
+        return self.dtype == torch.bfloat16 and _memory(x) in self._given
 
     def _outside(self, name: str) -> None:
         (self._trace.after if self._trace.blocks else self._trace.before).append(name)
@@ -233,7 +253,8 @@ class Recorder:
         if self._block is None or x is None:
             self._outside(name)
             return plain(*args, **kwargs)
-        self._save(x, name, id(module) * 2 + 1)  # a copy of its own, for the gradient of its weights
+        if self.dtype != torch.bfloat16:  # a copy of its own, for the gradient of its weights
+            self._save(x, name, id(module) * 2 + 1)
         event = Event("small", name, (x,), None, self._block.sources(x))
         self._block.events.append(event)
         sizes = {parameter.numel() for parameter in module.parameters()}
@@ -289,10 +310,20 @@ class Recorder:
         leaf = values.requires_grad_()
         for kept in inputs if kind in ("linear", "attention") else ():
             self._save(kept, name)
+            self._block.read.add(_memory(kept))
         leaf_name = f"{name} (attention)" if kind == "attention" else name
         self._block.add(leaf_name, leaf, inputs[0])
         self._block.events.append(Event(kind, name, inputs, leaf, sources, parameters=parameters))
-        return leaf * 1  # a model may change it in place
+        return self._given_out(name, leaf)
+
+    def _given_out(self, name: str, leaf: Tensor) -> Tensor:
+        """What a stand-in gives, or a block is given: a copy of a leaf, for a model may change it in place."""
+        out = leaf * 1
+        block, memory = cast(BlockTrace, self._block), _memory(out)
+        block.outputs[memory] = Kept(name, memory, out.untyped_storage().nbytes() / self.tokens, is_output=True)
+        self._made_of[memory] = frozenset((memory,))
+        self._alive.append(out.detach())
+        return out
 
     def _reads_residual(self, block: BlockTrace, event: Event) -> bool:
         """Whether its input is of the width of the residual stream for a reason: it, or a projection back to it."""
@@ -314,6 +345,7 @@ class Recorder:
         old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
         others = [part for each in (*args, *kwargs.values()) if each is not old for part in _flat(each)]
         beside = [part for part in others if isinstance(part, Tensor)]
+        self._given = {_memory(part) for part in beside}
         trace = self._trace
         if not trace.blocks:
             trace.places += [part for part in beside if part.is_floating_point()]
@@ -329,7 +361,7 @@ class Recorder:
         self._block = BlockTrace(layer, tokens=self._every, convolution=convolution)
         self._block.add(RESIDUAL, leaf, leaf)
         trace.blocks.append(self._block)
-        changed = leaf * 1
+        changed = self._given_out(layer, leaf)
         if isinstance(where[0], int):
             return tuple(changed if each is old else each for each in args), kwargs
         return args, {**kwargs, where[0]: changed}
@@ -377,6 +409,10 @@ def _gives_logits(given: Args, experts: int, index: Tensor) -> bool:
         return False
     total = floats[0].detach().double().sum(-1)
     return not torch.allclose(total, torch.ones_like(total), atol=1e-3)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _flat(value: Any) -> list[Any]:

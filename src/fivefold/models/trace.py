@@ -17,7 +17,7 @@ from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.facts import Counted
 from fivefold.models.forwards import behind_padding, hand_on_cu_seqlens, head_only
-from fivefold.models.record import WATCHED, Trace, Untraceable
+from fivefold.models.record import WATCHED, BlockTrace, Trace, Untraceable
 from fivefold.models.recorder import ATTENTION, Recorder, register
 
 PLACES = tuple(1024 << power for power in range(11))  # in a row, where what a model counts for itself is looked at
@@ -55,12 +55,26 @@ def _traced(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[
     if not _same(without_positions.places, traced.places):
         traced.padding = _padding(run, ids, base.config.get_text_config().pad_token_id)
     traced.to_logits = _to_logits(recorder, copy, anatomy)
+    traced.in_bf16 = _in_bf16(model, anatomy, forgetful)
     if traced.counts:
         traced.counted = Counted(traced.counts[0], _same_up_to(traced, whole))
     if traced.draws and not _same(traced.read, whole(noise=1).read):
         fix = "set its dropout, jitter or noise to 0 in model.overrides"
         raise Untraceable(f"{traced.draws[0]} computes with random numbers in training", fix=fix)
     return traced
+
+
+def _in_bf16(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str, str]]) -> list[BlockTrace]:
+    """The blocks as they run in bf16; none where the model's own code does not take that."""
+    copy = hf_internals.copy_on_meta(model, ATTENTION)
+    copy.train()
+    recorder = Recorder(copy, anatomy, torch.bfloat16)
+    hand_on_cu_seqlens(copy, forgetful)
+    ids = torch.arange(recorder.tokens).unsqueeze(0) % model.config.get_text_config().vocab_size
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "cu_seqlens": recorder.cu_seqlens}
+    with suppress(Untraceable):
+        return recorder.run(cast(PreTrainedModel, copy.get_submodule(anatomy.base)), **inputs).blocks
+    return []
 
 
 def _to_logits(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy) -> tuple[str, ...]:

@@ -98,14 +98,20 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
 def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
     """The mean cross entropy, nats per target, of all targets of these batches and those of the other ranks.
 
-    `batches` as in `train_step`, of this data rank; ranks may have unequal numbers of them. NaN without targets.
+    `batches` as in `train_step`, of this data rank; ranks may have unequal numbers of them. NaN without targets. Raises
+    `UserError` where no rank has a batch.
     """
     check_parallel(model)
     each = iter([batches] if isinstance(batches, Mapping) else batches)
 
+    def take() -> list[MicroBatch]:
+        return micro_batches(model, [batch for batch in [next(each, None)] if batch is not None])
+
     def read() -> Iterator[MicroBatch]:
-        while own := micro_batches(model, [batch for batch in [next(each, None)] if batch is not None]):
+        own = _some(take())
+        while own:
             yield from own
+            own = take()
 
     return mean_loss(model, read())
 
@@ -147,7 +153,8 @@ def generate(
     eos_token_ids: Sequence[int] | None = None,
 ) -> str | list[int]:
     """Continue `prompt` with a parallelized model: text with a `tokenizer` of `transformers` (or `tokenizers`), or
-    tokens, [tokens] or [1, tokens], of which come tokens. Every rank passes the same, and gets the same."""
+    tokens, [tokens] or [1, tokens], of which come tokens. Every rank passes the same, and gets the same. Tokens are
+    drawn, by `seed`; `temperature=0` takes the likeliest each time."""
     check_parallel(model)
     options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     ends = _end_tokens(model) if eos_token_ids is None else tuple(eos_token_ids)
@@ -199,7 +206,9 @@ def _prompt_ids(prompt: str | Tensor | Sequence[int], tokenizer: Any, ends: tupl
         return encode_prompt(tokenizer, prompt, ends)
     ids: Tensor = torch.as_tensor(prompt)
     ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
-    if ids.ndim != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point():
+    if not ids.numel():
+        raise refusal("the prompt has no tokens", fix="pass one or more, such as the one that begins a text")
+    if ids.ndim != 2 or len(ids) != 1 or ids.is_floating_point():
         raise refusal(
             f"the prompt is {ids.dtype} of shape {list(ids.shape)}",
             fix="pass the tokens of one text, int64 [tokens] or [1, tokens]; several one after the other",

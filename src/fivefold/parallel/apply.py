@@ -134,7 +134,7 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for region in plan.partition.of_layers(plan.layers).tp_blocks:
-        if compiled and region.is_last and recompute.wraps(region.row) and plan.layout.tp > 1:
+        if compiled and region.is_last and recompute.wraps(region.row) and plan.reduces_rows:
             # A graph saves its tensors when all of it has run. A second forward stops at the last saved tensor: it is
             # the input of this row, whose product and collective then come once.
             row = model.get_submodule(region.row)

@@ -139,7 +139,7 @@ class Balance:
             self.unsent = {each.router: count for each, count in zip(self.modules, mine, strict=True)}
         dist.all_reduce(flat)
         rows, load, z, dropped = [], 0.0, 0.0, 0
-        for part in torch.split(flat.cpu(), sizes):
+        for part in torch.split(on_host(flat), sizes):
             *counts, of_load, of_z, of_dropped = part.tolist()
             rows.append(tuple(int(count) for count in counts))
             load, z, dropped = load + of_load, z + of_z, dropped + int(of_dropped)
@@ -297,3 +297,8 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
             unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
             found.append(Collective("ep", "all_to_all", 0, -passes * unsent))
     return found
+
+
+def on_host(numbers: Tensor) -> Tensor:
+    """What the routers of all ranks counted, for the host to read."""
+    return numbers.cpu()

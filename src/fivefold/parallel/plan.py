@@ -186,6 +186,11 @@ class ParallelPlan:
         """Whether activations between the pairs of linears are split by tokens over tp."""
         return self.layout.tp > 1 and self.layout.sequence_parallel
 
+    @property
+    def reduces_rows(self) -> bool:
+        """Whether the last linear of a pair ends with a collective over tp."""
+        return self.layout.tp > 1
+
     @cached_property
     def attends(self) -> Mapping[str, AttentionShape]:
         """Attention modules of this rank's layers -> the heads of a tp rank."""
@@ -289,6 +294,10 @@ class ParallelPlan:
         shards = self.grid.fsdp_shards(unit.over)
         sizes = {name: _padded(self.gathered_shape(name), shards) for name in unit.parameters}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
+
+    def largest(self, unit: Unit) -> int:
+        """Numbers of the largest parameter that a unit gathers."""
+        return max((prod(self.gathered_shape(name)) for name in unit.parameters), default=0)
 
     def users(self, unit: Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from fivefold.core.schedule import Slot
 
+DEFERRED = {"I": 1, "W": -1}  # what a slot adds to the gradients of weights that wait
+
 
 @dataclass(frozen=True)
 class Unshards:
@@ -33,11 +35,12 @@ def of_slots(
     """
     progress, gathered = Progress(micro_batches, own, zero), set[str]()
     forward, backward, reductions = Counter[str](), Counter[str](), Counter[str]()
+    used = {stage: [name for name, stages in users.items() if name == "" or stage in stages] for stage in own}
     for slot in order:
         progress.note(slot)
-        for name, stages in users.items():
-            reductions[name] += progress.reduces(slot, stages)
-            if slot.kind != "W" and (name == "" or slot.stage in stages):
+        for name in used[slot.stage]:
+            reductions[name] += progress.reduces(slot, users[name])
+            if slot.kind != "W":
                 (forward if slot.kind == "F" else backward)[name] += name not in gathered
                 stays = zero < 3 or (name == "" and slot.kind == "F")
                 (gathered.add if stays else gathered.discard)(name)
@@ -58,7 +61,7 @@ class Progress:
 
     def note(self, slot: Slot) -> None:
         """A backward, or a part of one, is done."""
-        self._waiting[slot.stage] += {"I": 1, "W": -1}.get(slot.kind, 0)
+        self._waiting[slot.stage] += DEFERRED.get(slot.kind, 0)
         self._left[slot.stage] -= slot.kind in "BW"
 
     def is_last(self, users: frozenset[int]) -> bool:

@@ -10,23 +10,27 @@ from functools import cached_property
 
 import numpy as np
 
+from fivefold.core.layout import Layout
 from fivefold.planner.estimate import (
+    WAITING,
     Edges,
-    Flow,
     Sent,
     Work,
     busiest,
+    crowded,
     durations,
     edges_of,
-    flow,
     least_span,
+    matmul_bytes,
+    moving_bytes,
     passes,
+    passing,
     resting_bytes,
+    root_waits,
     runtime_bytes,
-    saved_bytes,
-    schedule_plan,
     transfer_seconds,
 )
+from fivefold.planner.flow import Flow, flow, span
 from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
 
@@ -56,7 +60,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, int, Content], float] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[int, int, bool, bool, Content], Numbers] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows) -> Bounds:
@@ -108,17 +112,27 @@ class Bounding:
         chip, prices = self.space.prices.cluster.chip, self.space.prices
         return np.array([runtime_bytes(chip, prices.grid(place)) for place in self.space.places])
 
-    def resting(self, numbers: Integers, zeros: Integers, contents: Sequence[Content]) -> Numbers:
-        """[layout, content]: bytes that do not depend on the micro batch. `numbers`: in `_shards`."""
-        pairs, inverse = np.unique(np.stack((numbers, zeros)), axis=1, return_inverse=True)
-        found = [[self._rest(number, zero, each) for each in contents] for number, zero in pairs.T.tolist()]
+    def resting(
+        self, numbers: Integers, rows: Rows, contents: Sequence[Content]
+    ) -> Numbers:  # fmt: skip
+        """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
+        gradients that wait at any. `numbers`: in `_shards`."""
+        keys = np.stack((numbers, rows.zero, rows.micro_batches > 1))
+        distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
+        found = [
+            [self._rest(number, zero, bool(several), each, rows.pipeline) for each in contents]
+            for number, zero, several in distinct.T.tolist()
+        ]
         return np.array(found)[inverse]
 
-    def _rest(self, number: int, zero: int, content: Content) -> float:
-        key = number, zero, content
+    def _rest(self, number: int, zero: int, several: bool, content: Content, pipeline: Layout) -> Numbers:
+        shards = self._shards[number]
+        waits = root_waits(shards, content, pipeline)
+        key = number, zero, several, waits, content
         if key not in self._resting:
-            found = resting_bytes(self.space.prices, self._shards[number], content, zero)
-            self._resting[key] = float(sum(found.values()))
+            found = resting_bytes(self.space.prices, shards, content, zero, several=several, waits=waits)
+            tensors = [float(sum(items.values())) for items in found.values()]
+            self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
         return self._resting[key]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
@@ -136,12 +150,14 @@ class Bounding:
             self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
         return self._edges[key]
 
-    def flow(self, rows: Rows, *, at_least: bool) -> Flow:
+    def flow(self, rows: Rows) -> Flow:
         """[layout, stage]."""
         pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
-        flows = [flow(replace(rows.pipeline, zero=zero), count, at_least=at_least) for zero, count in pairs.T.tolist()]
+        layers = self.space.prices.stages(rows.pipeline).sizes
+        flows = [flow(replace(rows.pipeline, zero=zero), count, layers) for zero, count in pairs.T.tolist()]
         return Flow(
             np.stack([each.in_flight for each in flows])[inverse],
+            np.stack([each.at_loss for each in flows])[inverse],
             np.stack([each.forward for each in flows])[inverse],
             np.stack([each.backward for each in flows])[inverse],
             np.stack([each.reductions for each in flows])[inverse],
@@ -159,32 +175,31 @@ class Bounding:
 
     def _of(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
         """Bytes of the fullest rank, and the least seconds."""
-        of = self.flow(rows, at_least=True)
+        of = self.flow(rows)
         forward, backward = self._passes(rows, stages, of)
         transfer = self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
         slots = durations(forward, backward, self.work.at(rows.work), stages)
-        span = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
-        after = self._least_after(rows, stages) if splits else self._after(rows, stages, forward, backward)
-        return self._needs(rows, stages, of.in_flight), span + after
+        least = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
+        crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
+        after = self._after(rows, stages, forward, backward)
+        return self._needs(rows, stages, of), least / crowding + after
 
-    def _needs(self, rows: Rows, stages: Stages, in_flight: Numbers) -> Numbers:
+    def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
-        tensors = self.resting(self.shards[rows.place], rows.zero, stages.distinct)[:, number]
-        tensors = tensors + saved_bytes(work, stages, in_flight)
-        tensors += self.logits[rows.work][:, None] * np.array([each.has_head for each in stages.contents])
-        found: Numbers = tensors.max(axis=1) * self.space.prices.engine.slack + self.runtime[rows.place]
+        resting = self.resting(self.shards[rows.place], rows, stages.distinct)[:, number]
+        engine = self.space.prices.engine
+        under_way = passing(engine, work, stages, of, self.logits[rows.work])
+        moving = (sum(items.values()) for items in moving_bytes(engine, under_way).values())
+        tensors = (resting[..., :-1] + np.stack(tuple(moving), axis=-1)).max(axis=-1)
+        tensors += matmul_bytes(engine, self.space.prices.cluster.chip)
+        reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
+        found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found
 
     def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
-        return passes(work, sent, stages, of, overlaps=self.space.prices.engine.overlaps_data)
-
-    def _least_after(self, rows: Rows, stages: Stages) -> Numbers:
-        """Where it is not known which rank is the busiest, or how long its backward is."""
-        prices, edges = self.space.prices, self.edges(rows.place, stages.distinct)
-        found: Numbers = np.min(edges.update + edges.seconds(np.inf), axis=1)
-        return found + prices.world_seconds + prices.engine.step_seconds
+        return passes(work, sent, stages, of, self.space.prices.engine)
 
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
         """Seconds of the busiest rank beside the passes."""
@@ -192,19 +207,19 @@ class Bounding:
         each = np.arange(len(rows), dtype=np.int64)
         content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
         edges = self.edges(rows.place, stages.distinct).at((each, content))
-        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_data
+        own = (backward @ stages.ranks.T)[each, rank] * prices.engine.overlaps_sums
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
-        """Of a step, with the pipeline run slot by slot. All have the same number of micro batches."""
+        """Of a step, with the pipeline run slot by slot. Numbers of micro batches differ by whole rounds at most."""
         pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
-        forward, backward = self._passes(rows, stages, self.flow(rows, at_least=False))
+        forward, backward = self._passes(rows, stages, self.flow(rows))
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)
         transfer = self.transfer(rows.pp)[rows.work]
-        timings = np.concatenate([*of_kind.values(), transfer[:, None]], axis=1)
-        distinct, inverse = np.unique(timings, axis=0, return_inverse=True)
-        columns = distinct.T
-        split = dict(zip(of_kind, np.split(columns[:-1], len(of_kind)), strict=True))
-        plan = schedule_plan(pipeline, int(rows.micro_batches[0]))
-        span: Numbers = plan.span(split, columns[-1], np.maximum)
-        return span[inverse.reshape(-1)] + self._after(rows, stages, forward, backward)
+        timings = np.stack([*np.concatenate(list(of_kind.values()), axis=1).T, transfer, rows.micro_batches])
+        distinct, inverse = np.unique(timings, axis=1, return_inverse=True)
+        split = dict(zip(of_kind, np.split(distinct[:-2], len(of_kind)), strict=True))
+        found: Numbers = span(pipeline, distinct[-1].astype(int), split, distinct[-2])
+        crowding, own = self.space.prices.cluster.crowding, found[inverse.reshape(-1)]
+        together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
+        return together + self._after(rows, stages, forward, backward)

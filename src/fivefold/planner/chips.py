@@ -8,7 +8,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -23,12 +23,28 @@ GIB = 2**30
 # What a file may leave out.
 _DEFAULTS = {
     "aliases": [], "names": [], "step_fraction": 1.0,
-    "node": {"domain_devices": 0, "chips": [], "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0}},
+    # Attention: 447 TFLOP/s of H200's 794 (ml-engineering, FA3). Tiles: of the large kernels of cuBLAS.
+    "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
+    "node": {
+        "domain_devices": 0, "cores": 0, "chips": [],
+        "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0},
+    },
 }  # fmt: skip
 
 # Of numbers in a file of one's own. All others are above 0.
-_WHOLE = ("sms", "most_devices", "domain_devices", "rails")
-_MAY_BE_ZERO = ("domain_devices", "latency_us", "decay", "rails", "launch_us", "context_gib", "communicator_gib")
+_WHOLE = ("sms", "most_devices", "domain_devices", "cores", "rails", "tile_fill")
+_MAY_BE_ZERO = (
+    "slack",
+    "domain_devices",
+    "cores",
+    "tile_fill",
+    "latency_us",
+    "decay",
+    "rails",
+    "launch_us",
+    "context_gib",
+    "communicator_gib",
+)
 
 Table = dict[str, Any]
 
@@ -62,12 +78,14 @@ class NodeType:
     """A server and its links. `most_devices`: that one may have. `chips`: it is made of these; empty, of any.
 
     `domain_devices`: how many devices the link inside joins where it goes beyond one server (72 in an NVL72 rack); 0
-    where it ends with the server.
+    where it ends with the server. `cores`: of a server whose devices are processes, how many run at full speed at once;
+    0 where each device computes on its own.
     """
 
     name: str
     most_devices: int
     domain_devices: int
+    cores: int
     chips: tuple[str, ...]
     inside: Link
     between: Link
@@ -79,12 +97,15 @@ class Chip:
 
     `peak_tflops` by dtype: dense, by the data sheet, fp32 without TF32; a dtype that it lacks is absent (bf16 of V100).
     `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: of that, what
-    matmuls keep inside of a long step, where power and heat hold the clocks down. `memory_gib`: all that the
-    driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large arrays. `sms`: streaming
-    multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place. `launch_us`: host time of
-    one kernel. `context_gib`: what context and libraries take outside the allocator, `communicator_gib`: each
-    communicator besides. `host_gbs`: to host memory, each way. `names`: regular expressions for whole words of the name
-    that CUDA or ROCm calls it by.
+    matmuls keep inside of a long step, where power and heat hold the clocks down. `attention_fraction`: of the matmul
+    rate, what attention reaches. `tile`: rows and columns of the outputs that a matmul computes at once; `tile_fill`:
+    inner products in which a tile gets going. `slack`: what the allocator has over what is allocated, where a run has
+    shown it; 0: as the trainer usually has. `host_scale`: how much longer Python and launches take than on the hosts
+    that trainers' seconds are of. `memory_gib`: all that the driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and
+    `memory_fraction` of it for large arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA,
+    or what ROCm says in its place. `launch_us`: host time of one kernel. `context_gib`: what context and libraries take
+    outside the allocator, `communicator_gib`: each communicator besides. `host_gbs`: to host memory, each way. `names`:
+    regular expressions for whole words of the name that CUDA or ROCm calls it by.
     """
 
     name: str
@@ -95,6 +116,11 @@ class Chip:
     peak_tflops: Mapping[str, float]
     matmul_fraction: Mapping[str, float]
     step_fraction: float
+    slack: float
+    host_scale: float
+    attention_fraction: float
+    tile: tuple[int, int]
+    tile_fill: int
     memory_gib: float
     memory_bandwidth_gbs: float
     memory_fraction: float
@@ -102,6 +128,11 @@ class Chip:
     context_gib: float
     communicator_gib: float
     host_gbs: float
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is a CPU: it computes in the process that asks it to, one operation after the other."""
+        return not any(self.capability)
 
     @property
     def memory_bytes(self) -> int:
@@ -116,6 +147,11 @@ class Chip:
         """Of the best large matmul; None where the chip has no such dtype."""
         peak = self.peak_tflops.get(dtype)
         return None if peak is None else peak * 1e12 * self.matmul_fraction[dtype]
+
+    def times(self, speed: float) -> "Chip":
+        """The same with so much of its arithmetic and of its memory's bandwidth."""
+        peaks = {dtype: peak * speed for dtype, peak in self.peak_tflops.items()}
+        return replace(self, peak_tflops=peaks, memory_bandwidth_gbs=self.memory_bandwidth_gbs * speed)
 
 
 @cache

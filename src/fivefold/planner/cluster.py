@@ -21,7 +21,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.core.errors import UserError, first_line
@@ -65,15 +65,21 @@ class Cluster:
     node: NodeType
 
     @staticmethod
-    def parse(text: str) -> "Cluster":
-        """The cluster of a text or of a TOML file. Raises `UserError`."""
+    def parse(text: str, size: tuple[int, int] | None = None) -> "Cluster":
+        """The cluster of a text or of a TOML file. `size`: nodes, and devices of each, in place of its own. Raises
+        `UserError`."""
         text = text.strip()
-        return _from_file(expanded(text)) if text.endswith(".toml") else _from_text(text, {})
+        return _from_file(expanded(text), size) if text.endswith(".toml") else _from_text(text, {}, size)
 
     @property
     def world(self) -> int:
         """How many devices there are."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def crowding(self) -> float:
+        """How many devices share a core of a server whose devices are processes: 2 for 4 of them on 2 cores; else 1."""
+        return max(1.0, self.devices_per_node / self.node.cores) if self.node.cores else 1.0
 
     @property
     def text(self) -> str:
@@ -99,21 +105,40 @@ class Cluster:
         return Span(link, nodes=len(a_node), per_node=max(a_node.values()))
 
 
-def _from_text(text: str, changes: Table) -> Cluster:
+def nodes_of(size: int, local_size: int) -> tuple[int, int]:
+    """(nodes, devices of each) of `size` workers, `local_size` of them on the first machine. Where the last machine has
+    fewer, each worker is taken for a node of its own: links are then too slow, never too fast."""
+    return (size // local_size, local_size) if size % local_size == 0 else (size, 1)
+
+
+def _from_text(text: str, changes: Table, size: tuple[int, int] | None = None) -> Cluster:
     """The cluster of a text form, with what a file changes of the chip and of the node."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise UserError(f"{text!r} is not a cluster", fix=FORM)
-    nodes, devices = int(match[1] or 1), int(match[2])
+    nodes, devices = size or (int(match[1] or 1), int(match[2]))
     name, table = chip_table(match[3])
     type_of_nodes = (match[4] or "dgx").lower()
     node = overridden(node_table(type_of_nodes, name, table["node"]), changes.get("node", {}), "[node]")
     chip = overridden({key: value for key, value in table.items() if key != "node"}, changes.get("chip", {}), "[chip]")
     _check_size(nodes, devices, node["most_devices"], text, name)
-    return Cluster(nodes, devices, chip_of_table(name, chip), node_of_table(type_of_nodes, node))
+    cluster = Cluster(nodes, devices, chip_of_table(name, chip), node_of_table(type_of_nodes, node))
+    return _shared_out(cluster) if cluster.node.cores else cluster
 
 
-def _from_file(file: Path) -> Cluster:
+def _shared_out(cluster: Cluster) -> Cluster:
+    """What each device has while all compute, where devices are processes: several cores, or a part of one.
+
+    On 2 cores: 1 process computes twice as fast as a core; each of 4 half as fast, and sends half as fast.
+    """
+    node, crowding = cluster.node, cluster.crowding
+    threads = max(1, node.cores // cluster.devices_per_node)
+    chip = cluster.chip.times(threads / crowding)
+    inside = replace(node.inside, gbs=node.inside.gbs / crowding, latency_us=node.inside.latency_us * crowding)
+    return replace(cluster, chip=replace(chip, launch_us=chip.launch_us * crowding), node=replace(node, inside=inside))
+
+
+def _from_file(file: Path, size: tuple[int, int] | None = None) -> Cluster:
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -124,7 +149,7 @@ def _from_file(file: Path) -> Cluster:
     if wrong := [key for key, value in tree.items() if key not in ("chip", "node") or not isinstance(value, dict)]:
         raise UserError(f"{file}: {wrong[0]} is no table of a cluster", fix="the tables are [chip] and [node]")
     try:
-        return _from_text(text, tree)
+        return _from_text(text, tree, size)
     except UserError as error:
         raise UserError(f"{file}: {error.what}", fix=error.fix) from None
 

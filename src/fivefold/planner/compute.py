@@ -11,8 +11,6 @@ from fivefold.models.facts import LayerCost, Partition, Saved
 from fivefold.planner.chips import Chip
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 1}
-ATTENTION = 0.5  # of the matmul rate that attention reaches in a step: 447 TFLOP/s of H200's 794 (ml-engineering, FA3)
-TILE_M, TILE_N, FILL_K = 128, 256, 64  # of a tile's outputs; FILL_K: inner products in which a tile gets going
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,17 @@ def flops_per_second(chip: Chip, dtype: str) -> float:
 
 def _fill(chip: Chip, rows: int, outputs: int, inputs: int, count: int) -> float:
     """The part of the achievable peak that a shape gets."""
-    tiles_m, tiles_n = -(-rows // TILE_M), -(-outputs // TILE_N)
+    tile_m, tile_n = chip.tile
+    tiles_m, tiles_n = -(-rows // tile_m), -(-outputs // tile_n)
     tiles = tiles_m * tiles_n * count
-    of_tiles = rows * outputs / (tiles_m * TILE_M * tiles_n * TILE_N)
+    of_tiles = rows * outputs / (tiles_m * tile_m * tiles_n * tile_n)
     of_waves = tiles / (-(-tiles // chip.sms) * chip.sms)
-    return of_tiles * of_waves * inputs / (inputs + FILL_K)
+    return of_tiles * of_waves * inputs / (inputs + chip.tile_fill)
 
 
 def attention_seconds(chip: Chip, flops: float, dtype: str) -> float:
     """Forward of causal attention: `flops` are those of the half of the scores that is computed."""
-    return flops / (flops_per_second(chip, dtype) * ATTENTION)
+    return flops / (flops_per_second(chip, dtype) * chip.attention_fraction)
 
 
 def traffic_seconds(chip: Chip, size: float) -> float:

@@ -11,6 +11,14 @@ from itertools import pairwise
 from fivefold.core.layout import Layout
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.stage_plan import stage_plan
+from fivefold.planner.chips import Chip
+
+# Of this runtime on a CPU, uncompiled: CPU seconds of one thread, of Llamas that differ in width, layers, micro batches
+# and tokens (torch 2.13). Operations of a layer and micro batch, FSDP's hooks included; of the model's ends; bytes of
+# memory traffic for a byte that a layer saves, that is gathered (copied in and out), and that is reduced (copied twice,
+# reduced, added up).
+LAUNCHES, LAUNCHES_OF_ENDS = 1100, 2400
+EAGER_TRAFFIC, GATHER_TRAFFIC, REDUCE_TRAFFIC = 7.0, 5.5, 13.0
 
 Splits = tuple[tuple[int, int], ...]  # layers of each stage, first and past the last
 
@@ -21,17 +29,17 @@ def as_planned(facts: ModelFacts, pipeline: Layout) -> Splits:
 
 
 def dealt_until_full(facts: ModelFacts, pipeline: Layout) -> Splits:
-    """nanotron's: layers are dealt in order, and a stage takes them until it has more than its part of all weights that
-    a token is multiplied with, the head's included. The layer that exceeds the part is still its own.
+    """nanotron's: layers are dealt in order, and a stage takes them until it has its part of all weights that a token
+    is multiplied with, the head's included. The layer that reaches the part is still its own.
 
-    16 layers of 1 and a head of 4 in 2 stages: 11 layers, for 10 is not more than half of 20; then 5 and the head.
+    16 layers of 1 and a head of 4 in 3 stages, of 6.7 each: 7 layers, 7 layers, then 2 and the head.
     """
     costs = [cost.active for cost in facts.layer_costs]
     part = (sum(costs) + facts.head_cost) / pipeline.stages
     bounds, dealt = [0], 0.0
     for layer, cost in enumerate(costs):
         dealt += cost
-        if dealt > part * len(bounds) and len(bounds) < pipeline.stages:
+        if dealt >= part * len(bounds) and len(bounds) < pipeline.stages:
             bounds.append(layer + 1)
     bounds += [len(costs)] * (pipeline.stages + 1 - len(bounds))
     return tuple(pairwise(bounds))
@@ -49,6 +57,8 @@ class Engine:
     """The traits of a trainer.
 
     Memory.
+    `moments`: it is full at one of the moments of `parallel/memory.py`; else all of them are taken to come at once.
+    `compiled`: layers are, so that fused kernels save what the traced layer's fused form does (`LayerCost.fused`).
     `shards`: what data ranks deal out: the parameters with all their state (FSDP), or the optimizer's state (ZeRO-1).
     `over`: the ranks that it is dealt to: of dp_shard, or all data ranks (Megatron's distributed optimizer).
     `reduces_in_place`: reduced gradients have no memory besides the unreduced.
@@ -59,24 +69,37 @@ class Engine:
     `selective`: under selective recompute, the part of what a layer saves that is kept, and of its forward what is
     computed again.
     `spares`: a buffer of each shape of a weight stays for gradients, as TransformerEngine sums them in the matmul.
+    `score_memory`: bytes that a layer saves for a score of attention; 0 for FlashAttention, which writes none.
     `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
-    `slack`: what the allocator reserves over what is allocated.
+    `slack`: what the allocator reserves over what is allocated. `kept_back`: of the largest buffers in which gradients
+    wait to be reduced, the part that it keeps besides, for their sizes are no other's.
 
     Time.
-    `matmul`, `attention`: the part of the chip's rate that its layers reach.
+    `matmul`, `attention`: the part of the chip's rate that its layers reach. `grouped`: of that, what the matmuls of
+    experts reach.
     `traffic`: bytes of memory traffic beside matmuls and attention, forward and backward, for a byte of what the traced
     layer saves.
+    `score_bytes`: traffic for a score of attention, forward and backward, where scores are written.
     `logit_bytes`: traffic of the loss, forward and backward, for a logit.
     `host_seconds`: of Python and launches for a layer and micro batch, forward and backward.
-    `host_across`: more of them where the pipeline leaves the node, times tp to the power of `host_power`: the ranks of
-    a stage then wait for each other at every collective of tp.
-    `overlaps_data`: FSDP's collectives run beside compute. `overlaps_tensor`: the part of tp's that does.
-    `tensor_seconds`: of each of tp's collectives, to launch it and to meet. `tensor_across`: more of them for each node
-    beyond the first.
+    `host_across`: more of them for each rank of tp, where there is tp and the pipeline leaves the node, times tp's
+    nodes to the power of `host_power`: the ranks of a stage then wait for each other at every collective of tp.
+    `meet`: how sharply the device's time and the host's take turns (fitted on nanotron's eager runs); 1: they add up.
+    `host_of_ends`: of them, for the model's ends. `gather_traffic`, `reduce_traffic`: bytes of memory traffic for one
+    that FSDP gathers or reduces.
+    `sum_bytes`: traffic for a weight in each micro batch, where its gradient is added to the sum of those before.
+    `cast_bytes`: traffic for a number of a matmul in fp8 that is cast first; 0 where norms and activations write fp8.
+    `overlaps_data`: FSDP's collectives run beside compute. `overlaps_context`: those of cp that may. `overlaps_tensor`:
+    the part of tp's that does. `overlaps_sums`: the part of a step's last backward that hides sums of gradients over
+    replicas.
+    `tensor_seconds`: of each of tp's collectives, to launch it and to meet. `tensor_across`: more of them for each
+    doubling of nodes.
     `step_seconds`: of a step, whatever its size. `split`: the layers of each pipeline stage.
     """
 
     name: str
+    moments: bool = False
+    compiled: bool = False
     shards: str = "parameters"
     over: str = "dp_shard"
     reduces_in_place: bool = False
@@ -87,16 +110,28 @@ class Engine:
     sequence_parallel: bool | None = None
     selective: tuple[float, float] = (1.0, 0.0)
     spares: bool = False
+    score_memory: float = 0.0
     logit_memory: float | None = None
     slack: float
+    kept_back: float = 0.0
     matmul: float = 1.0
     attention: float = 1.0
+    grouped: float = 1.0
     traffic: float
+    score_bytes: float = 0.0
     logit_bytes: float
     host_seconds: float
     host_across: float = 0.0
-    host_power: float = 1.0
+    host_power: float = 0.0
+    host_of_ends: float = 0.0
+    meet: float = 8.0
+    gather_traffic: float = 0.0
+    reduce_traffic: float = 0.0
+    sum_bytes: float = 0.0
+    cast_bytes: float = 5.0
     overlaps_data: bool
+    overlaps_sums: float = 1.0
+    overlaps_context: bool = True
     overlaps_tensor: float = 0.0
     tensor_seconds: float = 0.0
     tensor_across: float = 0.0
@@ -112,26 +147,51 @@ class Engine:
             layout = replace(layout, dp_shard=layout.data_ranks, dp_replicate=1)
         return replace(layout, zero=1) if self.shards == "optimizer" else layout
 
+    def on(self, chip: Chip) -> "Engine":
+        """The trainer on a chip. On a CPU operations are not compiled, and nothing runs beside anything."""
+        slack, host = chip.slack or self.slack, chip.host_scale
+        if not chip.is_host:
+            return replace(
+                self, slack=slack, host_seconds=self.host_seconds * host, host_across=self.host_across * host
+            )
+        launch = chip.launch_us * 1e-6 * host
+        return replace(
+            self, slack=slack, traffic=EAGER_TRAFFIC, host_seconds=LAUNCHES * launch,
+            host_of_ends=LAUNCHES_OF_ENDS * launch, meet=1.0, gather_traffic=GATHER_TRAFFIC,
+            reduce_traffic=REDUCE_TRAFFIC, compiled=False, overlaps_data=False, overlaps_sums=0.0,
+            overlaps_context=False, overlaps_tensor=0.0,
+        )  # fmt: skip
+
 
 # Constants beside `fivefold`'s are fitted on one half of the published rows of each trainer, and told on the other half
 # (benchmarks/planner_accuracy.py, docs/planner.md); those of memory follow from what the trainer keeps.
 ENGINES = {
     each.name: each
     for each in (
-        # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B under shard8 reserves 74.1 GiB
-        # for 66.4 allocated, and takes 0.15 s of host time for 32 compiled layers. The others are judgement: compiled
-        # element-wise work reads and writes each saved number about once, and FSDP runs beside compute.
+        # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32
+        # compiled layers; `slack` and `kept_back` are least squares of the first 47 cells of docs/planned_memory.md.
+        # The others are judgement: compiled element-wise work reads and writes each saved number about once, and FSDP
+        # runs beside compute.
         Engine(
-            name="fivefold", traffic=3.5, logit_bytes=48, host_seconds=2.4e-3, overlaps_data=True, slack=1.12,
-            step_seconds=2e-3,
+            name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=48, host_seconds=2.4e-3,
+            overlaps_data=True, slack=1.046, kept_back=0.58, step_seconds=2e-3,
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
         # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.
-        # Overlap of gradient sums is an option of it, off by default.
+        # Overlap of gradient sums is an option of it, off by default. `grouped`: .302 of SimuMax's .488 on B200.
         Engine(
             name="megatron", shards="optimizer", over="data", reduces_in_place=True, fused=True, gathers_again=True,
-            spares=True, split=evenly, matmul=0.85, attention=0.9, traffic=3.5, logit_bytes=24, host_seconds=2.4e-3,
-            host_across=1e-4, tensor_seconds=1e-5, overlaps_data=False, slack=1.05, step_seconds=0.02, logit_memory=4,
+            spares=True, split=evenly, matmul=0.85, attention=0.9, grouped=0.62, traffic=3.5, cast_bytes=0,
+            logit_bytes=24, host_seconds=2.4e-3, host_across=1e-4, tensor_seconds=1e-5, overlaps_data=False,
+            overlaps_sums=0.0, slack=1.05, step_seconds=0.02, logit_memory=4,
+        ),
+        # Megatron-LM and Megatron-DeepSpeed of 2021 and 2022, before FlashAttention and TransformerEngine. A score is
+        # saved three times, with dropout's mask: 2 + 1 + 2 bytes (Korthikanti et al., arXiv 2205.05198).
+        Engine(
+            name="megatron-2022", shards="optimizer", over="data", reduces_in_place=True, fused=True, split=evenly,
+            gathers_again=True, matmul=0.85, traffic=3.1, score_memory=5, score_bytes=29, logit_bytes=88,
+            host_seconds=2.7e-3, host_across=1e-4, tensor_seconds=0.11e-3, sum_bytes=8, overlaps_data=False,
+            overlaps_sums=0.0, slack=1.05, step_seconds=0.002, logit_memory=4,
         ),
         # torchtitan: FSDP2, and selective recompute of operations unless a run says otherwise, which keeps the outputs
         # of every second matmul and of attention.
@@ -139,6 +199,12 @@ ENGINES = {
             name="torchtitan", split=evenly, recompute="selective", selective=(0.33, 0.5), sequence_parallel=True,
             matmul=0.92, attention=0.9, traffic=17, logit_bytes=48, host_seconds=1e-3, overlaps_data=True, slack=1.1,
             step_seconds=0.02, logit_memory=10,
+        ),
+        # torchtitan without torch.compile: element-wise kernels apart, which save more.
+        Engine(
+            name="torchtitan-eager", split=evenly, recompute="selective", selective=(0.33, 0.5), sequence_parallel=True,
+            matmul=0.92, attention=0.9, traffic=20, logit_bytes=48, host_seconds=1e-3, overlaps_data=True, slack=1.1,
+            step_seconds=0.02, logit_memory=10, saved_scale=1.15,
         ),
         # FSDP1, as Composer and LLM Foundry run it, uncompiled.
         Engine(
@@ -148,9 +214,10 @@ ENGINES = {
         # nanotron: eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most.
         Engine(
             name="nanotron", shards="optimizer", reduces_in_place=True, gathers_again=True, split=dealt_until_full,
-            matmul=0.86, attention=0.51, traffic=6.3, logit_bytes=56, host_seconds=3.6e-3, host_across=1.6e-3,
-            host_power=1.13, overlaps_data=False, overlaps_tensor=0.83, tensor_seconds=0.12e-3, tensor_across=0.8e-3,
-            slack=1.04, step_seconds=3e-3, logit_memory=14, saved_scale=1.12,
+            matmul=0.87, attention=0.76, traffic=7.0, logit_bytes=49, host_seconds=4.5e-3, host_across=2.1e-3,
+            host_power=0.35, meet=12, overlaps_data=False, overlaps_sums=0.5, sum_bytes=8.6, overlaps_tensor=0.84,
+            tensor_seconds=0.15e-3, tensor_across=1.3e-3, slack=1.04, step_seconds=0.047, logit_memory=14,
+            saved_scale=1.12,
         ),
     )
 }  # fmt: skip

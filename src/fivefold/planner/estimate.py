@@ -7,8 +7,7 @@ with them. Memory is that of the fullest pipeline rank. Time is that of the whol
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
-from itertools import takewhile
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +16,19 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.schedule import Kind, SchedulePlan, Slot, Timeline
+from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.models.flops import Costs
-from fivefold.parallel.collectives import Call
+from fivefold.parallel import memory
+from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.memory import buffer_bytes, under_way, unit_bytes
+from fivefold.parallel.memory import Passing, Units, buffer_bytes
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.engines import Engine
+from fivefold.planner.flow import Flow, flow, schedule_plan, span
 from fivefold.planner.links import seconds
 from fivefold.planner.price import (
     ITEMS,
@@ -44,8 +45,10 @@ from fivefold.planner.price import (
     nothing,
 )
 
+AT_ONCE = "all at once"  # the one moment of another trainer's memory
 Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
 ROUNDING = 1e-9  # of sums in another order
+MEET = 4  # how sharply the two bounds of a crowded pipeline's time take turns: judgement
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -134,86 +137,17 @@ class Estimate:
 
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
+MATMULS, WAITING = "work space of matmuls", "unreduced gradients"
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
     world = prices.cluster.world
+    legality.refuse(legality.of_world(layout, world, prices.cluster.text))
     layout = layout.resolve(world)
     limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
     return Step(prices, prices.engine.laid(layout), workload).estimate()
-
-
-@lru_cache(maxsize=256)
-def schedule_plan(layout: Layout, micro_batches: int) -> SchedulePlan:
-    """Of a layout that says its pipeline alone. It keeps what it has computed."""
-    return SchedulePlan.of(layout, micro_batches)
-
-
-def _saturated(layout: Layout, micro_batches: int, *, rounds: int) -> int:
-    """As many micro batches as show what repeats with more of them: `rounds` times pp, and a whole round more."""
-    multiple = layout.schedule.multiple(layout.pp)
-    enough = rounds * layout.pp + multiple
-    return micro_batches if micro_batches <= enough else enough - enough % multiple
-
-
-@dataclass(frozen=True, eq=False)
-class Flow:
-    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, the most that wait for their backward.
-    `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
-    reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
-    after its last other slot.
-    """
-
-    in_flight: Numbers
-    forward: Numbers
-    backward: Numbers
-    reductions: Numbers
-    left: Numbers
-
-
-@lru_cache(maxsize=16384)
-def _in_flight(pipeline: Layout, count: int) -> tuple[Numbers, Numbers]:
-    """Of each stage: the most micro batches in flight, and the gradients of weights that are left to the end."""
-    plan, found, left = schedule_plan(pipeline, count), np.zeros(pipeline.stages), np.zeros(pipeline.stages)
-    for order in plan.orders:
-        for stage, most in under_way(order).items():
-            found[stage] = most
-        for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
-            left[slot.stage] += 1
-    return found, left
-
-
-@lru_cache(maxsize=16384)
-def flow(pipeline: Layout, micro_batches: int, *, at_least: bool = False) -> Flow:
-    """Of a pipeline, and its ZeRO stage. `at_least`: of reductions no more than there are for certain; to count them is
-    dear where gradients of weights come apart."""
-    alone, splits = replace(pipeline, zero=3), pipeline.schedule.splits_backward
-    ranks = pipeline.pp if splits and not at_least else 1  # of whole backwards, FSDP does the same in every stage
-    shown, multiple = _saturated(pipeline, micro_batches, rounds=3), pipeline.schedule.multiple(pipeline.pp)
-    times = _times(alone, shown, pipeline.zero, ranks)
-    if shown < micro_batches:  # more micro batches repeat what the last round did
-        growth = (times - _times(alone, shown - multiple, pipeline.zero, ranks)) / multiple
-        times = times + growth * (micro_batches - shown)
-    forward, backward, reductions = times / micro_batches
-    if splits and at_least:
-        reductions = np.full(pipeline.stages, 1 / micro_batches)
-    in_flight, left = _in_flight(alone, _saturated(pipeline, micro_batches, rounds=2))
-    return Flow(in_flight, forward, backward, reductions, left)
-
-
-def _times(pipeline: Layout, micro_batches: int, zero: int, ranks: int) -> Numbers:
-    """[forward, backward, reductions; stage]: how often FSDP gathers and reduces a unit that one stage uses. `ranks`:
-    those that are asked; the first stage of rank 0 stands for all stages where it is 1."""
-    plan, found = schedule_plan(pipeline, micro_batches), np.zeros((3, pipeline.stages))
-    for rank in range(ranks):
-        own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-        users = {str(stage): frozenset((stage,)) for stage in (own if ranks > 1 else own[:1])}
-        times = of_slots(plan.orders[rank], users, micro_batches, own, zero)
-        for stage, each in times.items():
-            found[:, int(stage)] = each.forward, each.backward, each.reductions
-    return found if ranks > 1 else np.repeat(found[:, :1], pipeline.stages, axis=1)
 
 
 # ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
@@ -239,14 +173,18 @@ def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overla
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights; bytes kept until
-    backward, and besides while a layer is computed again."""
+    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights, on the device; seconds
+    of the host for a forward and for a backward; bytes kept until backward, and those that a backward has besides.
+    `edges`: of a stage's input and output, which a pipeline holds."""
 
     forward: Numbers
     backward: Numbers
     weights: Numbers
+    host_forward: Numbers
+    host_backward: Numbers
     kept: Numbers
-    again: Numbers
+    working: Numbers
+    edges: Numbers
 
     @staticmethod
     def of(prices: Sequence[Prices]) -> "Work":
@@ -257,7 +195,9 @@ class Work:
 
         return Work(
             each(lambda part: part.forward.sum()), each(lambda part: part.backward.sum()),
-            each(lambda part: part.weights.sum()), each(lambda part: part.kept), each(lambda part: part.again),
+            each(lambda part: part.weights.sum()), each(lambda part: part.host[0]), each(lambda part: part.host[1]),
+            each(lambda part: part.kept), each(lambda part: part.working),
+            np.array([each.edges for each in prices], dtype=float),
         )  # fmt: skip
 
     def at(self, places: Places) -> "Work":
@@ -286,10 +226,20 @@ class Sent:
         return Sent(self.gather[places], self.reduce[places])
 
 
-def passes(work: Work, sent: Sent, stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+def passes(work: Work, sent: Sent, stages: Stages, of: Flow, engine: Engine) -> tuple[Numbers, Numbers]:
     """Seconds of a micro batch's forward and backward in each stage."""
-    before, after = data_seconds(work, sent, stages, of, overlaps=overlaps)
-    return work.forward @ stages.layers.T + before, work.backward @ stages.layers.T + after
+    before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
+    return (
+        met(work.forward @ stages.layers.T + before, work.host_forward @ stages.layers.T, engine.meet),
+        met(work.backward @ stages.layers.T + after, work.host_backward @ stages.layers.T, engine.meet),
+    )
+
+
+def met(device: Numbers, host: Numbers, meet: float) -> Numbers:
+    """Seconds of a slot. Python runs ahead of the device, and only where it takes longer for the whole slot does the
+    device wait. The two times meet smoothly."""
+    found: Numbers = (device**meet + host**meet) ** (1 / meet)
+    return found
 
 
 def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
@@ -321,12 +271,49 @@ def least_span(
     return found
 
 
-def saved_bytes(work: Work, stages: Stages, in_flight: Numbers) -> Numbers:
-    """Of each pipeline rank: what forward passes leave behind; with recompute, one layer's tensors besides while it is
-    computed again."""
-    kept = (work.kept @ stages.layers.T * in_flight) @ stages.ranks.T
-    again: Numbers = np.max(np.where(stages.has, np.expand_dims(work.again, -2), 0.0), axis=-1)
-    return kept + again
+def passing(
+    engine: Engine, work: Work, stages: Stages, of: Flow, logits: Numbers | float
+) -> Passing:  # fmt: skip
+    """Of each pipeline rank: what micro batches under way take. `logits`: of the loss."""
+    each = work.kept @ stages.layers.T
+    if engine.moments:
+        each[..., 1:] += work.edges[..., :1]
+        each[..., :-1] += work.edges[..., 1:]
+    has_head = np.array([content.has_head for content in stages.contents])
+    return Passing(
+        saved=(each * of.in_flight) @ stages.ranks.T,
+        at_loss=(each * of.at_loss) @ stages.ranks.T,
+        layer=_most(work.kept, stages),
+        stage=np.max(np.where(stages.ranks, np.expand_dims(each, -2), 0.0), axis=-1),
+        working=_most(work.working, stages),
+        loss=np.expand_dims(logits, -1) * has_head,
+    )
+
+
+def _most(parts: Numbers, stages: Stages) -> Numbers:
+    """Of each pipeline rank, the most of any part that it has."""
+    found: Numbers = np.max(np.where(stages.has, np.expand_dims(parts, -2), 0.0), axis=-1)
+    return found
+
+
+def moving_bytes(engine: Engine, of: Passing) -> dict[str, dict[str, Numbers]]:
+    """Moment -> item -> bytes of each pipeline rank; of another trainer all moments at once."""
+    if engine.moments:
+        return of.at()
+    return {AT_ONCE: {"saved activations": of.saved, "working memory": of.working, "loss": of.loss}}
+
+
+def crowded(
+    span: Numbers | float, forward: Numbers, backward: Numbers, micro_batches: NDArray[np.int64] | int, pp: int,
+    crowding: float,
+) -> Numbers | float:  # fmt: skip
+    """`span` of a pipeline whose devices share cores (`Cluster.crowding`): one that waits leaves its part to others. No
+    step is shorter than with a core for each device, nor than all work on all cores."""
+    if crowding == 1:
+        return span
+    work = (forward + backward).sum(axis=-1) * micro_batches / pp
+    found: Numbers = (work**MEET + (span / crowding) ** MEET) ** (1 / MEET)
+    return found
 
 
 @dataclass(frozen=True)
@@ -392,7 +379,7 @@ class Step:
 
     @cached_property
     def flow(self) -> Flow:
-        return flow(self.pipeline, self.micro_batches)
+        return flow(self.pipeline, self.micro_batches, self.stages.sizes)
 
     @property
     def cluster(self) -> Cluster:
@@ -415,7 +402,7 @@ class Step:
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:
         """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
-        return passes(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+        return passes(self.work, self.sent, self.stages, self.flow, self.engine)
 
     @cached_property
     def busiest(self) -> int:
@@ -423,7 +410,7 @@ class Step:
         return int(busiest(*self.passes, self.stages))
 
     def _totals(self, rank: int) -> Seconds:
-        """Of a pipeline rank in one micro batch, by item."""
+        """Of a pipeline rank's device in one micro batch, by item."""
         found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
         for part, count in zip(self.prices.parts, layers, strict=True):
             found += (part.forward + part.backward) * count
@@ -431,13 +418,17 @@ class Step:
         found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
         return found
 
+    def _waits(self, rank: int) -> float:
+        """Seconds that a pipeline rank's device waits for Python in one micro batch."""
+        return float(self.stages.ranks[rank] @ sum(self.passes)) - float(self._totals(rank).sum())
+
     @cached_property
     def at_least(self) -> float:
         """No step is shorter. Without a pipeline, none is longer."""
         splits = self.pipeline.schedule.splits_backward
         slots = durations(*self.passes, self.work, self.stages)
         span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
-        return float(span) + self.after
+        return float(span) / (self.cluster.crowding if self.layout.pp > 1 else 1) + self.after
 
     @cached_property
     def after(self) -> float:
@@ -468,8 +459,8 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        plan = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches)
-        return float(plan.span(self.durations, self.transfer, max))
+        alone = float(span(replace(self.pipeline, zero=3), self.micro_batches, self.durations, self.transfer))
+        return float(crowded(alone, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
     @cached_property
     def durations(self) -> dict[Kind, list[float]]:
@@ -486,17 +477,19 @@ class Step:
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
-        rank, total = self.busiest, self._totals(self.busiest)
+        rank = self.busiest
+        total = dict(zip(ITEMS, self._totals(rank).tolist(), strict=True)) | {"host": self._waits(rank)}
         whys = {
             "matmuls": f"{self.micro_batches} micro batches of {self.layout.micro_batch_size} x {self.tokens} tokens",
             "host": "Python and launches beyond the device's time", "data": "FSDP's collectives that outlast compute",
         }  # fmt: skip
-        for name, amount in zip(ITEMS, total, strict=True):
-            if amount:
-                yield Item("time", name, float(amount) * self.micro_batches, whys.get(name, ""))
+        for name, amount in total.items():
+            if amount > 0:
+                yield Item("time", name, amount * self.micro_batches, whys.get(name, ""))
         if self.layout.pp > 1:
-            bubble = span - float(total.sum()) * self.micro_batches
-            yield Item("time", "bubble", bubble, f"pipeline rank {rank} waits for others")
+            bubble = span - sum(total.values()) * self.micro_batches
+            why = f"pipeline rank {rank} waits for others" + ", which leave it their cores" * (bubble < 0)
+            yield Item("time", "bubble", bubble, why)
         held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
         yield Item("time", "optimizer", float(self.edges.update), f"{held:,} parameters")
         why = "first gather, last reduction, sums over ranks"
@@ -515,7 +508,7 @@ class Step:
     def edge_seconds(self) -> float:
         """What no compute hides at the ends of a step: the first unit's gather, the last one's reduction, sums of
         gradients over replicas beyond one backward, and the sums over all ranks."""
-        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_data
+        backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_sums
         return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.engine.step_seconds
 
     def calls(self, rank: int) -> Iterator[Call]:
@@ -555,12 +548,20 @@ class Step:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def memory_of(self, rank: int) -> dict[str, float]:
-        """Bytes of a pipeline rank by item; the last two are not tensors."""
-        content = self.stages.contents[rank]
-        found = resting_bytes(self.price_list, self.shards, content, self.layout.zero)
-        found["saved activations"] = float(saved_bytes(self.work, self.stages, self.flow.in_flight)[rank])
-        found["logits"] = self.prices.logits if content.has_head else 0
-        found["allocator"] = sum(found.values()) * (self.engine.slack - 1)
+        """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
+        content, several = self.stages.contents[rank], self.micro_batches > 1
+        resting = resting_bytes(
+            self.price_list, self.shards, content, self.layout.zero, several=several,
+            waits=root_waits(self.shards, content, self.pipeline),
+        )  # fmt: skip
+        under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
+        moving = moving_bytes(self.engine, under_way)
+        own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
+        moments = ({**resting[moment], **own[moment]} for moment in resting)
+        found = max(moments, key=lambda items: sum(items.values()))
+        found |= {MATMULS: matmul_bytes(self.engine, self.cluster.chip)}
+        waiting = max(items[WAITING] for items in resting.values())
+        found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
         found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
         return found
 
@@ -594,23 +595,68 @@ class Step:
         )
 
 
-def resting_bytes(price_list: PriceList, shards: Shards, content: Content, zero: int) -> dict[str, float]:
-    """Of a pipeline rank by item: what does not depend on the micro batch."""
-    shape, of_rank = shards.shape, shards.of(content)
+def resting_bytes(
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, several: bool, waits: bool
+) -> Mapping[str, Mapping[str, float]]:
+    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `several`: micro batches.
+    `waits`: see `root_waits`."""
+    shape, of_rank = replace(shards.shape, micro_batches=1 + several), shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
-    gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
-    found: dict[str, float] = {
+    state = {
         "parameters": held * shape.master_bytes,
-        "gradients": 0 if price_list.engine.reduces_in_place else trained * shape.master_bytes,
+        "gradients": trained * shape.master_bytes,
         "optimizer state": trained * shape.master_bytes * len(OPTIMIZERS[shape.optimizer].state),
-        "gathered parameters": gathered,
-        "unreduced gradients": waiting,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
+    if price_list.engine.moments:
+        return memory.resting_bytes(state, _units(shards, content), zero, shape, root_waits=waits)
+    gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
+    found: dict[str, float] = {**state, "gathered parameters": gathered, "unreduced gradients": waiting}
+    if price_list.engine.reduces_in_place:
+        found["gradients"] = 0
     if price_list.engine.spares:
         found["spare gradients"] = spare_bytes(shards, content)
-    return found
+    return {AT_ONCE: found}
+
+
+def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
+    """Whether the model's own unit is not reduced after every backward: two stages give to it, or gradients of weights
+    come apart."""
+    is_shared = bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
+    return pipeline.schedule.splits_backward or is_shared
+
+
+def _units(shards: Shards, content: Content) -> Units:
+    def size(units: Iterable[tuple[UnitPrice, int]]) -> tuple[int, int]:
+        pairs = tuple(units)
+        return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)
+
+    layers = [size((unit, 1) for unit in shards.layers[kind].units) for kind, _ in content.kinds]
+    embedding = shards.embedding.units if content.has_embedding else ()
+    return Units(
+        layer=max(layers, default=(0, 0)),
+        embedding=size((unit, 1) for unit in embedding),
+        root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
+        total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
+        matrix=max((unit.largest for kind, _ in content.kinds for unit in shards.layers[kind].units), default=0),
+    )
+
+
+def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
+    """Bytes of another trainer's gathered parameters, and of gradients before they are reduced. `sizes`: of each unit
+    the numbers that it gathers and that it reduces; the model's own unit is the last.
+
+    ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
+    all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
+    """
+    *inner, (root, _) = sizes
+    largest = sorted((size for size, _ in inner), reverse=True)[:2]
+    everything = sum(size for size, _ in sizes)
+    gathered = everything if zero < 3 else root + sum(largest)
+    reduced = [size for _, size in sizes]
+    waiting = sum(reduced) * shape.reduce_bytes if zero == 1 else max(reduced) * shape.compute_bytes
+    return gathered * shape.compute_bytes, waiting
 
 
 def spare_bytes(shards: Shards, content: Content) -> int:
@@ -672,6 +718,14 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     """Of hidden states from one pipeline rank to the next."""
     span = price_list.span(Axis(pp, price_list.cluster.world // pp))
     return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
+
+
+def matmul_bytes(engine: Engine, chip: Chip) -> int:
+    """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
+    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.)"""
+    if not engine.moments or chip.is_host:
+        return 0
+    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:

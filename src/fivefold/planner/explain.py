@@ -1,16 +1,21 @@
 """Why a layout takes as long as it does, why it is slower than another, and what would make it fit. No torch."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fivefold.core import legality
+from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.parallel.limits import limits_of
-from fivefold.planner.estimate import Estimate, Item, Step
+from fivefold.planner.chips import GIB
+from fivefold.planner.estimate import Estimate, Item, Step, Workload
+from fivefold.planner.inverse import lean_step, longest_sequence
 from fivefold.planner.price import PriceList
 
 USEFUL = ("matmuls", "attention")  # what a model cannot be trained without
 MOST_CURES = 3
+TIMES_NODES = (2, 4, 8, 16, 32, 64)  # so many more nodes are asked for what would fit
 
 
 @dataclass(frozen=True)
@@ -93,3 +98,28 @@ def _changed(layout: Layout, domain: int) -> Iterator[Layout]:
 
 def _time(estimate: Estimate) -> Iterator[Item]:
     return (row for row in estimate.rows if row.part == "time")
+
+
+def too_large(prices: PriceList, workload: Workload, closest: Estimate | None) -> UserError:
+    """Nothing fits. Says by how much the smallest layout, `closest`, is too large, and what would fit."""
+    if closest is None:
+        return UserError("no layout fits")
+    has, needs = (size / GIB for size in (closest.cluster.chip.memory_bytes, closest.reserved))
+    return UserError(
+        f"no layout fits on {closest.cluster.text}: the smallest, {closest.layout}, needs {needs:.1f} GiB of "
+        f"{has:.1f} a device, {needs - has:.1f} too many",
+        fix="; ".join(_what_fits(prices, workload, closest)) or "take a smaller model, or devices with more memory",
+    )
+
+
+def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iterator[str]:
+    """Shorter rows, and more nodes, as far as either helps."""
+    with suppress(UserError):
+        shorter = longest_sequence(prices, workload, closest.layout).seq_length
+        yield f"rows of {shorter:,} tokens fit, with {closest.layout}"
+    for times in TIMES_NODES:
+        cluster = replace(prices.cluster, nodes=prices.cluster.nodes * times)
+        step = lean_step(prices, cluster, workload, closest.layout.precision)
+        if step is not None:
+            yield f"{cluster.text} is large enough, with {step.layout}"
+            return

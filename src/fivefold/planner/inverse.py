@@ -12,7 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import MOST_RING, Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.estimate import Estimate, Step, Workload
+from fivefold.planner.estimate import TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import divisors
 
@@ -30,7 +30,7 @@ class Longest:
 
 
 def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Longest:
-    """The longest rows that train on the cluster, in steps of 1,024 tokens; of `layout`, or of any.
+    """The longest rows that train on the cluster without being tight, in steps of 1,024 tokens; of `layout`, or of any.
 
     A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It never has fewer rows
     than a layout deals out, one micro batch to each data rank and as many as a pipeline takes. Raises `UserError` where
@@ -40,7 +40,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
 
     def fitting(length: int) -> Iterator[Step]:
         steps = (_step(prices, each, workload, length) for each in fixed or leanest(prices, length))
-        return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes)
+        return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes * TIGHT)
 
     units = _most(lambda number: any(True for _ in fitting(number * STEP)), MOST_TOKENS // STEP)
     if not units:
@@ -53,6 +53,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
 
 def _legal(prices: PriceList, layout: Layout) -> Layout:
     """A layout with its shards known. Raises `UserError` where it cannot run the model."""
+    legality.refuse(legality.of_world(layout, prices.cluster.world, prices.cluster.text))
     layout = layout.resolve(prices.cluster.world)
     legality.refuse(legality.violations(layout, limits_of(prices.facts), world=prices.cluster.world))
     return layout
@@ -66,7 +67,7 @@ def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) ->
     return Step(prices, layout, Workload(length, dealt * max(fewest, rounds * multiple, multiple)))
 
 
-def leanest(prices: PriceList, length: int) -> Iterator[Layout]:
+def leanest(prices: PriceList, length: int, precision: str = Layout.precision) -> Iterator[Layout]:
     """Of each set of degrees that is legal, the layout that needs the least memory: everything is sharded, one row runs
     at a time, and layers are computed again."""
     limits, cluster = limits_of(prices.facts), prices.cluster
@@ -78,7 +79,7 @@ def leanest(prices: PriceList, length: int) -> Iterator[Layout]:
         for ep in degrees if limits.experts else (1,):
             layout = Layout(
                 tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=cluster.world // (tp * cp * pp), recompute="full",
-                sequence_parallel="sequence_parallel" not in limits.refusals,
+                sequence_parallel="sequence_parallel" not in limits.refusals, precision=precision,
             )  # fmt: skip
             if not legality.violations(layout, limits, world=cluster.world):
                 yield layout
@@ -90,25 +91,30 @@ def fewest_devices(prices: PriceList, workload: Workload) -> Estimate:
     The cluster says how many there are at most. Raises `UserError` where all of them are too few.
     """
     for cluster in _smaller(prices.cluster):
-        everything = BYTES_PER_PARAMETER * sum(
-            each.size for each in prices.facts.parameters.values() if each.is_trained
-        )
-        if cluster.world * cluster.chip.memory_bytes < everything:
-            continue
-        own = PriceList(prices.facts, cluster, prices.engine)
-        limits, batch = limits_of(own.facts), workload.global_batch_size
-        legal = (
-            each for each in leanest(own, workload.seq_length)
-            if not legality.violations(each, limits, world=cluster.world, batch=batch)
-        )  # fmt: skip
-        steps = [step for each in legal if (step := Step(own, each, workload)).needs <= cluster.chip.memory_bytes]
-        if steps:
-            return min(steps, key=lambda step: step.at_least).estimate()
+        if (found := lean_step(prices, cluster, workload)) is not None:
+            return found.estimate()
     raise UserError(
         f"no layout of {prices.cluster.text} fits {prices.facts.model_class} with {workload.global_batch_size} rows of "
         f"{workload.seq_length:,} tokens",
         fix="name a larger cluster, or a shorter --seq-length",
     )
+
+
+def lean_step(
+    prices: PriceList, cluster: Cluster, workload: Workload, precision: str = Layout.precision
+) -> Step | None:
+    """On a cluster, the step of the fastest of the `leanest` layouts that fit; None where none fits."""
+    trained = sum(each.size for each in prices.facts.parameters.values() if each.is_trained)
+    if cluster.world * cluster.chip.memory_bytes < BYTES_PER_PARAMETER * trained:
+        return None
+    own = PriceList(prices.facts, cluster, prices.engine)
+    limits, batch = limits_of(own.facts), workload.global_batch_size
+    legal = (
+        each for each in leanest(own, workload.seq_length, precision)
+        if not legality.violations(each, limits, world=cluster.world, batch=batch)
+    )  # fmt: skip
+    steps = (step for each in legal if (step := Step(own, each, workload)).needs <= cluster.chip.memory_bytes)
+    return min(steps, key=lambda step: step.at_least, default=None)
 
 
 def _smaller(cluster: Cluster) -> Iterator[Cluster]:

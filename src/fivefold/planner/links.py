@@ -24,7 +24,8 @@ def seconds(cluster: Cluster, span: Span, call: Call) -> float:
     if call.kind == "all_to_all":
         over_network = (ranks - near) / ranks * size / span.link.bytes_per_second(nodes) + latency if nodes > 1 else 0.0
         return max(over_network, (near - 1) / ranks * size / inside.bytes_per_second() + hop)
-    passes = 2 if call.kind == "all_reduce" else 1
+    # gloo, which is what sends between CPUs, reduces and scatters by an all-reduce of which each rank keeps its part.
+    passes = 2 if call.kind == "all_reduce" or (call.kind == "reduce_scatter" and cluster.chip.is_host) else 1
     hops = nodes * (near - 1) * hop + (nodes - 1) * latency
     if call.kind == "all_reduce":
         hops = min(hops, (near - 1) * hop + log2(nodes) * latency)

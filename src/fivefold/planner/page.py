@@ -1,25 +1,34 @@
 """The page of a plan: one HTML file that needs nothing else. What it shows is chosen here; `page.html.j2` lays it
 out."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
+from fivefold.core.units import human
 from fivefold.planner.chips import GIB
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.report import PlanReport
+from fivefold.planner.sweeps import Sweeps
 from fivefold.report.figures import BAR, LANE, WIDTH, Box, Figure, timeline
+from fivefold.report.plot import LEFT, Axes, Linear, label, nice, svg
+from fivefold.report.plot import WIDTH as PAGE
 from fivefold.report.render import render, write
 
 FILLS = tuple(f"rank-{number}" for number in range(8))
 
 
-def write_page(report: PlanReport, path: str) -> None:
-    """Write `report` as one HTML file to `path`, whose folder is made where it is missing."""
-    write(page(report), Path(path), instead="name another file: --html FILE")
+def write_page(report: PlanReport, path: str, beside: Sweeps | None = None) -> None:
+    """Write `report` as one HTML file to `path`, whose folder is made where it is missing. `beside`: throughput of
+    other clusters and rows."""
+    write(page(report, beside), Path(path), instead="name another file: --html FILE")
 
 
-def page(report: PlanReport) -> str:
+def page(report: PlanReport, beside: Sweeps | None = None) -> str:
     """The HTML of `report`."""
     first = report.estimates[0]
     limit = first.cluster.chip.memory_gib * GIB
@@ -27,7 +36,7 @@ def page(report: PlanReport) -> str:
         "page.html.j2", "fivefold.planner", [], {}, report=report,
         time=_stacks(report.estimates, "time", "s", 1.0, None),
         memory=_stacks(report.estimates, "memory", "GiB", 1 / GIB, limit),
-        pipeline=_pipeline(report.timeline), items=_table(report.estimates),
+        pipeline=_pipeline(report.timeline), items=_table(report.estimates), sweeps=_sweeps(beside),
     )  # fmt: skip
 
 
@@ -57,6 +66,61 @@ def _stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, 
     words += [("many", "the rest")] if len(names) > len(FILLS) else []
     titles = {"time": "Time of a step", "memory": "Memory of the fullest device"}
     return Figure(titles[part], f"{longest * factor:.4g} {unit} wide", LANE * len(estimates), numbers, boxes, words)
+
+
+# ---- other clusters and rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sweep: its picture, and a line of the table for each point."""
+
+    title: str
+    text: str
+    svg: Markup
+    head: str
+    rows: Sequence[tuple[str, Estimate]]
+
+
+def _sweeps(beside: Sweeps | None) -> Iterator[Drawn]:
+    """Those that have more than one point."""
+    if beside is not None and len(found := beside.devices) > 1:
+        text = (
+            "The same batch on fewer and on more devices, each with its best layout; none where none fits. Dashed: as "
+        )
+        says, points = f"{text}many tokens a device as on the fewest.", [(f"{e.layout.world:,}", e) for e in found]
+        each = found[0].tokens_per_second_per_device
+        rates = [one.tokens_per_second_per_device * one.layout.world for one in found]
+        picture = _curves(points, "devices", "tokens/s of all", rates, [each * one.layout.world for one in found])
+        yield Drawn("Throughput over devices", says, picture, "devices", points)
+    if beside is not None and len(found := beside.lengths) > 1:
+        says = "Shorter and longer rows on this cluster, about as many tokens a step, each with its best layout."
+        points = [(f"{one.workload.seq_length:,}", one) for one in found]
+        rates = [one.tokens_per_second_per_device for one in found]
+        picture = _curves(points, "tokens of a row", "tokens/s a device", rates)
+        yield Drawn("Throughput over sequence length", says, picture, "tokens", points)
+
+
+def _curves(
+    points: Sequence[tuple[str, Estimate]], name: str, title: str, rates: Sequence[float], ideal: Sequence[float] = ()
+) -> Markup:
+    """Throughput, on an axis of doublings, and beside it MFU; both by the names of the points."""
+    xs, half = range(len(points)), (PAGE - 4 * LEFT) / 2
+    places, doublings = Linear(-0.4, len(points) - 0.6), [math.log2(rate) for rate in (*rates, *ideal)]
+    low, high = math.floor(min(doublings)), math.ceil(max(doublings) + 0.01)
+    left = Axes(LEFT + 20, 20, half, 220, places, Linear(low - 0.2, high + 0.2))
+    left.label_y({tick: human(2.0**tick) for tick in range(low, high + 1, -(-(high - low) // 6))})
+    left.line(xs[: len(ideal)], doublings[len(rates) :], "var(--ink)", dash="6 3")
+    left.curve(xs, doublings[: len(rates)], 0)
+    mfu = [100 * each.mfu for _, each in points]
+    ticks = nice(0, max(mfu), 5)
+    right = Axes(3 * LEFT + 20 + half, 20, half, 220, places, Linear(0, max(mfu) * 1.1))
+    right.label_y({tick: label(tick, ticks) for tick in ticks})
+    right.curve(xs, mfu, 0)
+    for axes, says in ((left, f"{title}, each line twice the one below"), (right, "MFU, %")):
+        axes.title(says)
+        axes.label_x({x: point for x, (point, _) in zip(xs, points, strict=True)}, name)
+    return Markup(svg((left, right), 275, ()))
 
 
 def _pipeline(found: Mapping[str, Any] | None) -> Figure | None:

@@ -12,17 +12,18 @@ from fivefold.core.files import writing
 from fivefold.core.layout import DEGREES, Layout
 from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.facts_store import config_values, facts_of_config
 from fivefold.planner import report
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
-from fivefold.planner.explain import cures
+from fivefold.planner.explain import cures, too_large
 from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.price import PriceList
-from fivefold.planner.search import search
+from fivefold.planner.search import Found, search
+from fivefold.planner.sweeps import Sweeps, sweeps
 
 Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the values of a config.json
 
@@ -39,9 +40,10 @@ def plan(
     model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int], *, top: int = 10
 ) -> list[Estimate]:
     """The best layouts, best first: see `search`. Raises `UserError` where none fits."""
-    found = search(price_list(model, cluster), _workload(workload), top=top)
+    prices, asked = price_list(model, cluster), _workload(workload)
+    found = search(prices, asked, top=top)
     if not found.best:
-        raise _too_large(found.closest)
+        raise too_large(prices, asked, found.closest)
     return list(found.best)
 
 
@@ -59,13 +61,20 @@ def planned(
     """What `fivefold plan` shows. With `layout`, that layout is first, before the best ones."""
     prices = price_list(model, cluster)
     asked = None if layout is None else estimate_layout(prices, Layout.parse(layout), workload)
-    found = search(prices, workload, top=top)
+    try:
+        found = search(prices, workload, top=top)
+    except UserError as error:  # the search leaves some layouts out; one that is named may run all the same
+        if asked is None:
+            raise
+        found, can_run = Found(best=(), options=(), legal=0, fitting=0), f"{error.what}, of those that are searched"
+    else:
+        fit = f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory"
+        can_run = f"{fit}; of each set of degrees the best"
     if not found.best and asked is None:
-        raise _too_large(found.closest)
+        raise too_large(prices, workload, found.closest)
     estimates = (*([asked] if asked else []), *found.best)
     first = found.best[0] if found.best else estimates[0]
-    can_run = f"{many(found.legal, 'layout')} can run, {found.fitting:,} of them fit in memory"
-    notes = [f"{can_run}; of each set of degrees the best"]
+    notes = [can_run]
     if asked and not asked.fits:
         notes.append(report.told(cures(prices, asked)))
     return report.PlanReport(
@@ -88,17 +97,26 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     prices = price_list(model, cluster)
     found = longest_sequence(prices, workload, None if layout is None else Layout.parse(layout))
     best = found.estimate
-    command = f"next: fivefold train ... data.seq_length={found.seq_length} layout={best.layout}"
+    notes, longer = [f"the longest rows that fit have {found.seq_length:,} tokens"], ""
+    if (positions := _positions(model)) and found.seq_length > positions:
+        notes.append(f"the model has positions for {positions:,} (max_position_embeddings)")
+        longer = f" model.overrides.max_position_embeddings={found.seq_length}"
+    command = f"next: fivefold train ... data.seq_length={found.seq_length} layout={best.layout}{longer}"
     return report.PlanReport(
         title=report.title(_named(model, prices), prices.cluster, best.workload),
         rows=(report.ranked(best, best),),
         ok=True,
         estimates=(best,),
-        notes=(f"the longest rows that fit have {found.seq_length:,} tokens",),
+        notes=tuple(notes),
         closing=f"\n{report.assumptions(best)}\n{command}",
         details=report.details((best,)),
         timeline=_timeline(Step(prices, best.layout, best.workload)),
     )
+
+
+def sweeps_of(model: Model, cluster: str, workload: Workload) -> Sweeps:
+    """What the page shows beside the ranking: throughput over devices and over the length of rows."""
+    return sweeps(price_list(model, cluster), workload)
 
 
 def _named(model: Model, prices: PriceList) -> str:
@@ -132,8 +150,20 @@ def write_run_file(path: str, model: str, best: Estimate) -> None:
         Path(path).write_text(run_file(model, best), encoding="utf-8")
 
 
+def _positions(model: Model) -> int | None:
+    """How many tokens of a row a model has positions for; None where its config does not say."""
+    values = model if isinstance(model, Mapping) else config_values(model)
+    found = (values.get("text_config") or values).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 def _facts(model: Model) -> ModelFacts:
     if not isinstance(model, Mapping):
+        if str(model).endswith((".yaml", ".yml")):
+            raise UserError(
+                f"{model} is a run file, and plan takes a model",
+                fix="name its model.name_or_path; with layout: auto in it, fivefold train plans for the run itself",
+            )
         return facts_of_config(model)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")
@@ -159,15 +189,3 @@ def _layout(layout: Layout | str | Mapping[str, Any]) -> Layout:
             raise UserError(f"{wrong[0]!r} is no field of a layout", fix=f"degrees are {', '.join(DEGREES.values())}")
         return Layout(**layout)
     return layout if isinstance(layout, Layout) else Layout.parse(layout)
-
-
-def _too_large(closest: Estimate | None) -> UserError:
-    """Nothing fits. Says by how much the smallest layout is too large."""
-    if closest is None:
-        return UserError("no layout fits")
-    over = (closest.reserved - closest.cluster.chip.memory_bytes) / GIB
-    return UserError(
-        f"no layout fits on {closest.cluster.text}: the smallest, {closest.layout}, needs "
-        f"{closest.reserved / GIB:.1f} GiB of {closest.cluster.chip.memory_gib:g} a device, {over:.1f} too many",
-        fix="more devices, a shorter --seq-length, or devices with more memory",
-    )

@@ -8,7 +8,7 @@ saved tensor is said here a second time.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from math import gcd, prod
+from math import gcd, log2, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +16,26 @@ from numpy.typing import NDArray
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import LayerCost, ModelFacts, Saved
+from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.collectives import Call, StepShape
-from fivefold.parallel.memory import logit_bytes
+from fivefold.parallel.memory import edge_bytes, layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster, Span
-from fivefold.planner.compute import Product, attention_seconds, fused_saved, matmul_seconds, traffic_seconds
+from fivefold.planner.compute import (
+    Product,
+    attention_seconds,
+    fused_saved,
+    matmul_seconds,
+    traffic_seconds,
+)
 from fivefold.planner.engines import Engine
 from fivefold.planner.links import seconds
 
-# What the time of a slot is made of. `host`: what Python and launches take beyond the device's own time.
-ITEMS = ("matmuls", "attention", "element-wise", "host", "tp", "cp", "ep", "data")
+# What the device's time of a slot is made of.
+ITEMS = ("matmuls", "attention", "element-wise", "tp", "cp", "ep", "data")
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
-MEET = 8  # how sharply the device's time and the host's take turns: fitted on nanotron's eager runs
 OF_UNITS = ("dp_shard", "ep_shard", "dp_replicate")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
@@ -44,7 +49,7 @@ def nothing() -> Seconds:
 class UnitPrice:
     """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding.
     `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
-    `gather_seconds`, `reduce_seconds`: of one each."""
+    `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered."""
 
     held: int
     trained: int
@@ -53,28 +58,26 @@ class UnitPrice:
     calls: Mapping[str, Call]
     gather_seconds: float
     reduce_seconds: float
+    largest: int = 0
 
 
 @dataclass(frozen=True)
 class LayerPrice:
     """One layer of a kind, or one of the model's ends, in one micro batch.
 
-    `forward`, `backward`: seconds by item, without FSDP's collectives; `weights`: of the backward, what gives the
-    gradients of weights. `saved`: bytes that forward leaves; `kept`: those that stay until backward, which is less with
-    recompute. `calls`: its collectives, without FSDP's.
+    `forward`, `backward`: seconds of the device by item, without FSDP's collectives; `weights`: of the backward, what
+    gives the gradients of weights. `host`: seconds that Python takes to launch a forward and a backward. `kept`: bytes
+    that stay from forward to backward, which are less with recompute. `working`: those that its backward has besides.
+    `calls`: its collectives, without FSDP's.
     """
 
     forward: Seconds
     backward: Seconds
     weights: Seconds
-    saved: int = 0
+    host: tuple[float, float] = (0.0, 0.0)
     kept: int = 0
+    working: int = 0
     calls: tuple[Call, ...] = ()
-
-    @property
-    def again(self) -> int:
-        """Bytes that it has besides while it is computed again."""
-        return self.saved if self.kept < self.saved else 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Prices:
     """What one micro batch costs: of all kinds of layers, of the embedding, and of the head.
 
     It depends on tp, cp, ep, the rows and recompute, and not on how parameters are sharded over data ranks.
-    `logits`: bytes of one chunk of the loss.
+    `logits`: bytes of one chunk of the loss, with its gradients.
     """
 
     plan: ParallelPlan
@@ -91,6 +94,11 @@ class Prices:
     embedding: LayerPrice
     head: LayerPrice
     logits: int
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """Bytes of a stage's input and output that a pipeline holds."""
+        return edge_bytes(self.plan, self.shape)
 
     @property
     def parts(self) -> tuple[LayerPrice, ...]:
@@ -149,6 +157,11 @@ class Stages:
     first: NDArray[np.int64]
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
+
+    @cached_property
     def distinct(self) -> tuple[Content, ...]:
         """Contents that differ."""
         return tuple(dict.fromkeys(self.contents))
@@ -161,12 +174,14 @@ class Stages:
 
 @dataclass(frozen=True)
 class _Pricing:
-    """What prices are computed from. `across`: the layout's pipeline leaves the node."""
+    """What prices are computed from. `across`: the layout's pipeline leaves the node. `is_fp8`: the matmuls of layers
+    are."""
 
     plan: ParallelPlan
     shape: StepShape
     prices: "PriceList"
     across: bool = False
+    is_fp8: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -183,6 +198,11 @@ class _Pricing:
     @property
     def dtype(self) -> str:
         return self.plan.layout.precision
+
+    @property
+    def matmul_dtype(self) -> str:
+        """Of the matmuls in layers; attention and the head stay in the layout's precision."""
+        return "fp8" if self.is_fp8 else self.dtype
 
     @property
     def tokens(self) -> int:
@@ -219,53 +239,79 @@ class _Pricing:
             rows = self.tokens // (layout.tp if splits else 1)
             yield _cut(Product(rows, each.inputs, each.outputs), share, kind != "row")
 
+    def scores(self, attention: AttentionShape) -> float:
+        """How many a rank has, those that causality masks with them. Every rank of cp has an equal part of a row's."""
+        return attention.query / self.plan.layout.tp * self.tokens * self.shape.tokens * self.plan.layout.cp
+
     def attention_flops(self, cost: LayerCost) -> float:
-        """Forward, of causal attention in whole rows; every rank of cp has an equal part of a row's work."""
-        length = self.shape.tokens * self.plan.layout.cp
-        return sum(
-            each.query / self.plan.layout.tp * (each.key_size + each.value_size) * self.tokens * length
-            for each in cost.attention
-        )
+        """Forward, of causal attention in whole rows."""
+        return sum((each.key_size + each.value_size) * self.scores(each) for each in cost.attention)
 
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
         """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
         attention (FlashAttention computes the scores again)."""
         chip, dtype, recompute = self.chip, self.dtype, self.shape.recompute.wraps(layer)
         engine, token = self.engine, self.tokens * self.shape.compute_bytes
-        matmuls = sum(matmul_seconds(chip, each, dtype) for each in self.products(layer, cost)) / engine.matmul
+        products = tuple(self.products(layer, cost))
+        matmuls = sum(map(self._matmul_seconds, products))
         attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
-        traced = cost.saved.on_rank(self.plan.layout.tp, sequence_parallel=self.plan.splits_sequence)
-        saved = round(self._saved(layer, cost) * token * engine.saved_scale)
-        traffic = traffic_seconds(chip, engine.traffic * traced * token) / 3
+        layout = self.plan.layout
+        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
+        scores = sum(map(self.scores, cost.attention))
+        traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
-        weights[:3] = matmuls, 0.0, 0.0
+        weights[:3] = matmuls, 0.0, self._added(products)
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
+        if self.is_fp8:
+            cast = [each.rows * each.inputs + each.inputs * each.outputs for each in products]
+            forward[2] += traffic_seconds(chip, engine.cast_bytes * sum(cast))
+            backward[2] += traffic_seconds(chip, engine.cast_bytes * sum(each.rows * each.outputs for each in products))
         partly = self.shape.recompute.mode == "selective"
         keeps, again = engine.selective if partly else (1.0, float(recompute))
         backward[:3] += forward[:3] * again
-        self._launch(forward, backward, again=again)
         calls = self._sent(layer, forward, backward)
-        kept = self.shape.hidden_bytes // (self.plan.layout.tp if self.plan.splits_sequence else 1)
-        return LayerPrice(forward, backward, weights, saved, kept if recompute else round(saved * keeps), calls)
+        host = self._host_seconds()
+        kept, working = self._kept(layer, cost, keeps, is_again=recompute)
+        return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
+
+    def _matmul_seconds(self, product: Product) -> float:
+        """Of a layer, forward."""
+        part = self.engine.matmul * (self.engine.grouped if product.count > 1 else 1.0)
+        return matmul_seconds(self.chip, product, self.matmul_dtype) / part
+
+    def _added(self, products: Sequence[Product]) -> float:
+        """Seconds in which a micro batch's gradients of these matmuls' weights are added to those before."""
+        numbers = sum(each.inputs * each.outputs * each.count for each in products)
+        return traffic_seconds(self.chip, self.engine.sum_bytes * numbers)
+
+    def _kept(self, layer: str, cost: LayerCost, keeps: float, *, is_again: bool) -> tuple[int, int]:
+        """Bytes of a layer that stay until backward, and that its backward has besides. `keeps`: the part of what
+        forward saves that selective recompute leaves."""
+        own, engine = layer_bytes(self.plan, cost, self.shape, is_again=is_again), self.engine
+        if engine.moments:
+            return own.kept, own.working
+        scores = sum(map(self.scores, cost.attention))
+        saved = self._saved(layer, cost) * self.tokens * self.shape.compute_bytes * engine.saved_scale
+        saved = round(saved + engine.score_memory * scores)
+        return (own.kept, saved) if is_again and own.kept < saved else (round(saved * keeps), 0)
 
     def _saved(self, layer: str, cost: LayerCost) -> float:
-        """Numbers that a token leaves on a rank."""
+        """Numbers that a token leaves on a rank of a trainer that is not this one."""
         tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
         saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
         if engine.gathers_again and splits:
-            saved = Saved(residual=saved.residual + saved.entered, inside=saved.inside)
-        return saved.on_rank(tp, sequence_parallel=splits)
+            saved = replace(saved, residual=saved.residual + saved.entered, entered=0.0)
+        return saved.on_rank(tp, sequence_parallel=splits, expert_tp=self.plan.layout.expert_tp)
 
-    def _launch(self, forward: Seconds, backward: Seconds, *, again: float) -> None:
-        """A device that is done before Python has issued its kernels waits. The two times meet smoothly."""
+    def _host_seconds(self) -> float:
+        """Of Python and launches, forward and backward of a layer."""
         engine, tp = self.engine, self.plan.layout.tp
-        host = (engine.host_seconds + engine.host_across * tp**engine.host_power * self.across) / 3
-        for seconds_, passes in ((forward, 1), (backward, 2 + again)):
-            device = seconds_.sum()
-            both = (device**MEET + (host * passes) ** MEET) ** (1 / MEET)
-            seconds_[ITEMS.index("host")] = both - device
+        if not self.across or tp == 1:
+            return engine.host_seconds
+        nodes = self.prices.span(self.plan.grid.axes["tp"]).nodes
+        return engine.host_seconds + engine.host_across * tp * float(nodes**engine.host_power)
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
@@ -274,7 +320,7 @@ class _Pricing:
         own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
-            if call.overlaps:
+            if call.overlaps and self.engine.overlaps_context:
                 beside[call.phase] += took / 2  # a send and a receive go at once
             else:
                 if axis == "tp":
@@ -286,8 +332,8 @@ class _Pricing:
 
     def _meeting(self, call: Call) -> float:
         """Seconds that one of tp's collectives takes besides what it sends."""
-        beyond = self.prices.span(self.plan.grid.axes[call.axis]).nodes - 1
-        return self.engine.tensor_seconds + self.engine.tensor_across * beyond
+        nodes = self.prices.span(self.plan.grid.axes[call.axis]).nodes
+        return self.engine.tensor_seconds + self.engine.tensor_across * log2(nodes)
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
@@ -300,24 +346,19 @@ class _Pricing:
     def head(self) -> LayerPrice:
         """The head's matmul and the loss."""
         chip, outside = self.chip, self.plan.facts.outside
-        matmuls = (
-            sum(
-                matmul_seconds(
-                    chip, Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)), self.dtype
-                )
-                for each in outside
-            )
-            / self.engine.matmul
-        )
+        products = [Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)) for each in outside]
+        matmuls = sum(matmul_seconds(chip, each, self.dtype) for each in products) / self.engine.matmul
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
+        added = self._added(products)
         forward, backward, weights = nothing(), nothing(), nothing()
-        forward[:3], backward[:3], weights[0] = (matmuls, 0, loss), (2 * matmuls, 0, loss), matmuls
-        return LayerPrice(forward, backward, weights, calls=self._sent(self.plan.anatomy.head, forward, backward))
+        forward[:3], backward[:3], weights[:3] = (matmuls, 0, loss), (2 * matmuls, 0, loss + added), (matmuls, 0, added)
+        calls, host = self._sent(self.plan.anatomy.head, forward, backward), self.engine.host_of_ends
+        return LayerPrice(forward, backward, weights, (host / 3, host * 2 / 3), calls=calls)
 
-    def logits(self, chunk: int) -> int:
+    def logits(self) -> int:
         """Bytes of the loss at once: of one chunk, or of all logits where the trainer does not chunk them."""
         if self.engine.logit_memory is None:
-            return chunk
+            return logit_bytes(self.plan, self.shape)
         return round(self.engine.logit_memory * self.tokens * self.plan.vocabulary)
 
     def _outputs(self, module: str, outputs: int) -> int:
@@ -351,7 +392,10 @@ class _Sharding(_Pricing):
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
         )
-        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce)
+        itemsize = self.shape.compute_bytes
+        gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
+        reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
+        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit))
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
@@ -394,16 +438,22 @@ class PriceList:
     short: ModelFacts = field(init=False)
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
-    _found: dict[tuple[Layout, int, int, str, bool], Prices] = field(init=False, default_factory=dict)
+    _found: dict[tuple[Layout, int, int, str, bool, bool], Prices] = field(init=False, default_factory=dict)
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
     _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
     _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.engine = self.engine.on(self.cluster.chip)
         kinds, layers = self.facts.kinds, self.facts.anatomy.layers
         self.short = self.facts.only([layers[kinds.index(kind)] for kind in sorted(set(kinds))])
         self.ends = self.facts.only([layers[0], layers[-1]])
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled, which on a CPU does not pay."""
+        return self.engine.compiled and not self.cluster.chip.is_host
 
     def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
         """The same layouts' prices on another cluster or for another trainer, from the same plans."""
@@ -416,7 +466,7 @@ class PriceList:
         not fit the model."""
         work = work_layout(layout)
         across = layout.pp > 1 and self.cluster.world > self.cluster.domain
-        key = work, tokens, layout.micro_batch_size, layout.recompute, across
+        key = work, tokens, layout.micro_batch_size, layout.recompute, across, layout.fp8 != "none"
         if key not in self._found:
             self._found[key] = self._price(*key)
         return self._found[key]
@@ -475,14 +525,13 @@ class PriceList:
         """The ranks of a layout, with what the model adds to them."""
         return replace(self.plan(work_layout(layout)).grid, layout=layout)
 
-    def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool) -> Prices:
+    def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool) -> Prices:
         plan = self.plan(work)
-        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute))
-        pricing = _Pricing(plan, shape, self, across)
+        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled)
+        pricing = _Pricing(plan, shape, self, across, is_fp8)
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
-        logits = pricing.logits(logit_bytes(plan, shape))
-        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), logits)
+        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), pricing.logits())
 
     def _shard(self, layout: Layout) -> Shards:
         plan = self.plan(layout)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from fivefold.core.units import many
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Item, Workload
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 BAR = 24  # characters of the longest bar
+LAYOUT = 30  # characters of a layout in one line
 
 
 @dataclass(frozen=True)
@@ -53,24 +55,40 @@ class PlanReport(Report[Ranked]):
             console.print(note, highlight=False, style="dim")
         table = Table(box=None, header_style="dim", pad_edge=False)
         table.add_column("layout", overflow="fold")
-        for name in ("GiB", "s/step", "tokens/s", "MFU"):
+        for name in ("GiB", "s/step", "tokens/s\na device", "MFU\n%"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", overflow="fold", style="dim")
         for row in self.rows:
             says = row.behind if row.verdict == "fits" else f"{row.verdict}; {row.behind}".rstrip("; ")
-            cells = (f"{row.reserved_gib:.1f}", f"{row.step_seconds:.3g}", f"{row.tokens_per_second_per_device:,.0f}")
-            table.add_row(row.layout, *cells, f"{row.mfu_pct:.1f}", says)
+            speed = seconds_text(row.step_seconds), f"{row.tokens_per_second_per_device:,.0f}"
+            table.add_row(_folded(row.layout), f"{row.reserved_gib:.1f}", *speed, f"{row.mfu_pct:.1f}", says)
         console.print(table)
         for line in _itemised(self.estimates[0]) if self.estimates else ():
             console.print(line, highlight=False, no_wrap=True, overflow="ellipsis")
         console.print(self.closing, highlight=False, markup=False)
 
 
+def _folded(layout: str) -> str:
+    """A long layout on several lines, broken before its options."""
+    lines = [""]
+    for number, option in enumerate(layout.split("+")):
+        part = f"+{option}" if number else option
+        if lines[-1] and len(lines[-1]) + len(part) > LAYOUT:
+            lines.append(" ")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def seconds_text(seconds: float) -> str:
+    """In three digits, or whole where it has more."""
+    return f"{seconds:.3g}" if seconds < 999.5 else f"{seconds:,.0f}"
+
+
 def _itemised(estimate: Estimate) -> Iterator[str]:
     """The first layout's time and memory, each item with its share as a bar."""
     whole = estimate.cluster.chip.memory_gib
     heads = {
-        "time": f"a step of {estimate.layout}: {estimate.step_seconds:.3g} s",
+        "time": f"a step of {estimate.layout}: {seconds_text(estimate.step_seconds)} s",
         "memory": f"the fullest device: {estimate.reserved / GIB:.1f} of {whole:g} GiB"
         + f", of pipeline rank {estimate.pp_rank}" * (estimate.layout.pp > 1),
     }  # fmt: skip
@@ -86,7 +104,7 @@ def _itemised(estimate: Estimate) -> Iterator[str]:
 
 def _line(row: Item, total: float) -> str:
     share = row.amount / total
-    amount = f"{row.amount:8.3g} s  " if row.part == "time" else f"{row.amount / GIB:8.2f} GiB"
+    amount = f"{seconds_text(row.amount):>8} s  " if row.part == "time" else f"{row.amount / GIB:8.2f} GiB"
     return f"  {row.item:<20} {amount} {share:6.1%}  {'█' * round(BAR * share):<{BAR}}"
 
 
@@ -110,7 +128,8 @@ def ranked(estimate: Estimate, first: Estimate) -> Ranked:
 
 def title(model: str, cluster: Cluster, workload: Workload) -> str:
     """What is planned."""
-    return f"{model} on {cluster.text}, {workload.global_batch_size:,} rows of {workload.seq_length:,} tokens a step"
+    rows, tokens = many(workload.global_batch_size, "row"), many(workload.seq_length, "token")
+    return f"{model} on {cluster.text}, {rows} of {tokens} a step"
 
 
 def told(cures: Sequence[Estimate]) -> str:

@@ -4,17 +4,19 @@ All layouts are bounded from below at once (`bounds.py`). Those that may be amon
 of degrees is shown once, with the best of its options. Layouts that fit tightly are left out while others fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
+from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.planner.bounds import Bounding, Bounds
 from fivefold.planner.estimate import ROUNDING, TIGHT, Estimate, Step, Workload
+from fivefold.planner.flow import rounds_beyond
 from fivefold.planner.price import Numbers, PriceList
-from fivefold.planner.space import Integers, Space
+from fivefold.planner.space import Integers, Rows, Space
 
 ALIKE = 1.005  # the ratio of two numbers that nobody tells apart
 FAR = 1.5  # a layout that takes so many times as long is not shown
@@ -48,15 +50,17 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def search(prices: PriceList, workload: Workload, *, top: int = 10) -> Found:
-    """The best layouts. Raises `UserError` where no layout is legal."""
-    space = Space(prices, workload)
+def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mapping[str, Any] | None = None) -> Found:
+    """The best layouts; `given`: of those that have these fields of `Layout`. Raises `UserError` where none is
+    legal."""
+    space = Space(prices, workload, given or {})
     legal = sum(map(len, space.rows))
     if not legal:
+        rows, world = workload.global_batch_size, prices.cluster.world
+        asked = "".join(f" with {name} {value}" for name, value in (given or {}).items())
         raise UserError(
-            f"no layout of {prices.cluster.text} runs {prices.facts.model_class} with global_batch_size "
-            f"{workload.global_batch_size}",
-            fix="a multiple of the devices is a good global batch size",
+            f"no layout of {prices.cluster.text}{asked} runs {prices.facts.model_class} with global_batch_size {rows}",
+            fix=f"each device gets rows of its own with global_batch_size {-(-rows // world) * world}",
         )
     bounding = Bounding(space)
     bounded = [bounding.of(rows) for rows in space.rows]
@@ -111,8 +115,7 @@ class _Candidates:
         self.needs = np.concatenate([each.needs for each in self.bounds])
         self.pipeline = np.repeat(np.arange(len(lengths)), lengths)
         self.number = np.concatenate([np.arange(length) for length in lengths])
-        micro_batches = np.concatenate([each.rows.micro_batches for each in self.bounds])
-        self.batch = self.pipeline * (micro_batches.max(initial=0) + 1) + micro_batches
+        self.batch = np.concatenate([_batches(number, each.rows) for number, each in enumerate(self.bounds)])
         places, sets = self.bounding.space.places, dict[tuple[int, ...], int]()
         of_place = np.array([sets.setdefault(_degrees(place), len(sets)) for place in places])
         self.set = of_place[np.concatenate([each.rows.place for each in self.bounds])]
@@ -167,6 +170,17 @@ class _Candidates:
             if seconds[each] <= seconds.min() * (1 + NEAR):
                 return Chosen(layouts[each], float(seconds[each]), float(self.needs[own[each]]), len(own))
         raise AssertionError("the fastest is near itself")
+
+
+def _batches(number: int, rows: Rows) -> Integers:
+    """Of rows of one pipeline, `number`: equal where numbers of micro batches differ by whole rounds, so that all are
+    run at once."""
+    counts, inverse = np.unique(rows.micro_batches, return_inverse=True)
+    firsts = []
+    for count in counts.tolist():
+        of_round, beyond = rounds_beyond(rows.pipeline, count)
+        firsts.append(number * MOST_RANKS**2 + (count - beyond * of_round) * MOST_RANKS + of_round)
+    return np.array(firsts)[inverse]
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:

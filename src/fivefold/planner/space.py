@@ -5,10 +5,11 @@ and the schedule of a pipeline. The rules of `core/legality.py` are asked once f
 layout is legal where its parts are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from fivefold.planner.price import PriceList, Prices, work_layout
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # rows of a forward pass
 ENOUGH_TOKENS = 2**15  # of a micro batch on a rank: with more, nothing is done faster or hidden better
 VIRTUAL = (1, 2, 4, 8)  # stages of a pipeline rank
+PLACED = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "expert_tp")  # fields of `Layout` that a place has
 LEAST_TOKENS = 256  # of a row on a rank of cp and tp: with fewer, collectives outlast all compute
 
 Integers = NDArray[np.int64]
@@ -62,11 +64,12 @@ class Space:
     """The layouts of a model on a cluster for a workload.
 
     `works`: the rows, recompute and prices of each kind of micro batch. `places`: layouts without these, without ZeRO
-    stage and schedule.
+    stage and schedule. `given`: fields of `Layout` and the values that all of them have.
     """
 
     prices: PriceList
     workload: Workload
+    given: Mapping[str, Any] = field(default_factory=dict)
     works: list[tuple[int, str, Prices]] = field(init=False, default_factory=list)
     places: list[Layout] = field(init=False, default_factory=list)
 
@@ -82,10 +85,27 @@ class Space:
             for place, arrays in self._of(shared):
                 by_pp.setdefault(place.pp, []).append(arrays)
         return tuple(
-            rows
+            own
             for pp, parts in sorted(by_pp.items())
             for rows in self._scheduled(pp, *(np.concatenate(each) for each in zip(*parts, strict=True)))
+            if len(own := self._agreeing(rows))
         )
+
+    def _agreeing(self, rows: Rows) -> Rows:
+        """Those that have what is given."""
+
+        def agree(**values: Any) -> bool:
+            return all(self.given.get(name, value) == value for name, value in values.items())
+
+        if not self.given:
+            return rows
+        if rows.pp > 1 and not agree(pp_schedule=rows.schedule, pp_virtual=rows.virtual):
+            return rows.at(slice(0))
+        places = np.array([agree(**{name: getattr(place, name) for name in PLACED}) for place in self.places])
+        works = np.array([agree(recompute=recompute) for _, recompute, _ in self.works])
+        zeros = np.array([agree(zero=zero) for zero in range(4)])
+        is_whole = np.array([place.dp_shard * place.cp == 1 for place in self.places])  # no stage means anything
+        return rows.at(places[rows.place] & works[rows.work] & (zeros[rows.zero] | is_whole[rows.place]))
 
     def layout(self, rows: Rows, number: int) -> Layout:
         """One of some rows."""
@@ -114,7 +134,10 @@ class Space:
                 (False, True) if tp > 1 else (False,), degrees if self.limits.experts else (1,)
             ):
                 if ep <= max(1, self.limits.experts or 0):
-                    basis = work_layout(Layout(tp=tp, cp=cp, sequence_parallel=split, expert_tp=features, ep=ep))
+                    precision = self.given.get("precision", Layout.precision)
+                    basis = work_layout(
+                        Layout(tp=tp, cp=cp, sequence_parallel=split, expert_tp=features, ep=ep, precision=precision)
+                    )
                     yield from self._methods(basis)
 
     def _methods(self, basis: Layout) -> Iterator[Layout]:
@@ -137,11 +160,14 @@ class Space:
             for shards in divisors(rest // pp) if self._schedules(pp) else ():
                 place = replace(shared, pp=pp, dp_shard=shards, dp_replicate=rest // pp // shards)
                 sizes = self._sizes(place.data_ranks)
-                if not len(sizes) or any(legality.of_world(place, world)):
+                laid = self.prices.engine.laid
+                is_own = laid(place).dp_shard == shards  # a trainer that shares states over all data ranks has no other
+                if not len(sizes) or not is_own or any(legality.of_world(place, world)):
                     continue
                 works = self._works(shared) if works is None else works
                 own, rows = works[np.isin(works[:, 1], sizes)].T
-                zeros = np.array((3, 2, 1) if shards * place.cp > 1 else (3,))
+                stages = (3, 2, 1) if shards * place.cp > 1 else (3,)
+                zeros = np.array(list(dict.fromkeys(laid(replace(place, zero=stage)).zero for stage in stages)))
                 numbers = np.full(len(own) * len(zeros), len(self.places))
                 counts = np.tile(batch // (rows * place.data_ranks), len(zeros))
                 self.places.append(place)
@@ -152,6 +178,7 @@ class Space:
         found = []
         length = self.workload.seq_length // shared.cp
         useful = [rows for rows in self._all_sizes if rows == 1 or (rows // 2) * length < ENOUGH_TOKENS]
+        useful = list(self._all_sizes) if "micro_batch_size" in self.given else useful
         for rows, recompute in product(useful, ("none", "full")):
             layout = replace(shared, micro_batch_size=rows, recompute=recompute)
             found.append((len(self.works), rows))
@@ -165,7 +192,8 @@ class Space:
 
     def _sizes(self, data_ranks: int) -> tuple[int, ...]:
         """Rows of a micro batch that deal out the batch."""
-        return _sizes(data_ranks, self.workload.global_batch_size)
+        given = self.given.get("micro_batch_size")
+        return _sizes(data_ranks, self.workload.global_batch_size, MICRO_BATCHES if given is None else (given,))
 
     # ---- pipelines ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +228,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 @cache
-def _sizes(data_ranks: int, batch: int) -> tuple[int, ...]:
-    layouts = (Layout(dp_shard=data_ranks, micro_batch_size=size) for size in MICRO_BATCHES)
+def _sizes(data_ranks: int, batch: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `sizes` that deal out the batch."""
+    layouts = (Layout(dp_shard=data_ranks, micro_batch_size=size) for size in sizes)
     return tuple(each.micro_batch_size for each in layouts if not any(legality.of_batch(each, batch)))

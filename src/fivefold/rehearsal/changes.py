@@ -166,6 +166,10 @@ def _by_expert(plain: Any) -> Any:
     return by_expert
 
 
+def _ones(plain: Any) -> Any:
+    return lambda numbers: torch.ones_like(plain(numbers))
+
+
 def _true(_: Any) -> Any:
     return lambda _: True
 
@@ -215,6 +219,7 @@ CHANGES = (
     Change("fivefold.models.experts.sort_by_expert", "tokens go evenly to the experts", _sorted, "stand-in"),
     Change("fivefold.parallel.expert.exchange_counts", "the other ranks would send as many rows", _exchanged),
     Change("fivefold.parallel.expert.by_expert", "its sizes are counts that no kernel made", _by_expert, "stand-in"),
+    Change("fivefold.parallel.balance.on_host", "no kernel counted the tokens of experts", _ones, "stand-in"),
     Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),
     Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
     Change("fivefold.training.run.Trainer._check", "the standing checks compare values", _nothing),

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from fivefold.config import RunConfig, check_supported, load_config
-from fivefold.core import interrupts
+from fivefold.core import interrupts, legality
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import scratch_folder
 from fivefold.parallel.ranks import RankGrid
+from fivefold.planner.auto import chosen
 from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.report import Rehearsal
@@ -88,6 +89,8 @@ def resolved(path: Path | None, overrides: Sequence[str], place: Cluster) -> tup
     """The run on its cluster, once it is known that both go together; its evaluation is short."""
     config = load_config(path, overrides)
     check_supported(config)
+    if config.is_automatic:
+        config, _ = chosen(config, place)
     layout = _resolved(config, place)
     check_model(config, layout=layout, weights=False)
     return _short_evaluation(config, layout), layout
@@ -103,10 +106,8 @@ def changes(folder: Path, steps: int, *, is_full: bool) -> list[str]:
 
 
 def _resolved(config: RunConfig, place: Cluster) -> Layout:
-    try:
-        return config.layout.resolve(place.world)
-    except UserError as error:
-        raise UserError(f"on {place.text}: {error.what}", fix="change the layout, or --cluster") from None
+    legality.refuse(legality.of_world(config.layout, place.world, place.text))
+    return config.layout.resolve(place.world)
 
 
 def _short_evaluation(config: RunConfig, layout: Layout) -> RunConfig:

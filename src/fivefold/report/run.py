@@ -1,7 +1,8 @@
 """`fivefold report`: the page of a run, from what lies in its folder. `run.html.j2` lays it out."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -10,7 +11,7 @@ import yaml
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.json_lines import read
 from fivefold.core.nearby import is_run, runs
 from fivefold.core.step_folders import steps
@@ -28,10 +29,17 @@ Rows = Sequence[Mapping[str, Any]]
 Sent = tuple[tuple[str, str, int, str], ...]  # the collectives of a step: axis, kind, how many, their size in words
 
 
-def main(run: Path, out: Path | None = None) -> Path:
+# What a step of a run should take, by its config, layout, device (cpu or cuda:0) and the record of its newest start.
+Expect = Callable[[RunConfig, str, str, Mapping[str, Any]], story.Expected]
+
+
+def main(
+    run: Path, out: Path | None = None, *, expect: Expect | None = None, tell: Callable[[str], object] | None = None
+) -> Path:
     """Write the page of the run folder `run` to `out` (None: `report.html` in it) and return where it lies.
 
-    Raises `UserError` when that is no run folder, or the run has not come to its first step.
+    `expect`: what is planned, to stand beside what was measured; `tell` is given both in lines. Raises `UserError` when
+    that is no run folder, or the run has not come to its first step.
     """
     check_run(run)
     config = load_config(run)
@@ -40,9 +48,40 @@ def main(run: Path, out: Path | None = None) -> Path:
         raise UserError(
             f"{run} has no metrics yet: nothing was trained", fix=f"train it first: fivefold train {quote(str(run))}"
         )
+    planned = Planned.of(config, run, rows, expect)
     path = out or run / "report.html"
-    write(page(config, run, rows), path, instead="name another file: --out FILE")
+    write(page(config, run, rows, planned), path, instead="name another file: --out FILE")
+    for line in planned.lines if tell else ():
+        tell(line)  # type: ignore[misc]
     return path
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was planned beside what was measured; `why`: what it is of, or why there is nothing."""
+
+    why: str = ""
+    rows: tuple[story.Compared, ...] = ()
+
+    @classmethod
+    def of(cls, config: RunConfig, run: Path, rows: Rows, expect: Expect | None) -> "Planned":
+        """Of the newest start of a run. A planner that fails costs the run nothing but this."""
+        spread, past = _spread(run / "spread.json")[0], history.load(run)
+        if expect is None or not spread.get("layout") or not past.starts:
+            return cls()
+        try:
+            expected = expect(config, spread["layout"], str(spread.get("device")), past.starts[-1].about)
+        except UserError as error:
+            return cls(f"{spread['layout']} was not planned: {error.what}")
+        except Exception as error:
+            return cls(f"{spread['layout']} was not planned: {type(error).__name__}: {first_line(error)}")
+        _, seconds, peak = _measured(rows, story.spans(past, rows))
+        return cls(f"{spread['layout']} on {expected.cluster}", story.compared(expected, seconds, peak))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For the terminal."""
+        return (self.why, *(f"  {row}" for row in self.rows)) if self.why else ()
 
 
 def check_run(run: Path) -> None:
@@ -73,7 +112,7 @@ def _run_of(file: Path) -> str:
     return f"its run: fivefold report {quote(str(folder))}" if is_run(folder) else ""
 
 
-def page(config: RunConfig, run: Path, rows: Rows) -> str:
+def page(config: RunConfig, run: Path, rows: Rows, planned: Planned | None = None) -> str:
     """The HTML of a run. `rows`: its metrics."""
     spread, torn = _spread(run / "spread.json")
     slices = slice_map(spread.get("holds", {}), spread.get("layout", ""))
@@ -85,7 +124,7 @@ def page(config: RunConfig, run: Path, rows: Rows) -> str:
         "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past, spans), slices=slices,
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
-        spans=spans,
+        spans=spans, planned=planned or Planned(),
         data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,
         timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
         changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],
@@ -149,16 +188,20 @@ def _facts(
 
 def _speed(rows: Rows, spans: Sequence[story.Span]) -> dict[str, str]:
     """Of the whole run, or of its last start where there were several: layouts are not averaged."""
-    if len(spans) > 1:
-        last, of = spans[-1], "since the last start; the table of starts has them all"
-        tokens, seconds, peak = last.tokens_per_second, last.step_seconds, last.peak_gib
-    else:
-        (tokens, seconds, peak), of = story.speeds(rows), "medians"
+    tokens, seconds, peak = _measured(rows, spans)
+    of = "since the last start; the table of starts has them all" if len(spans) > 1 else "medians"
     is_known = tokens is not None and seconds is not None
     return {
         "speed": f"{tokens:,.0f} tokens per second, {seconds:.3g} s a step ({of})" if is_known else "",
         "peak memory": f"{peak:.2f} GiB on the fullest rank" if peak is not None else "",
     }
+
+
+def _measured(rows: Rows, spans: Sequence[story.Span]) -> tuple[float | None, float | None, float | None]:
+    """Tokens per second, seconds of a step, peak GiB: of the last start, where there were several."""
+    if len(spans) < 2:
+        return story.speeds(rows)
+    return spans[-1].tokens_per_second, spans[-1].step_seconds, spans[-1].peak_gib
 
 
 def _timelines(found: Mapping[str, Any]) -> list[Figure]:

@@ -33,6 +33,41 @@ class Span:
     ended: str
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a planner says of a step: its seconds, GiB of tensors on the fullest rank, and on which devices."""
+
+    step_seconds: float
+    peak_gib: float
+    cluster: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A number that was planned, beside the measured one."""
+
+    what: str
+    unit: str
+    planned: float
+    measured: float
+
+    @property
+    def ratio(self) -> str:
+        """Measured over planned: `1.08 x`."""
+        return f"{self.measured / self.planned:.2f} x"
+
+    def __str__(self) -> str:
+        return f"{self.what}: planned {self.planned:.3g} {self.unit}, measured {self.measured:.3g} ({self.ratio})"
+
+
+def compared(planned: Expected, step_seconds: float | None, peak_gib: float | None) -> tuple[Compared, ...]:
+    """What was planned and measured both."""
+    found = (
+        ("step time", "s", planned.step_seconds, step_seconds), ("peak memory", "GiB", planned.peak_gib, peak_gib),
+    )  # fmt: skip
+    return tuple(Compared(*each[:3], each[3]) for each in found if each[3] is not None)
+
+
 # ---- starts and events ---------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.terminal import say, shown
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import one_voice, put_aside, said_once
-from fivefold.launch.folder import claim_fresh, last_logged_step, last_saved_step, named, open_folder
+from fivefold.launch.folder import began_with, claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import Workers
 from fivefold.launch.worker import execute
@@ -49,11 +49,12 @@ def run(
         workers = _workers(config, nproc) if world is None else world.size
         if nproc not in (None, workers):
             raise UserError(f"--nproc is {nproc}, but {workers} workers started", fix="leave --nproc out")
-        layout = config.layout.resolve(workers)
-        check_model(config, layout=layout)
-        if prove and world is None:
-            prove(config, layout)
-    is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
+        check_model(config, layout=None if config.is_automatic else config.layout.resolve(workers))
+        is_fresh = path is None and not any(override.startswith("run.name=") for override in overrides)
+        if world is None:
+            config = _settled(config, workers, workers, is_fresh=is_fresh)
+            if prove:
+                prove(config, config.layout.resolve(workers))
     if world is None:
         with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
             _prepare(config, show=True)
@@ -64,19 +65,41 @@ def run(
 
     here = find_world(config.train.device) or world
     with join(here), said_once(here):
+        if config.is_automatic:  # the first rank chooses for all, whose devices it takes to be like its own
+            settled = partial(_settled, config, here.size, here.local_size, is_fresh=is_fresh)
+            config = config.with_layout(Layout.parse(checkpoint.on_first_rank(lambda: str(settled().layout))))
         if is_fresh:
             config = named(config, checkpoint.on_first_rank(lambda: claim_fresh(config).run.name))
         checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
         if prove:
-            prove(config, layout)
+            prove(config, config.layout.resolve(here.size))
         execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
     return config.run_dir
 
 
 def _workers(config: RunConfig, nproc: int | None) -> int:
     """How many to start."""
-    kind = device_kind(config.train.device)
-    return worker_count(config.layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
+    kind, layout = device_kind(config.train.device), config.written_layout
+    return worker_count(layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
+
+
+def _settled(config: RunConfig, size: int, local_size: int, *, is_fresh: bool) -> RunConfig:
+    """The run with a layout for `size` workers in place of `layout: auto`: the one that its folder has already, else
+    the planner's choice. Says which."""
+    if not config.is_automatic:
+        return config
+    began = None if is_fresh or config.checkpoint.resume == "never" else began_with(config, size)
+    if began is not None:
+        say(f"layout: auto: {began}, as this run began")
+        return config.with_layout(began)
+    from fivefold.launch.cluster import cluster_here
+    from fivefold.planner.auto import chosen
+
+    here = cluster_here(device_kind(config.train.device), size, local_size, config.hardware)
+    config, why = chosen(config, here)
+    for line in why:
+        say(line)
+    return config
 
 
 def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:

@@ -53,18 +53,18 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        self.start_kib = _resident("VmRSS")
+        self.start_kib = resident("VmRSS")
         try:
             _CLEAR.write_text("5")  # resets VmHWM
         except OSError:
-            self.start_kib = self.start_kib and max(self.start_kib, _resident("VmHWM") or 0)
+            self.start_kib = self.start_kib and max(self.start_kib, resident("VmHWM") or 0)
 
     @property
     def gib(self) -> float | None:
         """GiB, or None where the system does not tell."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
-        peak = _resident("VmHWM")
+        peak = resident("VmHWM")
         return None if peak is None or self.start_kib is None else max(0, peak - self.start_kib) / 2**20
 
     @property
@@ -82,7 +82,7 @@ class PeakMemory:
         return {name: None if peak < 0 else peak for name, peak in zip(mine, peaks.tolist(), strict=True)}
 
 
-def _resident(key: str) -> int | None:
+def resident(key: str) -> int | None:
     """A field of /proc/self/status in KiB."""
     try:
         lines = _STATUS.read_text().splitlines()

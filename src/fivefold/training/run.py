@@ -153,6 +153,7 @@ class Trainer:
             "device": record.device_name(self.world.device),
             "layout": str(state_of(self.model).plan.layout),
             "world": self.world.size,
+            "devices_per_node": self.world.local_size,
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,

@@ -133,6 +133,9 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case:
         largest = torch.cummax(steps, 0).values  # an error that has been made stays possible
         errors |= {f"{what}/{step}": float(error) for step, error in enumerate(largest)}
     errors["loss, evaluated"] = float((found["evaluated"] - expected["evaluated"]).abs() / expected["evaluated"].abs())
+    if "balance" in expected:
+        both = (found["balance"] - expected["balance"]).abs() / expected["balance"].abs().clamp(min=1e-300)
+        errors["losses of routers"] = float(both.max())
     errors["loss"], errors["gradient norm"] = errors["losses/0"], errors["norms/0"]
     real = torch.tensor([[t < tokens_of(row) for t in range(case.row_length)] for row in case.documents(0)])
     errors |= logit_distances(found["logits"][real], expected["logits"][real])

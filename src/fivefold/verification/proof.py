@@ -58,7 +58,10 @@ class Proof:
         self.state = state_of(self.model)
         self.routers: list[str] = reference.about["routers"]
         has_biases = bool(movable_biases(self.routers, self.state.plan.buffers))
-        options = BalanceOptions(capacity_factor=case.capacity_factor, bias_rate=case.bias_rate * has_biases)
+        options = BalanceOptions(
+            load=case.aux_loss * bool(self.routers), z=case.z_loss * bool(self.routers),
+            bias_rate=case.bias_rate * has_biases, capacity_factor=case.capacity_factor,
+        )  # fmt: skip
         configure(self.model, self.state.balance, options, self.state.plan.buffers)
         self.optimizer = build_optimizer(self.model, case.optimizer)
         self.found = LayoutResult(str(layout), precision=layout.precision)
@@ -174,6 +177,9 @@ class Proof:
         self.compare.in_order(
             "load", {key: Distance().add(loads[key[5:]], expected) for key, expected in whole.items()}
         )
+        if self.routers:
+            found = zip((result.balance.load, result.balance.z), self.reference.whole("balance").tolist(), strict=True)
+            self.compare.numbers({"losses of routers": max(relative_number(*each) for each in found)})
         expected = float(self.reference.whole("norms")[0])
         self.compare.numbers({"gradient norm": relative_number(result.grad_norm, expected)})
         self.compare.pieces("clipped", clipped, self._backwards())

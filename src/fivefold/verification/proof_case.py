@@ -2,8 +2,9 @@
 
 Inputs hide nothing: documents of unequal, mostly prime lengths, packed several to a row, one row nearly empty, and some
 that go on after their row's end, whose last token has a target; biases and norm weights are random; clipping bites in
-one step and not in the next; weights decay; a router's bias that load may move is moved. Zero biases, uniform lengths,
-power-of-two sizes, or a clip that never bites or always does would each hide a whole class of bugs.
+one step and not in the next; weights decay; a router's bias that load may move is moved, and the losses that balance
+experts are on. Zero biases, uniform lengths, power-of-two sizes, or a clip that never bites or always does would each
+hide a whole class of bugs.
 """
 
 import math
@@ -23,6 +24,7 @@ ROW = 61  # tokens of a row, unless asked otherwise
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1  # the rate is large enough for every weight to move by many ulps
 CHUNKS = 3  # of the loss, unless the run file says how many: a small proof would have one, and a run has many
 BIAS_RATE = 1e-3  # of what load moves a router's bias by: DeepSeek-V3's own
+AUX_LOSS, Z_LOSS = 0.02, 1e-3  # coefficients of the losses of routers: Mixtral's, ST-MoE's (arXiv:2202.08906)
 # Documents of each row, as parts of the row's length; 0 is a document of 2 tokens, -1 of 1. A whole row's goes on.
 _ROWS: tuple[tuple[float, ...], ...] = (
     (1.0,), (0.55, 0.3, 0.1), (0.48, 0.48), (0.22, 0.7), (0.1, -1, 0.85), (0,), (0.31, 0.6), (0.97,),
@@ -54,6 +56,8 @@ class ProofCase:
     new_tokens: int = 8
     capacity_factor: float | None = None  # of experts, as the run file has it
     bias_rate: float = BIAS_RATE  # what a step moves the bias of a router by, where it has one
+    aux_loss: float = AUX_LOSS  # the coefficients of what routers add to the gradient, where they give logits
+    z_loss: float = Z_LOSS
     # 0: no clipping; None: by turns half of a step's norm, so that clipping bites, and twice, so that it must not
     max_grad_norm: float | None = None
 

@@ -26,11 +26,23 @@ from fivefold.core.terminal import say
 from fivefold.launch.memory import GIB, room
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.models import hf_internals
+from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
+from fivefold.parallel.data import master_dtype
+from fivefold.training.model import balance_options
 from fivefold.verification import VerifyRequest
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
-from fivefold.verification.proof_case import BIAS_RATE, CHUNKS, ROW, WEIGHT_DECAY, ProofCase, rows_for
+from fivefold.verification.proof_case import (
+    AUX_LOSS,
+    BIAS_RATE,
+    CHUNKS,
+    ROW,
+    WEIGHT_DECAY,
+    Z_LOSS,
+    ProofCase,
+    rows_for,
+)
 from fivefold.verification.reduced_model import make_folder
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import VerifyReport
@@ -104,17 +116,20 @@ def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
         run(number, layout, f"world-{number}", partial(_prove_one, asked, layout, number, name, tell))
         if world.is_first:
             (asked.folder / f"ended-{number}").touch()
-    saved = _saved(asked)
+    for number in range(len(layouts)):
+        _wait_for(asked.folder / f"ended-{number}")
     for number, (name, layout) in enumerate(layouts.items()):
+        saved = _saved(asked, layout)
         if str(layout) in saved:
             run(number, layout, f"again-{number}", partial(_load_all, asked, layout, number, name, saved))
 
 
-def _saved(asked: VerifyRequest) -> dict[str, Path]:
-    """layout -> the checkpoint that it wrote, when all of them have ended."""
-    folders = {text: asked.folder / f"saved-{number}" for number, text in enumerate(asked.layouts.values())}
-    for number in range(len(asked.layouts)):
-        _wait_for(asked.folder / f"ended-{number}")
+def _saved(asked: VerifyRequest, layout: Layout) -> dict[str, Path]:
+    """layout -> the checkpoint that it wrote, of those with weights of the type that `layout` has: a checkpoint is not
+    converted."""
+    kind = master_dtype(layout.precision)
+    folders = {str(each): asked.folder / f"saved-{number}" for number, each in enumerate(asked.parsed.values())
+               if master_dtype(each.precision) is kind}  # fmt: skip
     return {text: folder for text, folder in folders.items() if (folder / "done").exists()}
 
 
@@ -134,12 +149,14 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     )  # fmt: skip
     options = config.optimizer.model_dump(exclude_none=True)
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
+    balance = balance_options(config, load_model_config(model.folder))
     return ProofCase(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
         rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
-        capacity_factor=config.balance.capacity_factor, bias_rate=max(config.balance.bias_rate, BIAS_RATE),
+        capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
+        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS),
     )  # fmt: skip
 
 

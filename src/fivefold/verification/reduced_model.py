@@ -113,7 +113,10 @@ def _narrow(small: Any, config: Any, vocabulary: int) -> None:
     for name in ("n_routed_experts", "num_local_experts", "num_experts"):
         groups = getattr(config, "n_group", None) or 1
         _set(small, name, -(-max(EXPERTS, 2 * (getattr(config, "num_experts_per_tok", None) or 1)) // groups) * groups)
-    for name, size in (("q_lora_rank", 13), ("kv_lora_rank", 11), ("qk_nope_head_dim", 6), ("v_head_dim", 7)):
+    for name, size in (
+        ("q_lora_rank", 13), ("kv_lora_rank", 11), ("qk_nope_head_dim", 6), ("v_head_dim", 7),
+        ("qk_rope_head_dim", HEAD_DIM),
+    ):  # fmt: skip
         _set(small, name, size)
     _set(small, "sliding_window", WINDOW)
     _set(small, "attention_window", WINDOW)

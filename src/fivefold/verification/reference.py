@@ -40,7 +40,7 @@ class Reference:
         model: torch.nn.Module | None = None, routers: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
-        which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted."""
+        which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted and balanced."""
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
         self.master = self._load(model, torch.float32).to(device, master_dtype(precision))
@@ -52,6 +52,7 @@ class Reference:
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
         self.loads = Loads(self.model, routers)
+        self.balance = BalanceLosses(self.model, routers, load=case.aux_loss, z=case.z_loss)
         if noise:
             embedding = self.model.get_input_embeddings()
             embedding.register_forward_hook(lambda _, args, out: one_ulp(out))
@@ -73,7 +74,7 @@ class Reference:
         for step in range(self.case.steps):
             with exactly(self.precision):
                 loss = self._gradients(step, inputs if step == 0 else None)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.master.parameters() if p.grad is not None])
+            norm = _total_norm([p.grad for p in self.master.parameters() if p.grad is not None])
             self.limits.append(self._limit(step, float(norm)))
             self._update(optimizers, norm, step)
             losses.append(loss)
@@ -128,24 +129,20 @@ class Reference:
         self._sync()
         count, summed = self.case.targets(step), 0.0
         self.loads.begin()
-        seen = None if inputs is None else Watch(self, inputs)
         batch = self.case.documents(step)
-        for row, start, ids, targets in self._sequences(batch):
-            if self.drops and start == 0:
-                self.drops.row(tokens_of(batch[row]))
+        self._count_picks(batch)
+        seen = None if inputs is None else Watch(self, inputs)
+        for row, start, ids, targets in self._training_sequences(batch):
             if seen:
                 seen.begin(row, start, len(ids))
             logits = self.model(input_ids=ids[None]).logits[0]
             if seen:
                 seen.put("logits", row, start, logits)
-            if len(targets):
-                rows = logits[: len(targets)].to(master_dtype(self.precision))
-                loss = F.cross_entropy(rows, targets, reduction="sum")
-                (loss / count).backward()  # type: ignore[no-untyped-call]
-                summed += loss.item()
-                self._collect()
-        if self.drops:
-            self.drops.row(None)
+            rows = logits[: len(targets)].to(master_dtype(self.precision))
+            loss = F.cross_entropy(rows, targets, reduction="sum")
+            summed += loss.item()
+            (loss / count + self.balance.of_document()).backward()  # type: ignore[no-untyped-call]
+            self._collect()
         if seen:
             seen.finish()
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
@@ -157,6 +154,24 @@ class Reference:
         if seen:
             self.tensors["evaluated"] = self._evaluated()
         return summed / count
+
+    def _count_picks(self, batch: Documents) -> None:
+        """Count what the losses of the routers need of whole rows before their documents are computed one by one."""
+        self.balance.begin([tokens_of(documents) for documents in batch])
+        if self.balance.routers:
+            with torch.no_grad():
+                for _, _, ids, _ in self._training_sequences(batch):
+                    self.model(input_ids=ids[None])
+
+    def _training_sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """`_sequences`, with what routers need to know of each row set before its first document."""
+        for row, start, ids, targets in self._sequences(batch):
+            self.balance.row = row
+            if self.drops and start == 0:
+                self.drops.row(tokens_of(batch[row]))
+            yield row, start, ids, targets
+        if self.drops:
+            self.drops.row(None)
 
     def _evaluated(self) -> Tensor:
         """The loss of the first batch from its logits, in which no capacity drops anything."""
@@ -198,6 +213,8 @@ class Reference:
                 optimizer.step()
         self.loads.move(self.master, self.case.bias_rate)
         if is_first:
+            if self.balance.routers:
+                self.tensors["balance"] = self.balance.values
             self._keep("update", {name: p.detach() - before[name] for name, p in trained(self.master).items()})
             self._keep("load", self.loads.counts)
             for optimizer in optimizers:
@@ -206,6 +223,13 @@ class Reference:
                         if value.ndim:
                             self._keep(kind, {name: value})
         self.master.zero_grad()
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """In fp64: what torch's own function adds up in fp32 on a CPU was 6e-4 too small for 15 million values."""
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def trained(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -361,6 +385,58 @@ class Loads:
             index = next(each for each in out if not each.is_floating_point())
             counts = torch.bincount(index.flatten(), minlength=out[0].shape[-1]).double()
             self.counts[name] = self.counts[name] + counts if name in self.counts else counts
+
+
+class BalanceLosses:
+    """The losses of `routers` (names), written out for one row and one router; their sum over a global batch of R rows
+    and L routers is divided by R L. Of a row of T tokens, n_e picks of expert e, and p_te the probability of e:
+
+        load    E * sum_e n_e / T * sum_t p_te / T    (arXiv:2101.03961)
+        z       sum_t logsumexp(logits_t)^2 / T       (arXiv:2202.08906)
+
+    n_e has no gradient. A document adds its own tokens t, so n_e of the row is counted first, by passes without
+    gradients.
+    """
+
+    def __init__(self, model: torch.nn.Module, routers: Sequence[str], *, load: float, z: float) -> None:
+        self.row = 0  # of the document under way
+        self.routers = routers if load or z else ()
+        self.values = torch.zeros(2, dtype=torch.float64)  # of the step under way, without the coefficients: load, z
+        self._load, self._z = load, z
+        self._lengths: Sequence[int] = ()
+        self._picks: dict[tuple[str, int], Tensor] = {}  # router, row -> n_e
+        self._terms: list[Tensor] = []  # of the document under way: [load, z] of each router
+        for name in self.routers:
+            model.get_submodule(name).register_forward_hook(partial(self._after, name))
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """A step begins, with rows of so many tokens."""
+        self._lengths, self._picks, self._terms = lengths, {}, []
+        self.values = torch.zeros(2, dtype=torch.float64)
+
+    def of_document(self) -> Tensor | float:
+        """What the document just computed adds to the loss."""
+        if not self._terms:
+            return 0.0
+        terms = torch.stack(self._terms).sum(0) / (len(self._lengths) * len(self.routers))
+        self._terms = []
+        self.values += terms.detach().cpu()
+        return (terms * terms.new_tensor([self._load, self._z])).sum()
+
+    def _after(self, name: str, module: torch.nn.Module, _args: Any, out: Any) -> None:
+        logits, index = out[0], next(each for each in out if not each.is_floating_point())
+        logits_TE = logits.reshape(-1, logits.shape[-1])
+        experts = logits_TE.shape[1]
+        if not torch.is_grad_enabled():
+            picks = torch.bincount(index.flatten(), minlength=experts).double()
+            self._picks[name, self.row] = self._picks.get((name, self.row), 0) + picks
+            return
+        scores_TE = logits_TE.sigmoid() if hasattr(module, "e_score_correction_bias") else logits_TE.softmax(-1)
+        p_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        tokens = self._lengths[self.row]
+        load = experts * (self._picks[name, self.row] / tokens * p_TE.double().sum(0) / tokens).sum()
+        z = logits_TE.logsumexp(-1).square().double().sum() / tokens
+        self._terms.append(torch.stack([load, z]))
 
 
 def routers_in_fp32(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +14,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, hf_internals, merged
 from fivefold.parallel import apply, balance, capacity, expert, plan, shard_rules, tensor
-from fivefold.parallel.balance import Balance
+from fivefold.parallel.balance import AuxLossScaler, Balance, BalanceOptions
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.mappings import gather, mapping
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training
+from fivefold.verification import proof
 from tests.verification.faults.fault import Model, fault
 
 MIXTRAL, DEEPSEEK = Model("mixtral"), Model("deepseek_v3")
@@ -388,3 +390,87 @@ def load_counted_again_in_backward() -> Any:
         plain(self, tokens_B)
 
     return patch.object(Balance, "begin_micro_batch", begin)
+
+
+@fault(
+    "the losses that balance experts add no gradient",
+    known="a loss that is logged and never enters backward; Megatron-LM: the aux loss lost by recompute",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=[("gradient of output", r"mlp\.gate")],
+)
+def losses_of_routers_without_gradient() -> Any:
+    plain = AuxLossScaler.backward
+    return patch.object(
+        AuxLossScaler, "backward", staticmethod(lambda ctx, *grads: (grads[0], 0 * plain(ctx, *grads)[1]))
+    )
+
+
+@fault(
+    "the loss for uneven load takes a rank's own part of a row for the row",
+    known="Megatron-LM: aux loss per rank under context parallelism, which changes with the layout",
+    layout="cp2.ep2",
+    model=MIXTRAL,
+    expects=[("gradient of output", r"mlp\.gate")],
+)
+def load_of_a_part_of_a_row() -> Any:
+    return patch.object(Balance, "_row_groups", ())
+
+
+@fault(
+    "the losses that balance experts are divided by the rows of a rank",
+    known="an aux loss averaged over the ranks that should have been summed",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=[("gradient of output", r"mlp\.gate")],
+)
+def losses_of_routers_by_rows_of_a_rank() -> Any:
+    plain = Balance.begin_step
+    return patch.object(Balance, "begin_step", lambda self, rows: plain(self, rows // 2))
+
+
+@fault(
+    "the losses that balance experts enter once per context rank",
+    known="Megatron-LM: aux loss scaled by the tensor and context parallel size",
+    layout="cp2.ep2",
+    model=MIXTRAL,
+    expects=[("gradient of output", r"mlp\.gate")],
+)
+def losses_of_routers_per_context_rank() -> Any:
+    plain = AuxLossScaler.backward
+    return patch.object(
+        AuxLossScaler, "backward", staticmethod(lambda ctx, *grads: (grads[0], 2 * plain(ctx, *grads)[1]))
+    )
+
+
+@fault(
+    "the loss for large router logits is left out",
+    known="a coefficient that is read and not passed on",
+    layout="tp2",
+    model=MIXTRAL,
+    expects=[("gradient of output", r"mlp\.gate")],
+)
+def z_loss_left_out() -> Any:
+    plain = balance.configure
+
+    def configure(model: Any, watched: Balance, options: BalanceOptions, buffers: Any) -> None:
+        plain(model, watched, replace(options, z=0.0), buffers)
+
+    return patch.object(proof, "configure", configure)
+
+
+@fault(
+    "the losses that balance experts are reported for a rank's rows alone",
+    known="a metric that is not reduced",
+    layout="shard2.ep2",
+    model=MIXTRAL,
+    expects=[("losses of routers", r"")],
+)
+def losses_of_routers_not_summed() -> Any:
+    plain = Balance.end_step
+
+    def end_step(self: Balance) -> Any:
+        found = plain(self)
+        return replace(found, load=found.load / 2)
+
+    return patch.object(Balance, "end_step", end_step)

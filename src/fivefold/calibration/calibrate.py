@@ -1,0 +1,109 @@
+"""`fivefold calibrate`: measure this machine and write a hardware file. No torch but in the workers."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+from fivefold.calibration import hardware_file
+from fivefold.calibration.fit import errors, fitted
+from fivefold.calibration.found import FOUND, Found, Sizes
+from fivefold.core.errors import UserError
+from fivefold.core.version import versions
+from fivefold.launch.processes import Workers
+from fivefold.launch.workers import gpus, start_workers
+from fivefold.launch.world import cores, device_kind, find_world
+from fivefold.planner.chips import chip_of_device
+from fivefold.planner.cluster import Cluster
+from fivefold.report.table import Report
+
+BODY = "fivefold.calibration.probes:on_worker"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number of the hardware file beside that of the planner's own table."""
+
+    what: str
+    measured: str
+    table: str
+
+
+def calibrate(
+    *, device: str = "auto", nproc: int | None = None, chip: str | None = None, sizes: Sizes | None = None
+) -> tuple[str, Report[Measured]]:
+    """The text of this machine's hardware file, and what was measured beside the planner's table.
+
+    `device`: auto, cpu or cuda. `nproc`: workers that measure at once; by default one for each GPU, or for each core.
+    `chip`: whose table says what is not measured, where this device has none. Raises `UserError`.
+    """
+    if find_world(device) is not None:
+        raise UserError("calibrate starts its own workers", fix="call it once on the machine, without torchrun or srun")
+    kind = device_kind(device)
+    cluster = _table(kind, nproc or (gpus() if kind == "cuda" else cores()), chip)
+    with tempfile.TemporaryDirectory(prefix="fivefold-calibrate-") as folder:
+        request = {"device": kind, "out": folder, "sizes": asdict(sizes or Sizes.of(kind))}
+        with Workers(BODY, count=cluster.world) as crew:
+            start_workers(crew, request, logs=Path(folder, "logs"), patience=600)
+        found = [Found.load(Path(folder, FOUND.format(rank))) for rank in range(cluster.world)]
+    return written(cluster, found)
+
+
+def written(cluster: Cluster, found: Sequence[Found]) -> tuple[str, Report[Measured]]:
+    """The file and the report of what the workers have found. `cluster`: this machine as the tables have it."""
+    tables = {"cluster": cluster.text, **fitted(cluster, found)}
+    about = f"Measured by fivefold calibrate on {date.today().isoformat()}: {_where(cluster)}.\n{_versions()}"
+    text = hardware_file.text(tables, about)
+    of_matmuls, of_links = errors(hardware_file.parsed(text), found)
+    closing = f"at the median, matmuls are {100 * of_matmuls:.0f} % off this, collectives {100 * of_links:.0f} %"
+    rows = tuple(_rows(hardware_file.parsed(text), cluster))
+    return text, Report(title=f"fivefold calibrate: {_where(cluster)}", rows=rows, ok=True, closing=closing)
+
+
+def _table(kind: str, count: int, chip: str | None) -> Cluster:
+    """This machine as the planner's tables have it."""
+    if chip is None and kind == "cuda":
+        from torch import cuda
+
+        known = chip_of_device(cuda.get_device_name(0))
+        if known is None:
+            name = cuda.get_device_name(0)
+            raise UserError(f"the planner has no table of {name}", fix="name a chip like it: --chip H100")
+        chip = known.name
+    return Cluster.parse(f"1x{count}x{chip or 'cpu'}")
+
+
+def _where(cluster: Cluster) -> str:
+    workers = f"{cluster.world} worker{'s' * (cluster.world > 1)}"
+    return f"{cluster.chip.name}, {workers} at once"
+
+
+def _versions() -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions().items())
+
+
+def _rows(mine: Cluster, table: Cluster) -> Iterator[Measured]:
+    def row(what: str, of: Callable[[Cluster], float]) -> Measured:
+        return Measured(what, *(f"{of(each):.3g}" for each in (mine, table)))
+
+    for dtype in sorted({*mine.chip.peak_tflops} & {*table.chip.peak_tflops}):
+        yield row(f"matmul {dtype}, TFLOP/s", partial(_tflops, dtype=dtype))
+    yield Measured("tile of a matmul", *(_tile(each) for each in (mine, table)))
+    yield row("attention, of the matmul rate", lambda each: each.chip.attention_fraction)
+    yield row("memory, GB/s", lambda each: each.chip.memory_bytes_per_second / 1e9)
+    yield row("host of one operation, us", lambda each: each.chip.launch_us)
+    yield row("device memory, GiB", lambda each: each.chip.memory_gib)
+    yield row("before anything is made, GiB", lambda each: each.chip.context_gib)
+    yield row("links of a device, GB/s", lambda each: each.node.inside.bytes_per_second() / 1e9)
+    yield row("a hop, us", lambda each: each.node.inside.latency_us)
+
+
+def _tflops(cluster: Cluster, dtype: str) -> float:
+    return (cluster.chip.flops_per_second(dtype) or 0.0) / 1e12
+
+
+def _tile(cluster: Cluster) -> str:
+    rows, columns = cluster.chip.tile
+    return f"{rows} x {columns}, fills in {cluster.chip.tile_fill}"

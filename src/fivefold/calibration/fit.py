@@ -1,0 +1,173 @@
+"""From seconds to the fields of a hardware file. No torch.
+
+The planner prices with the same functions that are fitted here: `matmul_seconds` for matmuls, `links.seconds` for
+collectives. So a file says what makes these prices come nearest to what was measured.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import exp, log
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from fivefold.calibration.found import Attention, Collective, Found, Matmul
+from fivefold.parallel.collectives import Call
+from fivefold.planner.chips import GIB, Chip, Link
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.compute import Product, matmul_seconds
+from fivefold.planner.links import seconds
+
+Table = dict[str, Any]
+
+# What is tried for `tile` and `tile_fill` besides the chip's own.
+TILES = tuple(product((1, 16, 32, 64, 128), (1, 16, 32, 64, 128, 256)))
+FILLS = (0, 32, 64, 128, 256, 512)
+
+
+def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
+    """Tables `chip` and `node` of a hardware file, of what the workers of one machine have found. `cluster`: this
+    machine as the tables have it."""
+    chip, all_at_once = cluster.chip, _joined(found)
+    traffic = _rate("memory_bandwidth_gbs", "memory_fraction", chip.memory_bandwidth_gbs, all_at_once.traffic / 1e9)
+    chip = replace(chip, **traffic)
+    curve = matmul_curve(chip, all_at_once.matmuls)
+    fields: Table = {
+        "memory_gib": round(all_at_once.memory / GIB, 2),
+        **traffic,
+        "attention_fraction": attention_fraction(replace(chip, **curve), all_at_once.attention),
+        "launch_us": _short(all_at_once.launch * 1e6),
+        "context_gib": _short(all_at_once.context / GIB),
+        **({"host_gbs": _short(all_at_once.host / 1e9)} if all_at_once.host else {}),
+        **{key: list(each) if isinstance(each, tuple) else each for key, each in curve.items()},
+    }
+    node: Table = {"cores": cluster.devices_per_node} if chip.is_host else {}
+    if all_at_once.collectives:
+        node["inside"] = link(cluster, all_at_once.collectives)
+    return {"chip": fields, "node": node}
+
+
+def _joined(found: Sequence[Found]) -> Found:
+    """The median worker; of collectives, the slowest of each."""
+
+    def each(of: Iterable[Sequence[tuple[Any, ...]]], pick: Any) -> list[Any]:
+        return [(*same[0][:-1], pick(one[-1] for one in same)) for same in zip(*of, strict=True)]
+
+    return Found(
+        matmuls=each((one.matmuls for one in found), median),
+        attention=each((one.attention for one in found), median),
+        traffic=median(one.traffic for one in found),
+        launch=median(one.launch for one in found),
+        collectives=each((one.collectives for one in found), max),
+        memory=min(one.memory for one in found),
+        context=max(one.context for one in found),
+        host=min(one.host for one in found),
+    )
+
+
+def matmul_curve(chip: Chip, found: Sequence[Matmul]) -> Table:
+    """`peak_tflops` and `matmul_fraction` by type, `tile` and `tile_fill`: those with the least mean error over all
+    shapes. The chip's own tile is kept where no other is a tenth better: waves of tiles are known for GPUs."""
+
+    def curve(tile: tuple[int, int], fill: int) -> tuple[float, Mapping[str, float]]:
+        """Its error, and the rate of each type in TFLOP/s."""
+        shaped, errors, rates = replace(chip, tile=tile, tile_fill=fill), [], {}
+        for dtype in dict.fromkeys(each[0] for each in found):
+            of_type = [each for each in found if each[0] == dtype]
+            rates[dtype] = _best_rate(shaped, of_type)
+            fast = _with_rate(shaped, dtype, rates[dtype])
+            errors += [abs(log(_planned(fast, each) / each[-1])) for each in of_type]
+        return mean(errors), rates
+
+    error, rates = curve(chip.tile, chip.tile_fill)
+    tile, fill = chip.tile, chip.tile_fill
+    for other, other_fill in product(TILES, FILLS):
+        tried, those = curve(other, other_fill)
+        if tried < error * (0.9 if tile == chip.tile else 1):
+            error, rates, tile, fill = tried, those, other, other_fill
+    peaks, fractions = dict(chip.peak_tflops), dict(chip.matmul_fraction)
+    for dtype, rate in rates.items():
+        split = _rate("peak", "fraction", peaks.get(dtype, rate), rate)
+        peaks[dtype], fractions[dtype] = split.get("peak", peaks.get(dtype, rate)), split["fraction"]
+    return {"tile": tile, "tile_fill": fill, "peak_tflops": peaks, "matmul_fraction": fractions}
+
+
+def _best_rate(chip: Chip, found: Sequence[Matmul]) -> float:
+    """Of matmuls of one type: TFLOP/s of large ones with which half of the shapes come out too fast, half too slow.
+    Shapes that memory holds back say nothing of it."""
+    endless = replace(chip, memory_bandwidth_gbs=1e9)
+    implied = [_planned(_with_rate(endless, each[0], 1.0), each) / each[-1] for each in found]
+    rate = median(implied)
+    for _ in range(3):
+        with_rate = _with_rate(chip, found[0][0], rate), _with_rate(endless, found[0][0], rate)
+        held_back = [_planned(with_rate[0], each) > _planned(with_rate[1], each) for each in found]
+        rate = median([one for one, is_held in zip(implied, held_back, strict=True) if not is_held] or implied)
+    return rate
+
+
+def _planned(chip: Chip, matmul: Matmul) -> float:
+    dtype, rows, inputs, outputs, _ = matmul
+    return matmul_seconds(chip, Product(rows, inputs, outputs), dtype)
+
+
+def _with_rate(chip: Chip, dtype: str, tflops: float) -> Chip:
+    return replace(chip, peak_tflops={dtype: tflops}, matmul_fraction={dtype: 1.0}, step_fraction=1.0)
+
+
+def attention_fraction(chip: Chip, found: Sequence[Attention]) -> float:
+    """Of the matmul rate: the median over types and lengths."""
+    return _short(median(flops / took / (chip.flops_per_second(dtype) or flops) for dtype, flops, took in found))
+
+
+def link(cluster: Cluster, found: Sequence[Collective]) -> Table:
+    """The link inside a node, of collectives over all its devices: the latency of a hop and the bandwidth with which
+    the prices come nearest, in relative terms, to what was measured."""
+    slow, fast = replace(cluster.node.inside, fraction=1.0), 1e9
+    by_hop = [_priced(cluster, replace(slow, latency_us=1.0, gbs=fast), each) for each in found]
+    by_byte = [_priced(cluster, replace(slow, latency_us=0.0, gbs=1.0), each) for each in found]
+    columns = np.array([by_hop, by_byte]).T / np.array([[each[-1]] for each in found])
+    latency, inverse = _positive(columns)
+    return {**_rate("gbs", "fraction", cluster.node.inside.gbs, 1 / inverse), "latency_us": _short(latency)}
+
+
+def _priced(cluster: Cluster, inside: Link, of: Collective) -> float:
+    there = replace(cluster, node=replace(cluster.node, inside=inside))
+    kind, size, _ = of
+    return seconds(there, there.tier_of(range(there.world)), Call(axis="", kind=kind, bytes=size, phase="forward"))
+
+
+def _positive(columns: np.ndarray) -> tuple[float, float]:
+    """Two factors above 0 with which the columns add up to 1 in each row, as nearly as can be in the median: errors
+    count by their size, not their square."""
+    weights = np.ones(len(columns))
+    for _ in range(30):
+        scaled = columns * weights[:, None]
+        both, *_ = np.linalg.lstsq(scaled, weights, rcond=None)
+        for lost, kept in ((0, 1), (1, 0)):
+            if both[lost] <= 0:
+                alone = float(scaled[:, kept] @ weights / (scaled[:, kept] @ scaled[:, kept]))
+                both = np.array([alone, 1e-9]) if kept == 0 else np.array([1e-9, alone])
+        weights = 1 / np.sqrt(np.maximum(np.abs(columns @ both - 1), 0.02))
+    return float(both[0]), float(both[1])
+
+
+def errors(cluster: Cluster, found: Sequence[Found]) -> tuple[float, float]:
+    """The median relative error of matmuls and of collectives, as a fitted cluster prices them."""
+    one, span = _joined(found), [0.0]
+    matmuls = [abs(log(_planned(cluster.chip, each) / each[-1])) for each in one.matmuls]
+    span += [abs(log(_priced(cluster, cluster.node.inside, each) / each[-1])) for each in one.collectives]
+    return exp(median(matmuls)) - 1, exp(median(span)) - 1
+
+
+def _rate(nominal: str, fraction: str, table: float, measured: float) -> Table:
+    """A rate as a nominal one and a part of it. Where more is measured than the table has, it is the nominal one."""
+    if measured <= table:
+        return {fraction: _short(measured / table)}
+    return {nominal: _short(measured), fraction: 1.0}
+
+
+def _short(number: float) -> float:
+    """Three digits."""
+    return float(f"{number:.3g}")

@@ -1,0 +1,41 @@
+"""A hardware file of one's own, as `--cluster` reads it. No torch."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.files import writing
+from fivefold.planner.cluster import Cluster
+
+
+def text(tables: Mapping[str, Any], about: str = "") -> str:
+    """TOML: `about` as a comment, the text form of the `cluster`, the tables `chip` and `node` where there are any."""
+    head = [*(f"# {line}".rstrip() for line in about.splitlines()), f"cluster = {json.dumps(tables['cluster'])}"]
+    found = ((name, tables[name]) for name in ("chip", "node") if tables.get(name))
+    return "\n".join([*head, *(line for name, table in found for line in _lines(name, table)), ""])
+
+
+def _lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("", f"[{name}]")
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _lines(f"{name}.{key}", value)
+
+
+def parsed(content: str) -> Cluster:
+    """The cluster that a file of this text would be."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "hardware.toml")
+        file.write_text(content, encoding="utf-8")
+        return Cluster.parse(str(file))
+
+
+def save(path: str, content: str) -> None:
+    """Write a file. Raises `UserError` where that cannot be."""
+    with writing(Path(path), instead="name another file: --write FILE"):
+        Path(path).write_text(content, encoding="utf-8")

@@ -1,0 +1,197 @@
+"""`fivefold calibrate --from RUN`: what a finished run says of the machine it ran on. No torch.
+
+A run measures one number, the seconds of a step, and several terms of the planner make it up. Each term is known up to
+a factor; how well is its doubt. Of all factors that explain the measured step, the likeliest are taken: a term has a
+part of the correction by its share of the step and the square of its doubt (a Gaussian of their logarithms, given their
+weighted sum). A term that is small in the step, or well known, hardly moves, and its doubt stays.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fivefold.calibration import hardware_file
+from fivefold.config import RunConfig, load_config
+from fivefold.core import history, json_lines
+from fivefold.core.errors import UserError
+from fivefold.core.files import expanded
+from fivefold.core.layout import Layout
+from fivefold.planner.auto import facts_of_run, workload_of
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Estimate, estimate
+from fivefold.planner.of_run import cluster_of
+from fivefold.planner.price import PriceList
+from fivefold.report.table import Report
+
+Table = dict[str, Any]
+
+# The doubt of each term, as the standard deviation of the logarithm of its seconds, and the items that it makes up.
+DOUBTS = {"matmuls": 0.1, "attention": 0.2, "memory traffic": 0.2, "host": 0.3, "links": 0.4}
+ITEMS = {
+    "matmuls": ("matmuls",), "attention": ("attention",), "memory traffic": ("element-wise", "optimizer"),
+    "host": ("host",), "links": ("tp", "cp", "ep", "data", "edges of the step"),
+}  # fmt: skip
+LEAST_NOISE = 0.02  # of a run's median step, in the same measure
+ROUNDS = 5  # of fitting: prices are nearly, not quite, sums of their terms
+SETTLED = 2  # steps of a start that are left out: they set up, and time slots
+LIKELY = 1.28  # standard deviations to each side that hold 80 %
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A term: its seconds of a step before, by how much they are scaled, between which factors the truth lies in 80 %
+    of cases, and how much of the doubt is gone."""
+
+    term: str
+    planned: str
+    scaled: str
+    likely: str
+    learned: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run has measured. `noise`: of `seconds`, the standard deviation of its logarithm. `memory`: GiB, with what
+    the allocator keeps; None where that was not measured."""
+
+    seconds: float
+    noise: float
+    memory: float | None
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Of each term: the logarithm of what its seconds are multiplied by, and its doubt."""
+
+    logs: Mapping[str, float]
+    doubts: Mapping[str, float]
+
+
+def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]]:
+    """The text of a hardware file that is corrected by a run, and by how much. `base`: the cluster or the hardware file
+    that is corrected; by default what the planner's tables say of the run's devices. Raises `UserError`."""
+    config, seen, (layout, device, about) = load_config(run), seen_in(run), _start(run)
+    tree = _tree(base) if base else {"cluster": cluster_of(layout.world, device, about).text}
+    facts = facts_of_run(config, (about.get("data") or {}).get("vocabulary"))
+
+    def planned(tables: Mapping[str, Any]) -> Estimate:
+        cluster = hardware_file.parsed(hardware_file.text(tables))
+        if cluster.world != layout.world:
+            what = f"{cluster.text} has {cluster.world} devices, and the run used {layout.world}"
+            raise UserError(what, fix="name the cluster that it ran on: --cluster")
+        return estimate(PriceList(facts, cluster, ENGINES["fivefold"]), layout, workload_of(config))
+
+    before = planned(tree)
+    factors = Factors(dict.fromkeys(DOUBTS, 0.0), DOUBTS)
+    for _ in range(ROUNDS):
+        factors = explained(planned(corrected(tree, factors.logs)), seen, factors.logs)
+    tables = corrected(tree, factors.logs)
+    if seen.memory is not None:
+        tables["chip"]["slack"] = round(max(1.0, seen.memory / before.memory_gib), 3)
+    about_it = f"Corrected by fivefold calibrate from the run {config.run.name}."
+    return hardware_file.text(tables, about_it), _report(config, before, planned(tables), seen, factors)
+
+
+def explained(of: Estimate, seen: Seen, logs: Mapping[str, float]) -> Factors:
+    """The likeliest factors, given prices that have some already."""
+    total = of.step_seconds
+    shares = {
+        term: sum(row.amount for row in of.rows if row.part == "time" and row.item in items) / total
+        for term, items in ITEMS.items()
+    }
+    missing = log(seen.seconds / total) + sum(shares[term] * logs[term] for term in DOUBTS)
+    pull = {term: doubt**2 * shares[term] for term, doubt in DOUBTS.items()}
+    spread = sum(pull[term] * shares[term] for term in DOUBTS) + seen.noise**2
+    return Factors(
+        {term: pull[term] * missing / spread for term in DOUBTS},
+        {term: sqrt(max(0.0, doubt**2 - pull[term] ** 2 / spread)) for term, doubt in DOUBTS.items()},
+    )
+
+
+def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
+    """The tables of a hardware file whose terms take `exp(logs)` as long."""
+    alone = {**tree, "node": {**tree.get("node", {}), "cores": 0}}  # as one device is by itself
+    cluster = hardware_file.parsed(hardware_file.text(alone))
+    chip, slower = cluster.chip, {term: exp(each) for term, each in logs.items()}
+
+    def part(dtype: str) -> float:
+        """Of the peak; above 1 where that is too low."""
+        return chip.matmul_fraction[dtype] / slower["matmuls"]
+
+    fields: Table = {
+        **tree.get("chip", {}),
+        "peak_tflops": {dtype: peak * max(1.0, _short(part(dtype))) for dtype, peak in chip.peak_tflops.items()},
+        "matmul_fraction": {dtype: min(1.0, _short(part(dtype))) for dtype in chip.peak_tflops},
+        "attention_fraction": min(1.0, _short(chip.attention_fraction * slower["matmuls"] / slower["attention"])),
+        "memory_bandwidth_gbs": _short(chip.memory_bandwidth_gbs / slower["memory traffic"]),
+        "host_scale": _short(chip.host_scale * slower["host"]),
+    }
+    node: Table = dict(tree.get("node", {}))
+    for side in ("inside", "between"):
+        link = getattr(cluster.node, side)
+        own = {"gbs": _short(link.gbs / slower["links"]), "latency_us": _short(link.latency_us * slower["links"])}
+        node[side] = {**node.get(side, {}), **own}
+    return {"cluster": tree["cluster"], "chip": fields, "node": node}
+
+
+def seen_in(run: Path) -> Seen:
+    """Of the newest start that gave steps. Raises `UserError` where there are too few."""
+    past, rows = history.load(run), json_lines.read(run / "metrics.jsonl").rows
+    first = next((first for _, first, last in reversed(list(past.spans())) if last is None or last > first), 0)
+    own = [row for row in rows if row["step"] > first + SETTLED]
+    if len(own) < 3:
+        raise UserError(f"{run} has too few steps: {len(own)} after the first {SETTLED}", fix="train a few steps more")
+    steps = [row["perf/step_seconds"] for row in own]
+    middle = median(steps)
+    spread = median(abs(log(each / middle)) for each in steps) * 1.48 / sqrt(len(steps))
+    names = ("memory/peak_reserved_gib", "memory/peak_gib")
+    peaks = [row[name] for name in names for row in rows if row.get(name) is not None and row["step"] > first]
+    return Seen(middle, max(LEAST_NOISE, spread), max(peaks, default=None))
+
+
+def _start(run: Path) -> tuple[Layout, str, Mapping[str, Any]]:
+    """The layout of the newest start, its kind of device, and what the history says of it."""
+    starts = history.load(run).starts
+    if not starts:
+        raise UserError(f"{run} does not say where it ran", fix="name the folder of a run, such as runs/demo")
+    about = starts[-1].about
+    kind = "cpu" if "cores" in str(about.get("device")) else "cuda"
+    return Layout.parse(str(about["layout"])), kind, about
+
+
+def _tree(base: str) -> Table:
+    """What a hardware file says, or the text of a cluster."""
+    Cluster.parse(base)  # what cannot be read is told of in its words
+    return tomllib.loads(expanded(base).read_text(encoding="utf-8")) if base.endswith(".toml") else {"cluster": base}
+
+
+def _report(
+    config: RunConfig, before: Estimate, after: Estimate, seen: Seen, factors: Factors
+) -> Report[Corrected]:  # fmt: skip
+    rows = tuple(_rows(before, factors))
+    lines = [
+        f"a step took {seen.seconds:.3g} s; planned were {before.step_seconds:.3g}, now {after.step_seconds:.3g}",
+        "one run cannot tell its terms apart: correct this file by runs of other layouts, with --cluster",
+    ]
+    if seen.memory is not None:
+        lines.insert(1, f"{seen.memory:.3g} GiB were taken; tensors were planned to have {before.memory_gib:.3g}")
+    title = f"fivefold calibrate: from {config.run.name}, {before.layout} on {before.cluster.text}"
+    return Report(title=title, rows=rows, ok=True, closing="\n".join(lines))
+
+
+def _rows(before: Estimate, factors: Factors) -> Iterator[Corrected]:
+    for term, items in ITEMS.items():
+        planned = sum(row.amount for row in before.rows if row.part == "time" and row.item in items)
+        own, doubt = factors.logs[term], factors.doubts[term]
+        low, high = exp(own - LIKELY * doubt), exp(own + LIKELY * doubt)
+        learned = 1 - doubt / DOUBTS[term]
+        yield Corrected(term, f"{planned:.3g} s", f"x {exp(own):.2f}", f"{low:.2f} to {high:.2f}", f"{learned:.0%}")
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.3g}")

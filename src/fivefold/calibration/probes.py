@@ -1,0 +1,190 @@
+"""What one worker measures: matmuls by shape and type, attention, memory traffic, the launch of an operation, and
+collectives by size. All workers of the machine measure at once, as they train at once.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fivefold.calibration.found import FOUND, Attention, Collective, Found, Matmul, Sizes
+from fivefold.launch.memory import GIB, room
+from fivefold.launch.world import World, multiplies_bf16
+from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.training.metrics import resident
+
+BLOCKS = 5  # of repeats
+CHAIN = 64  # operations of one autograd graph
+HEAD = 64  # features of a head
+
+
+def on_worker(request: Mapping[str, Any], world: World) -> None:
+    """The body of a worker: measure, and leave what was found in the folder `out`. `sizes`: fields of `Sizes`."""
+    sizes = Sizes.of_json(request["sizes"])
+    device = torch.device(world.device)
+    memory, context = _memory(device, world)
+    timer = Timer(device, sizes.seconds)
+    found = Found(
+        matmuls=list(_matmuls(timer, sizes)),
+        attention=list(_attention(timer, sizes)),
+        traffic=_traffic(timer, sizes.traffic),
+        launch=_launch(timer),
+        collectives=list(_collectives(timer, sizes.messages, world.size)),
+        memory=memory,
+        context=context,
+        host=_host(timer, sizes.traffic) if device.type == "cuda" else 0.0,
+    )
+    Path(request["out"], FOUND.format(world.rank)).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Seconds of work on `device`, a block of repeats of about `least` seconds at a time."""
+
+    device: torch.device
+    least: float
+    clock: Callable[[], float] = time.perf_counter
+
+    def own_seconds(self, work: Callable[[], object]) -> float:
+        """Of one call that waits for no other rank. Of one thread on a CPU, the time that it has a core: what other
+        processes of the machine do meanwhile does not count."""
+        is_alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        return (replace(self, clock=time.thread_time) if is_alone else self).seconds(work)
+
+    def seconds(self, work: Callable[[], object], *, together: bool = False) -> float:
+        """Of one call. `together`: all ranks repeat it equally often."""
+        self.block(work, 1)  # what the first call sets up
+        repeats = max(1, min(1000, int(self.least / max(self.block(work, 1), 1e-6))))
+        if together:
+            most = torch.tensor(repeats, device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MIN)
+            repeats = int(most)
+        # A collective takes as long as its slowest rank: of what else runs on the machine, the least counts.
+        pick = min if together else median
+        return pick([self.block(work, repeats) for _ in range(BLOCKS)]) / repeats
+
+    def block(self, work: Callable[[], object], repeats: int) -> float:
+        """Of so many calls."""
+        self.wait()
+        started = self.clock()
+        for _ in range(repeats):
+            work()
+        self.wait()
+        return self.clock() - started
+
+    def wait(self) -> None:
+        """Until the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _matmuls(timer: Timer, sizes: Sizes) -> Iterator[Matmul]:
+    """Square ones and those of a feed-forward layer, in each type that training computes in: forward and both of
+    backward, of which a third counts."""
+    widths = [(width, width) for width in sizes.widths]
+    widths += [(small, large) for small, large in zip(sizes.widths, sizes.widths[2:], strict=False)]
+    for dtype, (inputs, outputs), rows in product(_dtypes(timer.device), widths, sizes.rows):
+        weight, x = (_numbers(timer.device, dtype, size, inputs) for size in (outputs, rows))
+        took = _passes(timer, lambda x=x, weight=weight: F.linear(x, weight), [x, weight])  # type: ignore[misc]
+        yield dtype, rows, inputs, outputs, took / 3
+
+
+def _attention(timer: Timer, sizes: Sizes) -> Iterator[Attention]:
+    """Causal, of whole rows, as training calls it: forward and backward, which counts 2.5 times."""
+    heads = 8
+    for dtype, length in product(_dtypes(timer.device), sizes.lengths):
+        rows = max(1, sizes.lengths[-1] // length)
+        q, k, v = (_numbers(timer.device, dtype, rows, heads, length, HEAD) for _ in range(3))
+        took = _passes(
+            timer,
+            lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),  # type: ignore[misc]
+            [q, k, v],
+        )
+        yield dtype, 2.0 * HEAD * heads * rows * length**2, took / 3.5
+
+
+def _passes(timer: Timer, forward: Callable[[], torch.Tensor], of: list[torch.Tensor]) -> float:
+    """Seconds of a forward and its backward."""
+    given = torch.ones_like(forward())
+    return timer.own_seconds(lambda: torch.autograd.grad(forward(), of, given))
+
+
+def _numbers(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=COMPUTE_DTYPES[dtype], requires_grad=True)
+
+
+def _dtypes(device: torch.device) -> list[str]:
+    """Those that are worth it; fp64 is for proofs."""
+    return ["fp32", "bf16"] if multiplies_bf16(str(device)) else ["fp32"]
+
+
+def _traffic(timer: Timer, size: int) -> float:
+    """Bytes a second that an element-wise operation on large arrays reads and writes."""
+    a, b = (torch.zeros(size // 4, device=timer.device) for _ in range(2))
+    return 3 * size / timer.own_seconds(lambda: torch.add(a, b, out=a))
+
+
+def _launch(timer: Timer) -> float:
+    """Seconds of the host for an operation on a few numbers, forward or backward."""
+    x, factor = torch.ones(8, device=timer.device, requires_grad=True), torch.ones(8, device=timer.device)
+
+    def chain() -> None:
+        y = x
+        for _ in range(CHAIN):
+            y = y * factor
+        y.sum().backward()  # type: ignore[no-untyped-call]
+
+    return timer.own_seconds(chain) / (2 * CHAIN)
+
+
+def _collectives(timer: Timer, messages: tuple[int, ...], ranks: int) -> Iterator[Collective]:
+    """Those that training issues, over all ranks. Bytes are of the larger buffer, or of what a rank sends."""
+    if ranks == 1:
+        return
+    for size in messages:
+        numbers = max(size // 4 // ranks, 1)
+        part = torch.zeros(numbers, device=timer.device)
+        whole, other = (torch.zeros(numbers * ranks, device=timer.device) for _ in range(2))
+        work: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
+            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),  # type: ignore[misc]
+            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),  # type: ignore[misc]
+            "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole),  # type: ignore[misc]
+            "send": lambda whole=whole, other=other: _pass_on(whole, other),  # type: ignore[misc]
+        }
+        for kind, issue in work.items():
+            dist.barrier()
+            yield kind, whole.numel() * 4, timer.seconds(issue, together=True)
+
+
+def _pass_on(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    """To the next rank, while that of the one before comes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sends = dist.P2POp(dist.isend, mine, (rank + 1) % size), dist.P2POp(dist.irecv, theirs, (rank - 1) % size)
+    for each in dist.batch_isend_irecv(list(sends)):
+        each.wait()
+
+
+def _memory(device: torch.device, world: World) -> tuple[int, int]:
+    """Bytes of the device, and what is taken of it before anything is made: a context, or the libraries of a process.
+    Processes on a CPU have an equal part each."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        return total, total - free - torch.cuda.memory_reserved(device)
+    there = room()
+    return (there.total if there else 8 * GIB) // world.local_size, 1024 * (resident("VmRSS") or 0)
+
+
+def _host(timer: Timer, size: int) -> float:
+    """Bytes a second between a GPU and pinned memory."""
+    there, here = torch.zeros(size // 4, device=timer.device), torch.zeros(size // 4, pin_memory=True)
+    return size / timer.seconds(lambda: here.copy_(there, non_blocking=True))

@@ -1,0 +1,69 @@
+"""`fivefold calibrate`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fivefold.cli.options import Debug
+from fivefold.core.errors import UserError
+
+
+class Device(StrEnum):
+    """What is measured."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def calibrate(
+    write_to: Annotated[
+        str, typer.Option("--write", metavar="FILE", help="The hardware file, for plan --cluster FILE.")
+    ] = "hardware.toml",
+    device: Annotated[Device, typer.Option(help="What to measure; auto: GPUs where there are any.")] = Device.AUTO,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Workers at once.", show_default="one for each GPU or core")
+    ] = None,
+    chip: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Whose table to start from, for a GPU without one.", show_default=False),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Correct by a finished run instead.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With --from: what is corrected, such as a file.", show_default=False),
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write what was found as JSON; - prints JSON alone.", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine for the planner.
+
+    Example: fivefold calibrate --write mine.toml
+    Example: fivefold calibrate --from runs/demo --cluster mine.toml --write mine.toml
+    """
+    from fivefold.calibration.hardware_file import save
+    from fivefold.report.table import Report, write
+
+    report: Report[Any]
+    if run is not None:
+        from fivefold.calibration.learn import learn
+
+        text, report = learn(run, base=cluster)
+    elif cluster is not None:
+        raise UserError("--cluster says what a run corrects", fix="name the run: --from RUN")
+    else:
+        from fivefold.calibration.calibrate import calibrate as measure
+
+        text, report = measure(device=device.value, nproc=nproc, chip=chip)
+    save(write_to, text)
+    write(report, json=json)
+    if json != "-":
+        print(f"written: {write_to}\nnext: fivefold plan MODEL --cluster {write_to}")

@@ -1,0 +1,50 @@
+"""The devices of a run as the planner knows them, for `layout: auto`."""
+
+from dataclasses import replace
+
+from fivefold.core.errors import UserError
+from fivefold.launch.memory import GIB, room
+from fivefold.planner.chips import chip_of_device
+from fivefold.planner.cluster import Cluster, nodes_of
+
+
+def cluster_here(kind: str, size: int, local_size: int, hardware: str = "") -> Cluster:
+    """`size` workers, `local_size` of them on this machine; `kind`: cpu or cuda. Machines are taken to be alike.
+
+    `hardware`: a file that says what they do, in place of the planner's tables. Memory is what this machine has: a
+    GPU's, or for workers on a CPU their part of all. Raises `UserError` for a GPU that the planner does not know, and
+    for a file of other devices.
+    """
+    name, memory = _gpu() if kind == "cuda" else ("cpu", _part_of_memory(local_size))
+    cluster = Cluster.parse(hardware or f"1x{_chip_of(name)}", nodes_of(size, local_size))
+    if cluster.chip.is_host != (kind == "cpu"):
+        raise UserError(
+            f"layout.hardware {hardware} is of {cluster.chip.name}, and this run is on {name}",
+            fix="name the file that fivefold calibrate writes here, or leave layout.hardware out",
+        )
+    return cluster if memory is None else replace(cluster, chip=replace(cluster.chip, memory_gib=memory))
+
+
+def _part_of_memory(workers: int) -> float | None:
+    there = room()
+    return None if there is None else there.total / workers / GIB
+
+
+def _gpu() -> tuple[str, float]:
+    """Its name and GiB. Its properties are read without a context on it, which would take memory of the run."""
+    import torch
+
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory / GIB
+
+
+def _chip_of(device: str) -> str:
+    """The planner's name of it."""
+    chip = chip_of_device(device)
+    if device == "cpu" or chip is not None:
+        return "cpu" if chip is None else chip.name
+    raise UserError(
+        f"layout: auto: the planner does not know {device}",
+        fix="write a layout, such as layout.dp_shard: -1, or name a file of fivefold calibrate: layout.hardware",
+        more="docs/planner.md",
+    )

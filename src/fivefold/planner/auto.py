@@ -1,0 +1,79 @@
+"""`layout: auto`: the layout that the planner chooses for a run. No torch where the model's facts are known."""
+
+from collections.abc import Mapping
+from textwrap import wrap
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
+from fivefold.core.layout import SAID
+from fivefold.core.units import many
+from fivefold.models.facts import ModelFacts
+from fivefold.models.facts_store import facts_of_config
+from fivefold.planner.chips import GIB
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Workload
+from fivefold.planner.explain import too_large
+from fivefold.planner.price import PriceList
+from fivefold.planner.report import behind, seconds_text
+from fivefold.planner.search import Found, search
+from fivefold.planner.space import PLACED
+
+# Fields of the layout that a run file may set beside `layout: auto`; the search has no other values of the rest.
+OPEN = (*PLACED, "zero", "pp_schedule", "pp_virtual", "micro_batch_size", "recompute", "precision")
+BYTE_VOCABULARY = 257  # of the built-in tokenizer
+
+
+def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
+    """A run with the best layout that fits, spelled out in place of `layout: auto`; and which one and why, in lines.
+
+    What the run file sets of the layout stays. Raises `UserError` where no layout can run or none fits.
+    """
+    prices = PriceList(facts_of_run(config), cluster, ENGINES["fivefold"])
+    workload = workload_of(config)
+    found = search(prices, workload, top=2, given=_given(config))
+    if not found.best:
+        raise too_large(prices, workload, found.closest)
+    return config.with_layout(found.best[0].layout), _words(found)
+
+
+def facts_of_run(config: RunConfig, vocabulary: int | None = None) -> ModelFacts:
+    """Of the model of a run. `vocabulary`: tokens of its tokenizer, where they are known better than by its name."""
+    kind, _, size = config.tokenizer.name_or_path.partition(":")
+    if vocabulary is None and (kind == "byte" or size):
+        vocabulary = int(size) if size else BYTE_VOCABULARY
+    takes = config.model.init == "random" and config.tokenizer.name_or_path != "auto" and vocabulary is not None
+    # The model's own marks may be tokens that the tokenizer has not, of which `transformers` would warn.
+    marks = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    of_text: Mapping[str, Any] = {"vocab_size": vocabulary, **marks} if takes else {}
+    return facts_of_config(config.model.name_or_path, config.model.overrides, of_text=of_text)
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """What a step of a run has to do, its rows full."""
+    return Workload(config.data.seq_length, config.train.global_batch_size)
+
+
+def _given(config: RunConfig) -> dict[str, Any]:
+    """What the run file sets of the layout. Raises `UserError` for a field that goes only with a whole layout."""
+    given = {name: value for name, value in config.given.items() if (name, value) != ("dp_shard", -1)}
+    for name, value in given.items():
+        said = SAID[name]
+        if name not in OPEN and value != said.file_default:
+            raise UserError(
+                f"layout: auto does not go with {said.section}.{said.key} {value}",
+                fix=f"leave {said.section}.{said.key} out, or write the whole layout",
+                more="docs/planner.md",
+            )
+    return {name: value for name, value in given.items() if name in OPEN}
+
+
+def _words(found: Found) -> list[str]:
+    """Lines of at most 80 columns."""
+    best, *others = found.best
+    expected = f"{seconds_text(best.step_seconds)} s a step, {best.reserved / GIB:.1f} of"
+    device = f"{expected} {best.cluster.chip.memory_gib:.1f} GiB a device"
+    nearest = f"; next is {others[0].layout} ({behind(best, others[0])})" if others else ""
+    said = f"layout: auto: {best.layout}, about {device}: the best of {many(found.fitting, 'layout')} that fit{nearest}"
+    return wrap(said, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,38 @@
+"""What the planner says of a run that has been trained, from what lies in its folder: for `fivefold report`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.planner.auto import facts_of_run, workload_of
+from fivefold.planner.chips import chip_of_device
+from fivefold.planner.cluster import Cluster, nodes_of
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import estimate
+from fivefold.planner.price import PriceList
+from fivefold.report.story import Expected
+
+
+def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, Any]) -> Expected:
+    """A step of a run under `layout`. `device`: cpu or cuda:0; `about`: what the history says of its newest start.
+
+    Raises `UserError` where the planner cannot price it.
+    """
+    own = Layout.parse(layout)
+    cluster = cluster_of(own.world, device, about, config.hardware)
+    facts = facts_of_run(config, (about.get("data") or {}).get("vocabulary"))
+    found = estimate(PriceList(facts, cluster, ENGINES["fivefold"]), own, workload_of(config))
+    return Expected(found.step_seconds, found.memory_gib, cluster.text)
+
+
+def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:
+    """The devices that a start ran on. One of an earlier version, which does not say its nodes, was on one."""
+    size = nodes_of(world, int(about.get("devices_per_node") or world))
+    if hardware or device == "cpu":
+        return Cluster.parse(hardware or "1xcpu", size)
+    known = chip_of_device(str(about.get("device")))
+    if known is None:
+        raise UserError(f"the planner does not know {about.get('device')}")
+    return Cluster.parse(f"1x{known.name}", size)

@@ -1,0 +1,62 @@
+"""How fast a model trains on more or fewer devices, and with longer or shorter rows, each with its best layout. No
+torch."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from fivefold.core.errors import UserError
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.estimate import Estimate, Workload
+from fivefold.planner.price import PriceList
+from fivefold.planner.search import search
+
+FEWER, MORE = 4, 1  # halvings and doublings of the devices that are asked for
+SHORTER, LONGER = 3, 5  # and of the rows
+LEAST_LENGTH = 512
+MOST_DEVICES = 2048  # a search over more takes seconds: it is made for the cluster itself alone
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """The best layout for each number of devices, with the same batch, and for each length of rows, with about as many
+    tokens a step. Where none fits or can run there is none."""
+
+    devices: tuple[Estimate, ...]
+    lengths: tuple[Estimate, ...]
+
+
+def sweeps(prices: PriceList, workload: Workload) -> Sweeps:
+    """Around a cluster and a workload."""
+    clusters = [each for each in scaled(prices.cluster) if each == prices.cluster or each.world <= MOST_DEVICES]
+    few = SHORTER if prices.cluster.world <= MOST_DEVICES else 1
+    workloads = [_with_rows(workload, times) for times in range(-few, LONGER + 1)]
+    return Sweeps(
+        _best((prices.repriced(each, prices.engine), workload) for each in clusters),
+        _best((prices, each) for each in workloads if each.seq_length >= LEAST_LENGTH),
+    )
+
+
+def scaled(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with fewer and with more devices, by twos: whole nodes, or a part of one."""
+    nodes, devices, smaller = cluster.nodes, cluster.devices_per_node, list[Cluster]()
+    while (nodes % 2 == 0 or devices % 2 == 0) and len(smaller) < FEWER:
+        nodes, devices = (nodes // 2, devices) if nodes % 2 == 0 else (nodes, devices // 2)
+        smaller.append(replace(cluster, nodes=nodes, devices_per_node=devices))
+    yield from reversed(smaller)
+    for times in range(MORE + 1):
+        yield replace(cluster, nodes=cluster.nodes * 2**times)
+
+
+def _with_rows(workload: Workload, times: int) -> Workload:
+    """With rows 2^times as long."""
+    length = max(1, int(workload.seq_length * 2.0**times))
+    return Workload(length, max(1, workload.tokens // length))
+
+
+def _best(asked: Iterable[tuple[PriceList, Workload]]) -> tuple[Estimate, ...]:
+    found = list[Estimate]()
+    for prices, workload in asked:
+        with suppress(UserError):  # none is legal
+            found += search(prices, workload, top=1).best
+    return tuple(found)

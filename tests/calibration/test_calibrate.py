@@ -1,0 +1,113 @@
+"""What is measured becomes a hardware file in which the planner finds it again."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from fivefold.calibration import calibrate as calibration
+from fivefold.calibration import hardware_file
+from fivefold.calibration.fit import fitted
+from fivefold.calibration.found import Collective, Found, Matmul, Sizes
+from fivefold.core.errors import UserError
+from fivefold.parallel.collectives import Call
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.compute import Product, attention_seconds, matmul_seconds
+from fivefold.planner.links import seconds
+from tests.commands import fivefold
+
+TINY = Sizes(rows=(16, 64), widths=(32, 64, 128), lengths=(32,), traffic=2**16, messages=(2**12, 2**16), seconds=1e-4)
+
+
+def found_on(cluster: Cluster) -> Found:
+    """What probes would find on a machine that is as `cluster` says."""
+    chip = replace(cluster.chip, step_fraction=1.0)  # a probe is short: the clocks stay up
+
+    def matmuls() -> Iterator[Matmul]:
+        for dtype in ("fp32", "bf16"):
+            for rows in (128, 1000, 4096):
+                for inputs, outputs in ((1024, 1024), (4096, 4096), (1024, 4096), (100, 700), (300, 160)):
+                    took = matmul_seconds(chip, Product(rows, inputs, outputs), dtype)
+                    yield dtype, rows, inputs, outputs, took
+
+    def collectives() -> Iterator[Collective]:
+        span = cluster.tier_of(range(cluster.world))
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+            for size in (2**12, 2**18, 2**26):
+                call = Call(axis="", kind=kind, bytes=size, phase="forward")
+                yield kind, size, seconds(cluster, span, call)
+
+    return Found(
+        matmuls=list(matmuls()), attention=[("bf16", 1e12, attention_seconds(chip, 1e12, "bf16"))],
+        traffic=chip.memory_bytes_per_second, launch=chip.launch_us * 1e-6, collectives=list(collectives()),
+        memory=chip.memory_bytes, context=int(chip.context_gib * 2**30), host=chip.host_gbs * 1e9,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["8xA100-80", "4xcpu"])
+def test_a_fit_finds_the_machine_again(text: str) -> None:
+    """Of one that is slower than the tables say, and has other links."""
+    table = Cluster.parse(text)
+    slow = replace(
+        table,
+        chip=replace(
+            table.chip.times(0.7), attention_fraction=0.4, launch_us=21.0, tile=(64, 64), tile_fill=128,
+        ),
+        node=replace(table.node, inside=replace(table.node.inside, gbs=0.3 * table.node.inside.gbs, latency_us=55.0)),
+    )  # fmt: skip
+    mine = hardware_file.parsed(hardware_file.text({"cluster": table.text, **fitted(table, [found_on(slow)] * 2)}))
+    if table.chip.is_host:  # as many processes as cores: each has its own
+        assert (mine.node.cores, mine.crowding) == (4, 1)
+    found = found_on(mine), found_on(slow)
+    assert [each[-1] for each in found[0].matmuls] == pytest.approx([each[-1] for each in found[1].matmuls], rel=0.02)
+    for dtype in ("fp32", "bf16"):
+        assert mine.chip.flops_per_second(dtype) == pytest.approx(slow.chip.flops_per_second(dtype), rel=0.01)
+    assert mine.chip.memory_bytes_per_second == pytest.approx(slow.chip.memory_bytes_per_second, rel=0.01)
+    assert (mine.chip.attention_fraction, mine.chip.launch_us) == (pytest.approx(0.4, rel=0.01), 21.0)
+    inside = mine.node.inside
+    assert inside.bytes_per_second() == pytest.approx(slow.node.inside.bytes_per_second(), rel=0.02)
+    assert inside.latency_us == pytest.approx(55, rel=0.02)
+
+
+def test_what_is_faster_than_its_data_sheet_is_a_new_peak() -> None:
+    table = Cluster.parse("2xcpu")
+    fast = replace(table, chip=table.chip.times(5))
+    mine = fitted(table, [found_on(fast)])["chip"]
+    assert (
+        mine["peak_tflops"]["fp32"] == pytest.approx(5 * 0.2 * 0.5, rel=0.01) and mine["matmul_fraction"]["fp32"] == 1
+    )
+    assert mine["peak_tflops"]["fp64"] == 0.1, "what is not measured stays"
+
+
+def test_processes_share_the_cores_of_a_machine(tmp_path: Path) -> None:
+    """On 2 cores, 1 process has two, 2 have one each, and each of 4 a half."""
+    file = tmp_path / "mine.toml"
+
+    def cluster(devices: int) -> Cluster:
+        file.write_text(f'cluster = "{devices}xcpu"\n[node]\ncores = 2\n')
+        return Cluster.parse(str(file))
+
+    rates = [cluster(devices).chip.flops_per_second("fp32") or 0 for devices in (1, 2, 4)]
+    assert [rate / rates[1] for rate in rates] == [2, 1, 0.5]
+    assert [cluster(devices).crowding for devices in (1, 2, 4)] == [1, 1, 2]
+    assert cluster(4).node.inside.latency_us == 2 * cluster(2).node.inside.latency_us
+
+
+def test_the_command_writes_a_file_that_plan_takes(tmp_path: Path) -> None:
+    with patch.object(Sizes, "of", staticmethod(lambda device: TINY)):
+        said = fivefold(["calibrate", "--device", "cpu", "--nproc", "2", "--write", "mine.toml"], tmp_path)
+    assert "matmul fp32, TFLOP/s" in said and "plan MODEL --cluster mine.toml" in said
+    mine = Cluster.parse(str(tmp_path / "mine.toml"))
+    assert (mine.text, mine.node.cores) == ("1x2xcpu", 2)
+    assert (tmp_path / "mine.toml").read_text().startswith("# Measured by fivefold calibrate on ")
+    said = fivefold(["plan", "llama-3.2-1b", "--cluster", "mine.toml", "--seq-length", "256"], tmp_path)
+    assert "1x2xcpu" in said
+
+
+def test_calibrate_is_called_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="starts its own workers"):
+        calibration.calibrate(device="cpu")

@@ -1,0 +1,92 @@
+"""What a run says of its machine: terms that make up the step are scaled, each by its share and its doubt."""
+
+from dataclasses import replace
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.calibration.hardware_file import parsed, text
+from fivefold.calibration.learn import DOUBTS, ITEMS, Factors, Seen, corrected, explained
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Estimate, Workload, estimate
+from fivefold.planner.price import PriceList
+from tests.commands import fivefold
+from tests.planner.settings import facts
+
+RUN = """
+model: {name_or_path: demo, overrides: {hidden_size: 32, intermediate_size: 48, head_dim: 8, num_hidden_layers: 2}}
+tokenizer: {name_or_path: byte}
+data: {train: notes.txt, validation: 0, seq_length: 512}
+train: {max_steps: 6, global_batch_size: 4, device: cpu}
+precision: {compute: fp32}
+eval: {every: 0}
+layout: shard2+fp32
+run: {name: small}
+"""
+LAYOUT = Layout.parse("shard2.tp4+mb1")
+
+
+def planned(cluster: Cluster) -> Estimate:
+    return estimate(PriceList(facts("llama", 8), cluster, ENGINES["megatron"]), LAYOUT, Workload(2048, 16))
+
+
+def learned(tree: dict[str, Any], seconds: float) -> tuple[Factors, Estimate]:
+    """After a run of so many seconds a step."""
+    factors = Factors(dict.fromkeys(DOUBTS, 0.0), DOUBTS)
+    for _ in range(5):
+        now = planned(parsed(text(corrected(tree, factors.logs))))
+        factors = explained(now, Seen(seconds, 0.02, None), factors.logs)
+    return factors, planned(parsed(text(corrected(tree, factors.logs))))
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.5])
+def test_the_step_is_explained(slower: float) -> None:
+    before = planned(Cluster.parse("8xA100-80"))
+    factors, after = learned({"cluster": "8xA100-80"}, before.step_seconds * slower)
+    assert abs(log(after.step_seconds / before.step_seconds / slower)) < 0.05
+    assert all(log(slower) * each >= -1e-6 for each in factors.logs.values())
+    assert all(0 < factors.doubts[term] <= DOUBTS[term] for term in DOUBTS)
+
+
+def test_a_term_moves_by_its_share_and_its_doubt() -> None:
+    """Half of a step is matmuls, known to 10 %, and half links, known to 40 %: the links have 16 parts of 17."""
+    before = planned(Cluster.parse("8xA100-80"))
+    halves = tuple(
+        replace(row, amount=0.5 * (row.item in ("matmuls", "tp"))) for row in before.rows if row.part == "time"
+    )
+    found = explained(replace(before, rows=halves), Seen(1.1, 1e-9, None), dict.fromkeys(DOUBTS, 0.0))
+    assert found.logs["links"] / found.logs["matmuls"] == pytest.approx(16)
+    assert sum(found.logs.values()) / 2 == pytest.approx(log(1.1))
+    assert found.logs["host"] == 0 and found.doubts["host"] == DOUBTS["host"]
+    assert found.doubts["links"] < 0.3 * DOUBTS["links"] and found.doubts["matmuls"] > 0.9 * DOUBTS["matmuls"]
+
+
+def test_every_item_of_time_is_a_term_or_follows_from_them() -> None:
+    items = {row.item for row in planned(Cluster.parse("8xA100-80")).rows if row.part == "time"}
+    assert items - {"bubble"} <= {item for those in ITEMS.values() for item in those}
+
+
+def test_the_command_corrects_a_file_by_a_run(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("one two three\n" * 1000)
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "mine.toml").write_text('cluster = "2xcpu"\n[node]\ncores = 2\n')
+    fivefold(["train", "run.yaml"], tmp_path)
+    said = fivefold(["calibrate", "--from", "runs/small", "--cluster", "mine.toml", "--write", "new.toml"], tmp_path)
+    assert "shard2+fp32 on 1x2xcpu" in said and "a step took" in said and "host" in said
+    old, new = (Cluster.parse(str(tmp_path / name)) for name in ("mine.toml", "new.toml"))
+    assert (new.text, new.node.cores) == (old.text, 2) and new.chip.host_scale != old.chip.host_scale
+    assert new.chip.slack >= 1
+    wrong = fivefold(["calibrate", "--from", "runs/small", "--cluster", "8xH100"], tmp_path, code=2)
+    assert wrong == ""
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    from fivefold.calibration.learn import learn
+
+    with pytest.raises(UserError):
+        learn(tmp_path / "nothing")

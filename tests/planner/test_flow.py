@@ -1,0 +1,68 @@
+"""A step of many micro batches is told from one of a few: what is counted, and how long it takes, is that of all."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from fivefold.core import legality
+from fivefold.core.layout import Layout
+from fivefold.core.schedule import Kind, SchedulePlan
+from fivefold.parallel.memory import under_way
+from fivefold.parallel.unshards import of_slots
+from fivefold.planner.flow import Durations, flow, rounds_beyond, span
+
+PIPELINES = [
+    "pp2", "pp3", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2", "pp3+zbv", "pp4+zbv",
+    "pp2+dualpipev", "pp4+dualpipev",
+]  # fmt: skip
+COUNTS = (4, 5, 8, 12, 14, 33, 60, 64)
+
+
+def legal(text: str) -> list[tuple[Layout, int]]:
+    layout = Layout.parse(text)
+    return [(layout, count) for count in COUNTS if not any(legality.of_micro_batches(layout, count))]
+
+
+def timings(layout: Layout, number: int, *, alike: bool) -> tuple[Durations, np.ndarray]:
+    """Of `number` layouts; all stages take as long, or each its own time."""
+    rng, kinds = np.random.default_rng(0), tuple[Kind, ...]("FBIW")
+    stages = [1 if alike else layout.stages, number]
+    found = {kind: np.broadcast_to(rng.uniform(1, 2, stages), (layout.stages, number)) for kind in kinds}
+    return {**found, "B": found["I"] + found["W"]}, rng.uniform(0, 0.5, number)
+
+
+@pytest.mark.parametrize("text", PIPELINES)
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_span_is_that_of_all_slots(text: str, alike: bool) -> None:
+    """Of one layout, and of layouts with different numbers of micro batches at once."""
+    for layout, count in legal(text):
+        seconds, transfer = timings(layout, 5, alike=alike)
+        of_round, beyond = rounds_beyond(layout, count)
+        counts = np.array([count - min(number, beyond) * of_round for number in range(5)])
+        together = span(layout, counts, seconds, transfer)
+        for number in range(5):
+            alone = {kind: each[:, number].tolist() for kind, each in seconds.items()}
+            whole = SchedulePlan.of(layout, int(counts[number])).simulate(
+                lambda slot, alone=alone: alone[slot.kind][slot.stage], transfer=transfer[number]
+            )
+            assert span(layout, int(counts[number]), alone, float(transfer[number])) == pytest.approx(whole.span, 1e-11)
+            assert together[number] == pytest.approx(whole.span, 1e-11), (text, counts, number)
+
+
+@pytest.mark.parametrize("text", ["single", *PIPELINES])
+def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
+    """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
+    for zero, (layout, count) in product((1, 2, 3), legal(text)):
+        layers = (2,) * layout.stages
+        own, plan = flow(replace(layout, zero=zero), count, layers), SchedulePlan.of(layout, count)
+        for rank, order in enumerate(plan.orders):
+            stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
+            users = {str(stage): frozenset((stage,)) for stage in stages}
+            times = of_slots(order, users, count, stages, zero)
+            for stage, flying in under_way(order, layers).items():
+                each = times[str(stage)]
+                assert own.in_flight[stage] == flying
+                found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
+                assert found == pytest.approx((each.forward, each.backward, each.reductions)), (zero, count, stage)
