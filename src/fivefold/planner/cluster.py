@@ -141,7 +141,7 @@ def _shared_out(cluster: Cluster) -> Cluster:
 def _from_file(file: Path, size: tuple[int, int] | None = None) -> Cluster:
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
     text = tree.pop("cluster", None)
     if not isinstance(text, str):
