@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.files import writing
+from fivefold.core.files import put
 from fivefold.planner.cluster import Cluster
 
 
@@ -37,5 +37,4 @@ def parsed(content: str) -> Cluster:
 
 def save(path: str, content: str) -> None:
     """Write a file. Raises `UserError` where that cannot be."""
-    with writing(Path(path), instead="name another file: --write FILE"):
-        Path(path).write_text(content, encoding="utf-8")
+    put(Path(path), content.encode(), instead="name another file: --write FILE")
