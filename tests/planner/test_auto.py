@@ -91,6 +91,12 @@ def test_what_cannot_be_chosen_is_told(override: str, what: str) -> None:
         chosen(run(override, *(["layout.dp_shard=4"] if "batch" in override else [])), Cluster.parse("4xH100"))
 
 
+def test_a_degree_that_cannot_be_is_told_and_not_the_batch() -> None:
+    with pytest.raises(UserError, match="no layout of 1x4xH100 with tp 3") as caught:
+        chosen(run("layout.tp=3"), Cluster.parse("4xH100"))
+    assert "3" in (caught.value.fix or "") and "global_batch_size" not in (caught.value.fix or "")
+
+
 def test_where_nothing_fits_it_says_what_would() -> None:
     place = Cluster.parse("2xH100")
     small = replace(place, chip=replace(place.chip, memory_gib=0.2, context_gib=0.1, communicator_gib=0.0))

@@ -1,5 +1,6 @@
 """`fivefold plan`, `ff.plan` and `ff.estimate`: what they show, and what they are asked wrongly."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,10 @@ from fivefold import cli
 from fivefold.config import load_config
 from fivefold.core.layout import Layout
 from fivefold.core.shapes import shape_folder
-from fivefold.planner.estimate import OUTSIDE
+from fivefold.planner import report
+from fivefold.planner.estimate import MATMULS, OUTSIDE, Item
+from fivefold.planner.plan import run_file
+from fivefold.planner.report import PlanReport
 
 WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}
 SHORT = ("--seq-length", "300", "--global-batch-size", "1")
@@ -46,11 +50,13 @@ def test_json_has_every_item(capsys: pytest.CaptureFixture[str]) -> None:
         assert memory / 2**30 == pytest.approx(row["memory_gib"], abs=1e-3)
 
 
-def test_the_run_file_of_the_best_is_one(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
+def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
     assert run(*SMALL, "--write", str(file)) == 0
     config = load_config(file)
     assert config.data.seq_length == 2048 and config.train.global_batch_size == 16
+    assert config.run.name == "mine"  # two plans do not share a run folder
+    assert f"fivefold train {file}" in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
     assert run(*SMALL, "--write", str(file)) == 2  # an existing file is kept
 
 
@@ -97,6 +103,23 @@ def test_long_layouts_are_broken_before_their_options(capsys: pytest.CaptureFixt
     assert any("a device" in each for each in shown[:line])
 
 
+def test_a_layout_stays_whole_beside_a_long_verdict() -> None:
+    from rich.console import Console
+
+    price = ff.estimate("llama-3.2-1b", "8xH100", ff.Workload(4096, 16), "shard4.pp2+interleaved+v4")
+    row = dataclasses.replace(report.ranked(price, price), verdict="does not fit", behind="+44.9%: element-wise")
+    with (console := Console(width=80)).capture() as shown:
+        PlanReport(title="", rows=(row,), ok=True).show(console)
+    assert "shard4.pp2+interleaved+v4 " in shown.get()
+
+
+def test_items_stand_in_columns_and_rates_of_a_cpu_are_not_nought() -> None:
+    price = ff.estimate("demo", "2xcpu", ff.Workload(128, 8), "shard2")
+    lines = [report._line(Item("memory", name, 2**30, ""), 2**31) for name in ("loss", MATMULS)]
+    assert len({line.index("GiB") for line in lines}) == 1
+    assert not re.search(r"(?<![\d.])0 (TFLOP|GB)/s", report.assumptions(price))
+
+
 def test_a_layout_that_does_not_fit_is_shown_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--layout", "dp8", "--top", "2")
     assert run("llama-3.1-8b", "--cluster", "8xH100", "--seq-length", "8k", "--global-batch-size", "8", *asked) == 1
@@ -121,6 +144,11 @@ def test_longer_rows_than_the_model_has_positions_for_are_told(capsys: pytest.Ca
     length = int(re.search(r"rows that fit have ([\d,]+) tokens", shown)[1].replace(",", ""))  # type: ignore[index]
     assert "the model has positions for 131,072 (max_position_embeddings)" in shown and "tight" not in shown
     assert f"model.overrides.max_position_embeddings={length}" in shown and "e+0" not in shown
+
+
+def test_the_run_file_of_longer_rows_has_positions_for_them() -> None:
+    long = ff.estimate("llama-3.2-1b", "8xH100", ff.Workload(262144, 8), "cp8+full")
+    assert "overrides: {max_position_embeddings: 262144}" in run_file("llama-3.2-1b", long, "long")
 
 
 def test_the_functions_of_python() -> None:

@@ -39,6 +39,8 @@ def plan(
 
     Example: fivefold plan llama-3.1-70b --cluster 8x8xH100 --seq-length 8k --global-batch-size 256
     """
+    from dataclasses import replace
+
     from fivefold.core.units import parse_length
     from fivefold.planner import plan as planner
     from fivefold.planner.cluster import Cluster
@@ -56,6 +58,8 @@ def plan(
         report = planner.planned(model, cluster, workload, layout=layout, top=top)
     if write_to:
         planner.write_run_file(write_to, model, report.estimates[0])
+        wrote = f"wrote {write_to} with {report.rows[0].layout}: add your data, then fivefold train {write_to}"
+        report = replace(report, closing=f"{report.closing}\n{wrote}")
     write(report, json=json)
     if html:
         from fivefold.planner.page import write_page

@@ -134,5 +134,10 @@ def _table(estimates: Sequence[Estimate]) -> list[tuple[str, str, list[str]]]:
         by_item = [{row.item: row.amount for row in each.rows if row.part == part} for each in estimates]
         for name in dict.fromkeys(name for items in by_item for name in items):
             amounts = [items.get(name, 0.0) for items in by_item]
-            found.append((part, name, [f"{each:.3g} s" if part == "time" else f"{each / GIB:.2f}" for each in amounts]))
+            found.append((part, name, [_seconds(each) if part == "time" else f"{each / GIB:.2f}" for each in amounts]))
     return found
+
+
+def _seconds(amount: float) -> str:
+    """What is under a microsecond is a remainder of the sums: 0."""
+    return f"{amount:.3g} s" if amount >= 1e-6 else "0 s"

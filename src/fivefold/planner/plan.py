@@ -130,15 +130,19 @@ def _timeline(step: Step) -> Mapping[str, Any] | None:
     return step.timeline(min(step.micro_batches, 3 * step.layout.pp)).to_json()
 
 
-def run_file(model: str, best: Estimate) -> str:
-    """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's."""
-    layout, workload = best.layout, best.workload
+def run_file(model: str, best: Estimate, name: str) -> str:
+    """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's. `name`: of the
+    run, so that runs of two plans do not share a folder."""
+    layout, workload, longer = best.layout, best.workload, ""
+    if (positions := _positions(model)) and workload.seq_length > positions:
+        longer = f", overrides: {{max_position_embeddings: {workload.seq_length}}}"
     return (
         f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / GIB:.1f} GiB a device\n"
-        f"model: {{name_or_path: {json.dumps(model)}}}\n"
+        f"model: {{name_or_path: {json.dumps(model)}{longer}}}\n"
         f"data: {{seq_length: {workload.seq_length}}}\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
         f"layout: {layout}\n"
+        f"run: {{name: {json.dumps(name)}}}\n"
     )
 
 
@@ -146,7 +150,7 @@ def write_run_file(path: str, model: str, best: Estimate) -> None:
     """Write `run_file`. An existing file is kept: raises `UserError`."""
     if Path(path).exists():
         raise UserError(f"{path} is there already", fix="name another file: --write FILE")
-    put(Path(path), run_file(model, best).encode(), instead="name another file: --write FILE")
+    put(Path(path), run_file(model, best, Path(path).stem).encode(), instead="name another file: --write FILE")
 
 
 def _positions(model: Model) -> int | None:

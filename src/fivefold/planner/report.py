@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BAR = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
+ITEM = 21  # characters of the longest item
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,16 @@ class PlanReport(Report[Ranked]):
         for note in self.notes:
             console.print(note, highlight=False, style="dim")
         table = Table(box=None, header_style="dim", pad_edge=False)
-        table.add_column("layout", overflow="fold")
+        texts = [_folded(row.layout) for row in self.rows]
+        widest = max((len(line) for text in texts for line in text.splitlines()), default=0)
+        table.add_column("layout", overflow="fold", min_width=min(LAYOUT, widest))
         for name in ("GiB", "s/step", "tokens/s\na device", "MFU\n%"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", overflow="fold", style="dim")
-        for row in self.rows:
+        for row, text in zip(self.rows, texts, strict=True):
             says = row.behind if row.verdict == "fits" else f"{row.verdict}; {row.behind}".rstrip("; ")
             speed = seconds_text(row.step_seconds), f"{row.tokens_per_second_per_device:,.0f}"
-            table.add_row(_folded(row.layout), f"{row.reserved_gib:.1f}", *speed, f"{row.mfu_pct:.1f}", says)
+            table.add_row(text, f"{row.reserved_gib:.1f}", *speed, f"{row.mfu_pct:.1f}", says)
         console.print(table)
         for line in _itemised(self.estimates[0]) if self.estimates else ():
             console.print(line, highlight=False, no_wrap=True, overflow="ellipsis")
@@ -105,7 +108,7 @@ def _itemised(estimate: Estimate) -> Iterator[str]:
 def _line(row: Item, total: float) -> str:
     share = row.amount / total
     amount = f"{seconds_text(row.amount):>8} s  " if row.part == "time" else f"{row.amount / GIB:8.2f} GiB"
-    return f"  {row.item:<20} {amount} {share:6.1%}  {'█' * round(BAR * share):<{BAR}}"
+    return f"  {row.item:<{ITEM}} {amount} {share:6.1%}  {'█' * round(BAR * share):<{BAR}}"
 
 
 def behind(first: Estimate, other: Estimate) -> str:
@@ -142,11 +145,17 @@ def assumptions(estimate: Estimate) -> str:
     """What the numbers rest on, in a sentence or two."""
     cluster, chip = estimate.cluster, estimate.cluster.chip
     rate = chip.flops_per_second(estimate.layout.precision) or 0
-    links = f"{cluster.node.inside.kind} {cluster.node.inside.bytes_per_second() / 1e9:.0f} GB/s"
+    links = f"{cluster.node.inside.kind} {_rate(cluster.node.inside.bytes_per_second(), 1e9)} GB/s"
     if cluster.nodes > 1:
-        links += f", {cluster.node.between.kind} {cluster.node.between.bytes_per_second() / 1e9:.0f} GB/s a device"
-    matmuls = f"{chip.name} with large matmuls at {rate / 1e12:.0f} TFLOP/s"
+        links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second(), 1e9)} GB/s a device"
+    matmuls = f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s"
     return f"assumed: {matmuls}, {links}; rows of one document; even routing"
+
+
+def _rate(a_second: float, unit: float) -> str:
+    """Whole from 10 on; two digits below, as of a CPU: 0.14."""
+    found = a_second / unit
+    return f"{found:.0f}" if found >= 10 else f"{found:.2g}"
 
 
 def details(estimates: tuple[Estimate, ...]) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.planner.bounds import Bounding, Bounds
@@ -40,6 +41,14 @@ class Found:
         return estimate.step_seconds / min(each.step_seconds for each in self.best) - 1
 
 
+def _way_out(space: Space, given: Mapping[str, Any]) -> str | None:
+    """What keeps every layout with the fields `given` from running, whatever the batch, and what to write instead; None
+    where these fields can be."""
+    layout = Layout(**{"dp_shard": -1, **given})
+    wrong = legality.violations(layout, space.limits, world=space.prices.cluster.world)
+    return f"{wrong[0].error.what}: {wrong[0].error.fix}" if wrong else None
+
+
 def simplicity(layout: Layout) -> tuple[int, ...]:
     """The simpler layout comes first: data parallelism before tensor parallelism, and that before context and
     the pipeline; then fewer options."""
@@ -60,7 +69,8 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
         asked = "".join(f" with {name} {value}" for name, value in (given or {}).items())
         raise UserError(
             f"no layout of {prices.cluster.text}{asked} runs {prices.facts.model_class} with global_batch_size {rows}",
-            fix=f"each device gets rows of its own with global_batch_size {-(-rows // world) * world}",
+            fix=_way_out(space, given or {})
+            or f"each device gets rows of its own with global_batch_size {-(-rows // world) * world}",
         )
     bounding = Bounding(space)
     memory = prices.cluster.chip.memory_bytes
