@@ -128,7 +128,12 @@ def test_what_a_run_was_expected_to_be_is_its_estimate() -> None:
 
 def test_a_run_has_the_vocabulary_that_its_history_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(of_run, "facts_of_run", lambda _, *rest: (asked.extend(rest), facts("llama", 8))[1])
+
+    def facts_of(_: RunConfig, vocabulary: int) -> Any:
+        asked.append(vocabulary)
+        return facts("llama", 8)
+
+    monkeypatch.setattr(of_run, "facts_of_run", facts_of)
     expected(run("layout=shard4+fp32"), "shard4+fp32", "cpu", {"data": {"vocabulary": 300}})
     assert asked == [300]
 
