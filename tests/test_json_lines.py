@@ -191,3 +191,11 @@ def test_what_is_no_file_ends_nothing(tmp_path: Path, said: list[str]) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", last_step=0, say=said.append)
     sink.write({"step": 1})
     assert any("cannot be written: Is a directory" in each for each in said)
+
+
+@pytest.mark.parametrize("value", ['"0.5"', "[1]", "{}", "1" + "0" * 400])
+def test_a_metric_that_is_no_number_makes_its_row_damaged(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 1, "train/loss": 0.5, "perf/mfu_pct": null}}\n{{"step": 2, "train/loss": {value}}}\n')
+    lines = read(file)
+    assert [row["step"] for row in lines.rows] == [1] and lines.damaged[0].number == 2

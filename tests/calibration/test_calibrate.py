@@ -1,8 +1,11 @@
 """What is measured becomes a hardware file in which the planner finds it again."""
 
+import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +15,7 @@ from fivefold.calibration import hardware_file
 from fivefold.calibration.fit import fitted
 from fivefold.calibration.found import Collective, Found, Matmul, Sizes
 from fivefold.core.errors import UserError
+from fivefold.launch.failure import WorkerDied
 from fivefold.parallel.collectives import Call
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import Product, attention_seconds, matmul_seconds
@@ -111,3 +115,18 @@ def test_calibrate_is_called_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="starts its own workers"):
         calibration.calibrate(device="cpu")
+
+
+def test_what_a_killed_one_leaves_the_next_removes_and_a_log_that_is_named_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def dies(crew: object, request: dict[str, Any], **_: object) -> None:
+        assert (Path(request["out"]) / ".owner").exists()
+        raise WorkerDied("rank 0 was killed by SIGKILL", fix="look at its log")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(calibration, "Workers", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(calibration, "start_workers", dies)
+    with pytest.raises(WorkerDied):
+        calibration.calibrate(device="cpu", nproc=1)
+    assert len(list(tmp_path.glob("fivefold-calibrate-*"))) == 1

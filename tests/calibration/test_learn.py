@@ -12,7 +12,9 @@ import pytest
 
 from fivefold.calibration import learn
 from fivefold.calibration.hardware_file import parsed, text
-from fivefold.calibration.learn import DOUBTS, ITEMS, Factors, Seen, corrected, explained
+from fivefold.calibration.learn import DOUBTS, ITEMS, Factors, Seen, corrected, explained, seen_in
+from fivefold.calibration.learn import _start as start_of
+from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.cluster import Cluster
@@ -119,3 +121,22 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UserError):
         learn(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("seconds", [None, 0, -1, float("nan"), float("inf"), 1e308, "fast", [1], 10**400])
+def test_steps_of_damaged_metrics_are_left_out(tmp_path: Path, seconds: Any) -> None:
+    rows = [{"step": step, "perf/step_seconds": 0.5, "memory/peak_gib": seconds} for step in range(1, 7)]
+    rows += [{"step": 7, "perf/step_seconds": seconds}, {"step": 8}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not isinstance(seconds, str | list) and seconds != 10**400:  # these rows are damaged as a whole
+        assert seen_in(tmp_path) == Seen(0.5, 0.02, None)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[-2:] * 5))
+    with pytest.raises(UserError, match="too few steps"):
+        seen_in(tmp_path)
+
+
+def test_a_start_without_a_layout_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").write_text('{"event": "start", "step": 0, "data": 3}\n')
+    with pytest.raises(UserError, match="does not say where it ran"):
+        start_of(tmp_path)
+    assert "data" not in history.load(tmp_path).starts[-1].about

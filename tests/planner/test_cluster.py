@@ -132,6 +132,15 @@ def test_a_text_that_is_no_cluster_is_refused(text: str, said: str) -> None:
         ('cluster = "8xH100"\n[node.between]\ngbs = 0', "cannot be 0"),
         ('cluster = "8xH100"\n[links]\ngbs = 1', "links is no table"),
         ("cluster = 8x", "cannot be read"),
+        ('cluster = "8xH100"\na = ' + "[" * 5000, "cannot be read"),
+        ('cluster = "8xH100"\n[chip]\nmemory_gib = 1e300', "cannot be 1e.300"),
+        ('cluster = "8xH100"\n[chip]\nmemory_gib = 1' + "0" * 400, "cannot be 100"),
+        ('cluster = "8xH100"\n[chip.peak_tflops]\nbf16 = 1e-320', "cannot be 1e-320"),
+        ('cluster = "2x8xH100"\n[node.between]\ndecay = 1e308', "cannot be 1e.308"),
+        ('cluster = "8xH100"\n[chip]\ntile = [0, 128]', "cannot be .0, 128"),
+        ('cluster = "8xH100"\n[chip]\ntile = []', "tile cannot be"),
+        ('cluster = "8xH100"\n[chip]\ncapability = ["x"]', "capability cannot be"),
+        ('cluster = "8xH100"\n[node]\nchips = [1]', "chips cannot be"),
     ],
 )
 def test_a_file_that_says_what_cannot_be_is_refused(tmp_path: Path, lines: str, said: str) -> None:

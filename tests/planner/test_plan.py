@@ -67,6 +67,8 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path) -> None:
         ),
         (("run.yaml", "--cluster", "2xH100"), "run.yaml is a run file, and plan takes a model"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "0"), "no step"),
+        (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "9" * 20), "too large to be planned"),
+        (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "9" * 15), "too large to be planned"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "-5"), "--seq-length -5"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "abc"), "--seq-length abc"),
         (("no-such-model", "--cluster", "2xH100"), "no-such-model"),

@@ -1,18 +1,17 @@
 """`fivefold calibrate`: measure this machine and write a hardware file. No torch but in the workers."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
-from pathlib import Path
 
 from fivefold.calibration import hardware_file
 from fivefold.calibration.fit import errors, fitted
 from fivefold.calibration.found import FOUND, Found, Sizes
+from fivefold.core import interrupts
 from fivefold.core.errors import UserError
 from fivefold.core.version import versions
-from fivefold.launch.processes import Workers
+from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import cores, device_kind, find_world
 from fivefold.planner.chips import chip_of_device
@@ -43,11 +42,11 @@ def calibrate(
         raise UserError("calibrate starts its own workers", fix="call it once on the machine, without torchrun or srun")
     kind = device_kind(device)
     cluster = _table(kind, nproc or (gpus() if kind == "cuda" else cores()), chip)
-    with tempfile.TemporaryDirectory(prefix="fivefold-calibrate-") as folder:
-        request = {"device": kind, "out": folder, "sizes": asdict(sizes or Sizes.of(kind))}
+    with interrupts.sigterm_raises(), kept_if_one_dies("calibrate") as folder:
+        request = {"device": kind, "out": str(folder), "sizes": asdict(sizes or Sizes.of(kind))}
         with Workers(BODY, count=cluster.world) as crew:
-            start_workers(crew, request, logs=Path(folder, "logs"), patience=600)
-        found = [Found.load(Path(folder, FOUND.format(rank))) for rank in range(cluster.world)]
+            start_workers(crew, request, logs=folder / "logs", patience=600)
+        found = [Found.load(folder / FOUND.format(rank)) for rank in range(cluster.world)]
     return written(cluster, found)
 
 

@@ -1,12 +1,11 @@
 """A hardware file of one's own, as `--cluster` reads it. No torch."""
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.files import writing
+from fivefold.core.files import put
 from fivefold.planner.cluster import Cluster
 
 
@@ -29,13 +28,9 @@ def _lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 def parsed(content: str) -> Cluster:
     """The cluster that a file of this text would be."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "hardware.toml")
-        file.write_text(content, encoding="utf-8")
-        return Cluster.parse(str(file))
+    return Cluster.of_toml(content, "what was measured")
 
 
 def save(path: str, content: str) -> None:
     """Write a file. Raises `UserError` where that cannot be."""
-    with writing(Path(path), instead="name another file: --write FILE"):
-        Path(path).write_text(content, encoding="utf-8")
+    put(Path(path), content.encode(), instead="name another file: --write FILE")

@@ -38,6 +38,8 @@ ITEMS = {
 }  # fmt: skip
 LEAST_NOISE = 0.02  # of a run's median step, in the same measure
 ROUNDS = 5  # of fitting: prices are nearly, not quite, sums of their terms
+STEP = "perf/step_seconds"
+LEAST, MOST = 1e-6, 1e6  # seconds of a step, and GiB
 SETTLED = 2  # steps of a start that are left out: they set up, and time slots
 LIKELY = 1.28  # standard deviations to each side that hold 80 %
 
@@ -143,21 +145,26 @@ def seen_in(run: Path) -> Seen:
     """Of the newest start that gave steps. Raises `UserError` where there are too few."""
     past, rows = history.load(run), json_lines.read(run / "metrics.jsonl").rows
     first = next((first for _, first, last in reversed(list(past.spans())) if last is None or last > first), 0)
-    own = [row for row in rows if row["step"] > first + SETTLED]
-    if len(own) < 3:
-        raise UserError(f"{run} has too few steps: {len(own)} after the first {SETTLED}", fix="train a few steps more")
-    steps = [row["perf/step_seconds"] for row in own]
+    steps = [row[STEP] for row in rows if row["step"] > first + SETTLED and _is_measured(row.get(STEP))]
+    if len(steps) < 3:
+        what = f"{run} has too few steps that say their seconds: {len(steps)} after the first {SETTLED}"
+        raise UserError(what, fix="train a few steps more")
     middle = median(steps)
     spread = median(abs(log(each / middle)) for each in steps) * 1.48 / sqrt(len(steps))
     names = ("memory/peak_reserved_gib", "memory/peak_gib")
-    peaks = [row[name] for name in names for row in rows if row.get(name) is not None and row["step"] > first]
+    peaks = [row[name] for name in names for row in rows if _is_measured(row.get(name)) and row["step"] > first]
     return Seen(middle, max(LEAST_NOISE, spread), max(peaks, default=None))
+
+
+def _is_measured(number: Any) -> bool:
+    """Whether a row has a number that a machine can have measured: its file may be damaged."""
+    return isinstance(number, int | float) and LEAST <= number <= MOST
 
 
 def _start(run: Path) -> tuple[Layout, str, Mapping[str, Any]]:
     """The layout of the newest start, its kind of device, and what the history says of it."""
     starts = history.load(run).starts
-    if not starts:
+    if not starts or "layout" not in starts[-1].about:
         raise UserError(f"{run} does not say where it ran", fix="name the folder of a run, such as runs/demo")
     about = starts[-1].about
     kind = "cpu" if "cores" in str(about.get("device")) else "cuda"

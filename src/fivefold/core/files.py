@@ -42,6 +42,17 @@ def replace(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def put(path: Path, content: bytes, *, instead: str) -> None:
+    """Write a file that a user has named, whole or not at all. A device or a pipe is written to, and a link followed:
+    neither is replaced by a file. `instead`: how to name another place. Raises `UserError` where it cannot be written.
+    """
+    with writing(path, instead=instead):
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+        else:
+            replace(path.resolve(), content)
+
+
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     """Write a new file; its size in bytes. The folder's entry is the caller's to synchronise. Raises `OSError`."""
     descriptor, size = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), 0

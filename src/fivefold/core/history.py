@@ -17,6 +17,7 @@ from fivefold.core.json_lines import JsonLines, read
 from fivefold.core.version import versions
 
 NAME = "history.jsonl"
+SECTIONS = ("versions", "machine", "schedule", "data")  # of the record of a start: tables
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def load(run: Path) -> History:
     for row in lines.rows:
         kind, step, number = str(row.get("event")), row["step"], max(0, len(starts) - 1)
         if kind == "start":
-            starts.append(Start(step, str(row.get("time", "")), row))
+            about = {key: value for key, value in row.items() if key not in SECTIONS or isinstance(value, dict)}
+            starts.append(Start(step, str(row.get("time", "")), about))
         elif kind == "end" and starts:
             when, how = str(row.get("time", "")), str(row.get("what", ""))
             starts[-1] = replace(starts[-1], last=step, ended=when, how=how)

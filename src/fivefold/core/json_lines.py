@@ -68,7 +68,13 @@ def _row(text: bytes) -> dict[str, Any] | None:
         row = json.loads(text.decode())
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int
+    return row if is_row and all(_is_metric(value) for name, value in row.items() if "/" in name) else None
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether it may stand under the name of a metric, such as `train/loss`: a number, or null."""
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 class JsonLines:

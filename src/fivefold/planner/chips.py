@@ -31,7 +31,10 @@ _DEFAULTS = {
     },
 }  # fmt: skip
 
-# Of numbers in a file of one's own. All others are above 0.
+# Of numbers in a file of one's own: all others are between these. Beyond them, seconds and bytes are no numbers.
+_LEAST, _MOST = 1e-6, 1e9
+_MOST_DECAY = 1  # more nodes never have less than one of them
+_WORDS = ("aliases", "names", "chips")  # lists of text; other lists are of whole numbers, as many as in the table
 _WHOLE = ("sms", "most_devices", "domain_devices", "cores", "rails", "tile_fill")
 _MAY_BE_ZERO = (
     "slack",
@@ -260,12 +263,21 @@ def _is_dtype_of(place: str, key: str) -> bool:
 
 def _fits(place: str, value: Any, old: Any) -> bool:
     """Whether a value may stand where `old` stands."""
+    if isinstance(old, list):
+        return isinstance(value, list) and _fits_list(place, value, old)
     if not isinstance(old, int | float):
         return type(value) is type(old)
     if isinstance(value, bool) or not isinstance(value, int if place.endswith(_WHOLE) else int | float):
         return False
-    most = 1 if "fraction" in place else math.inf
-    return math.isfinite(value) and (0 < value <= most or (value == 0 and place.endswith(_MAY_BE_ZERO)))
+    most = 1 if "fraction" in place else _MOST_DECAY if place.endswith("decay") else _MOST
+    return _LEAST <= value <= most or (value == 0 and place.endswith(_MAY_BE_ZERO))
+
+
+def _fits_list(place: str, value: list[Any], old: list[Any]) -> bool:
+    if place.endswith(_WORDS):
+        return all(isinstance(each, str) for each in value)
+    least = 1 if place.endswith("tile") else 0
+    return len(value) == len(old) and all(type(each) is int and least <= each <= _MOST for each in value)
 
 
 def _choices(said: str, known: Any) -> str:

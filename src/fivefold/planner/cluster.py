@@ -71,6 +71,11 @@ class Cluster:
         text = text.strip()
         return _from_file(expanded(text), size) if text.endswith(".toml") else _from_text(text, {}, size)
 
+    @staticmethod
+    def of_toml(content: str, name: str) -> "Cluster":
+        """The cluster that a TOML file of this content would be; errors call it `name`. Raises `UserError`."""
+        return _from_toml(content, name)
+
     @property
     def world(self) -> int:
         """How many devices there are."""
@@ -140,8 +145,16 @@ def _shared_out(cluster: Cluster) -> Cluster:
 
 def _from_file(file: Path, size: tuple[int, int] | None = None) -> Cluster:
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
+    return _from_toml(content, str(file), size)
+
+
+def _from_toml(content: str, file: str, size: tuple[int, int] | None = None) -> Cluster:
+    try:
+        tree = tomllib.loads(content)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
     text = tree.pop("cluster", None)
     if not isinstance(text, str):

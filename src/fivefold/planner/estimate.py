@@ -53,6 +53,9 @@ UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
 
+MOST_TOKENS, MOST_ROWS = 2**27, 2**24  # of a row, and of a step: far above every run
+
+
 @dataclass(frozen=True)
 class Workload:
     """What an optimizer step has to do: `global_batch_size` rows of `seq_length` tokens."""
@@ -61,10 +64,15 @@ class Workload:
     global_batch_size: int
 
     def __post_init__(self) -> None:
-        """Raises `UserError` for rows without tokens, or a step without rows."""
+        """Raises `UserError` for rows without tokens, a step without rows, or more of either than can be priced."""
         if self.seq_length < 1 or self.global_batch_size < 1:
             what = f"{self.global_batch_size} rows of {self.seq_length} tokens are no step"
             raise UserError(what, fix="seq_length and global_batch_size are 1 or more")
+        if self.seq_length > MOST_TOKENS or self.global_batch_size > MOST_ROWS:
+            raise UserError(
+                f"{self.global_batch_size:,} rows of {self.seq_length:,} tokens are too large to be planned",
+                fix=f"plan for at most {MOST_ROWS:,} rows of at most {MOST_TOKENS:,} tokens",
+            )
 
     @property
     def tokens(self) -> int:

@@ -12,12 +12,11 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import MOST_RING, Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.estimate import TIGHT, Estimate, Step, Workload
+from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import divisors
 
 STEP = 1024  # tokens that lengths are asked in
-MOST_TOKENS = 2**27  # of a row: far above every model
 BYTES_PER_PARAMETER = 16  # at rest in fp32: the parameter, its gradient, two moments
 
 
@@ -63,7 +62,7 @@ def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) ->
     """A layout's step with rows of `length`."""
     fewest, multiple = legality.micro_batches_for(layout)
     dealt = layout.micro_batch_size * layout.data_ranks
-    rounds = round(workload.tokens / (length * dealt * multiple))
+    rounds = min(round(workload.tokens / (length * dealt * multiple)), MOST_ROWS // (dealt * multiple))
     return Step(prices, layout, Workload(length, dealt * max(fewest, rounds * multiple, multiple)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.core.files import writing
+from fivefold.core.files import put
 from fivefold.core.layout import DEGREES, Layout
 from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
@@ -146,8 +146,7 @@ def write_run_file(path: str, model: str, best: Estimate) -> None:
     """Write `run_file`. An existing file is kept: raises `UserError`."""
     if Path(path).exists():
         raise UserError(f"{path} is there already", fix="name another file: --write FILE")
-    with writing(Path(path), instead="name another file: --write FILE"):
-        Path(path).write_text(run_file(model, best), encoding="utf-8")
+    put(Path(path), run_file(model, best).encode(), instead="name another file: --write FILE")
 
 
 def _positions(model: Model) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fivefold.core.files import replace, writing
+from fivefold.core.files import put, writing
 from fivefold.core.version import versions
 from fivefold.report.slices import SliceMap
 
@@ -46,14 +46,7 @@ def _policy(script: str) -> str:
 
 
 def write(html: str, path: Path, *, instead: str) -> None:
-    """Write a page to `path`, whose folder is made where it is missing. A device or a pipe is written to, and a link
-    followed: neither is replaced by a file. `instead`: how to name another place.
-
-    Raises `UserError` where it cannot be written.
-    """
+    """Write a page to `path`, whose folder is made where it is missing; see `put`."""
     with writing(path, instead=instead):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            path.write_bytes(html.encode())
-        else:
-            replace(path.resolve(), html.encode())
+    put(path, html.encode(), instead=instead)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from fivefold.core.files import writing
+from fivefold.core.files import put
 from fivefold.core.terminal import shown
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def write(report: Findings, *, json: str | None) -> None:
         print(report.to_json())
         return
     if json:
-        with writing(Path(json), instead="name another file: --json FILE"):
-            Path(json).write_text(report.to_json() + "\n", encoding="utf-8")
+        put(Path(json), f"{report.to_json()}\n".encode(), instead="name another file: --json FILE")
     from rich.console import Console
 
     report.show(Console())
