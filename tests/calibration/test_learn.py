@@ -4,10 +4,13 @@ import json
 from dataclasses import replace
 from math import log
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from fivefold.calibration import learn
 from fivefold.calibration.hardware_file import parsed, text
 from fivefold.calibration.learn import DOUBTS, ITEMS, Factors, Seen, corrected, explained, seen_in
 from fivefold.calibration.learn import _start as start_of
@@ -67,6 +70,31 @@ def test_a_term_moves_by_its_share_and_its_doubt() -> None:
     assert sum(found.logs.values()) / 2 == pytest.approx(log(1.1))
     assert found.logs["host"] == 0 and found.doubts["host"] == DOUBTS["host"]
     assert found.doubts["links"] < 0.3 * DOUBTS["links"] and found.doubts["matmuls"] > 0.9 * DOUBTS["matmuls"]
+
+
+def test_tables_say_what_takes_longer() -> None:
+    """Matmuls twice as long: half of the rate, of which attention reaches a larger part; it takes four times as long.
+    Memory twice, the host three times; links send half as much and have twice the latency."""
+    longer = {"matmuls": 2, "attention": 4, "memory traffic": 2, "host": 3, "links": 2}
+    tables = corrected({"cluster": "8xA100-80"}, {term: log(factor) for term, factor in longer.items()})
+    usual = Cluster.parse("8xA100-80")
+    chip, node = tables["chip"], tables["node"]
+    assert chip["matmul_fraction"]["bf16"] == pytest.approx(usual.chip.matmul_fraction["bf16"] / 2, rel=0.01)
+    assert chip["attention_fraction"] == pytest.approx(usual.chip.attention_fraction / 2, rel=0.01)
+    assert chip["memory_bandwidth_gbs"] == pytest.approx(usual.chip.memory_bandwidth_gbs / 2, rel=0.01)
+    assert chip["host_scale"] == pytest.approx(3 * usual.chip.host_scale, rel=0.01)
+    assert node["inside"]["gbs"] == pytest.approx(usual.node.inside.gbs / 2, rel=0.01)
+    assert node["between"]["latency_us"] == pytest.approx(2 * usual.node.between.latency_us, rel=0.01)
+
+
+def test_what_a_run_measured_is_of_its_newest_start(tmp_path: Path) -> None:
+    """Of steps 1 to 9 and, after a restart, 10 to 19: the first two of the start, which set up, are left out."""
+    steps = [{"step": n, "perf/step_seconds": 9.0 if n < 10 else 5.0 if n < 12 else 2.0} for n in range(1, 20)]
+    peaks = [{**each, "memory/peak_gib": 7.0 if each["step"] < 10 else 3.0} for each in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in peaks))
+    spans = SimpleNamespace(spans=lambda: [(None, 0, 9), (None, 9, None)])
+    with patch.object(learn.history, "load", lambda _: spans):
+        assert learn.seen_in(tmp_path) == Seen(2.0, 0.02, 3.0)
 
 
 def test_every_item_of_time_is_a_term_or_follows_from_them() -> None:

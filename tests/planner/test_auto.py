@@ -132,6 +132,28 @@ def test_what_a_run_was_expected_to_be_is_its_estimate() -> None:
     assert expected(measured, "shard2.tp2", "cuda:0", about).step_seconds > found.step_seconds
 
 
+def test_a_run_has_the_vocabulary_that_its_history_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def facts_of(_: RunConfig, vocabulary: int) -> Any:
+        asked.append(vocabulary)
+        return facts("llama", 8)
+
+    monkeypatch.setattr(of_run, "facts_of_run", facts_of)
+    expected(run("layout=shard4+fp32"), "shard4+fp32", "cpu", {"data": {"vocabulary": 300}})
+    assert asked == [300]
+
+
+def test_a_pretrained_model_keeps_its_own_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tokenizer trims no weights that are loaded."""
+    asked: list[Any] = []
+    monkeypatch.setattr(auto, "facts_of_config", lambda *_, of_text: asked.append(of_text))
+    for init in ("pretrained", "random"):
+        facts_of_run(load_config(None, [f"model.init={init}", "tokenizer.name_or_path=train:300"]))
+    kept, of_text = asked
+    assert kept == {} and of_text["vocab_size"] == 300
+
+
 # ---- the devices that are there --------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,15 @@ from benchmarks.planned_memory import Planned, cells, plan
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import SchedulePlan
 from fivefold.models.facts_store import facts_of_config
-from fivefold.parallel.memory import MOMENTS, logit_bytes, under_way
+from fivefold.parallel.memory import (
+    MOMENTS,
+    buffer_bytes,
+    exchanged_numbers,
+    layer_bytes,
+    logit_bytes,
+    under_way,
+    working_numbers,
+)
 from fivefold.parallel.plan import ParallelPlan, lower
 
 CELLS = [cell for cell in cells() if cell.allocated is not None]
@@ -80,6 +88,42 @@ def test_what_the_loss_needs() -> None:
     vocabulary, d = 128256, 4096
     in_head = vocabulary * d * (4 + 2 + 2) + 1024 * vocabulary * 2 * 2
     assert logit_bytes(plan, shape) == in_head + 6 * 8192 * d * 2
+
+
+def test_what_the_loss_needs_with_tensor_parallelism() -> None:
+    """Half of the vocabulary and, before the head, half of the tokens: the head's gradient so far in fp32 and the last
+    chunk's in bf16; of a chunk of 2,048 tokens the softmax in fp32, the logits, their gradient, and the last chunk's.
+    Of the hidden states 5 numbers on half of the tokens; gathered, and their gradient, on all."""
+    plan = llama("shard4.tp2")
+    shape = plan.step_shape(1, 8192, 2)
+    assert shape.loss_chunks == (2048,) * 4
+    vocabulary, d = 128256 // 2, 4096
+    in_loss = vocabulary * d * (4 + 2) + 2048 * vocabulary * (4 + 2 + 2 + 2)
+    assert logit_bytes(plan, shape) == in_loss + 8192 * d * 2 * 5 // 2 + 2 * 8192 * d * 2
+
+
+@pytest.mark.parametrize(("layout", "split"), [("shard8", 1), ("shard4.tp2", 2)])
+def test_what_the_backward_of_a_layer_has_besides(layout: str, split: int) -> None:
+    """Gradients of two tensors of F numbers, which tp splits, and of the hidden states twice. With recompute all that
+    forward makes again; until then it keeps its input alone."""
+    plan = llama(layout)
+    shape, (cost,) = plan.step_shape(1, 8192, 2), facts_of_config("llama-3.1-8b").costs
+    numbers = 2 * 14336 // split + 2 * 4096
+    assert working_numbers(plan, cost, shape) == numbers
+    once, again = (layer_bytes(plan, cost, shape, is_again=is_again) for is_again in (False, True))
+    assert (once.working, once.kept) == (numbers * 8192 * 2, once.saved)
+    assert (again.working, again.kept) == (once.working + once.saved, 8192 * 4096 * 2 // split)
+
+
+def test_ulysses_keeps_what_it_exchanges() -> None:
+    """Of 32 heads what attention gives, and keys and values of 8, of 128 numbers each; a ring keeps none of it."""
+    (cost,) = facts_of_config("llama-3.1-8b").costs
+    assert exchanged_numbers(llama("shard2.tp2.cp2+ulysses"), cost) == (32 + 8 * 2) * 128 / 2
+    assert exchanged_numbers(llama("shard2.tp2.cp2+ring"), cost) == 0
+
+
+def test_routers_keep_their_buffers_in_fp32() -> None:
+    assert buffer_bytes({"a": (256,), "b": (2, 8)}) == 4 * (256 + 16)
 
 
 def test_micro_batches_in_flight_are_those_of_one_moment() -> None:

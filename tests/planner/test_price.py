@@ -1,0 +1,105 @@
+"""What a layer, the head and a step are priced at, by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fivefold.core.layout import Layout
+from fivefold.models.facts_store import facts_of_config
+from fivefold.planner.chips import GIB
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Estimate, Item, Workload, crowded, estimate, matmul_bytes, runtime_bytes
+from fivefold.planner.price import ITEMS, LayerPrice, PriceList, Prices
+
+TOKENS = 4096
+
+
+def priced(model: str, layout: str) -> Prices:
+    """Of a trainer whose additions of gradients cost nothing, on tiles that are always full."""
+    cluster = Cluster.parse("8xH100")
+    chip = replace(cluster.chip, tile=(1, 1), tile_fill=0, memory_bandwidth_gbs=1e9, step_fraction=1.0)
+    engine = replace(ENGINES["fivefold"], sum_bytes=0.0)
+    return PriceList(facts_of_config(model), replace(cluster, chip=chip), engine).of(Layout.parse(layout), TOKENS)
+
+
+def times(price: LayerPrice, item: str) -> tuple[float, float]:
+    """Seconds of a forward and of a backward."""
+    place = ITEMS.index(item)
+    return float(price.forward[place]), float(price.backward[place])
+
+
+def test_seconds_of_a_layer_of_llama() -> None:
+    """Of 4,096 tokens: 2 FLOPs for each of 218,103,808 numbers in matrices; for each of 32 heads 4,096^2 scores of 128
+    features twice, of which half are computed. Backward is 2 and 2.5 times that, and once more with recompute."""
+    matmuls = 2 * 218_103_808 * TOKENS / (989.4e12 * 0.80)
+    (layer,) = priced("llama-3.1-8b", "shard8").layers
+    assert times(layer, "matmuls") == pytest.approx((matmuls, 2 * matmuls), rel=0.01)
+    chip = Cluster.parse("8xH100").chip
+    attention = 2 * 32 * TOKENS**2 * 128 / (989.4e12 * 0.80 * chip.attention_fraction)
+    assert times(layer, "attention") == pytest.approx((attention, 2.5 * attention), rel=1e-6)
+    (again,) = priced("llama-3.1-8b", "shard8+full").layers
+    assert times(again, "attention") == pytest.approx((attention, 3.5 * attention), rel=1e-6)
+    assert times(again, "matmuls") == pytest.approx((matmuls, 3 * matmuls), rel=0.01)
+
+
+@pytest.mark.parametrize("layout", ["tp2.shard4", "cp2.shard4"])
+def test_ranks_of_a_row_share_its_work(layout: str) -> None:
+    """Half of the heads, or half of the tokens: half of the matmuls and of the attention."""
+    (whole,), (half,) = priced("llama-3.1-8b", "shard8").layers, priced("llama-3.1-8b", layout).layers
+    for item in ("matmuls", "attention"):
+        assert times(half, item)[0] == pytest.approx(times(whole, item)[0] / 2, rel=0.01)
+
+
+def test_a_token_goes_through_its_experts_alone() -> None:
+    """Mixtral: attention has 41,943,040 numbers, the router 32,768, and an expert 176,160,768, of which a token has
+    two."""
+    (layer,) = priced("mixtral-8x7b", "shard8").layers
+    matmuls = 2 * (41_943_040 + 32_768 + 2 * 176_160_768) * TOKENS / (989.4e12 * 0.80)
+    assert times(layer, "matmuls")[0] == pytest.approx(matmuls, rel=0.01)
+
+
+def test_the_head_has_a_backward_of_twice_its_forward() -> None:
+    head = priced("llama-3.1-8b", "shard8").head
+    forward = 2 * 128256 * 4096 * TOKENS / (989.4e12 * 0.80)
+    assert times(head, "matmuls") == pytest.approx((forward, 2 * forward), rel=0.01)
+
+
+def test_mfu_is_of_all_rows_on_all_devices() -> None:
+    """6 FLOPs a token for each of 7,504,658,432 numbers in matrices, and for each layer and head 4,096 scores of 128
+    features: 12 for each, halved. In one second on 8 devices of 989.4 TFLOP/s."""
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    found = estimate(price_list, Layout.parse("shard8"), Workload(4096, 32))
+    flops = 32 * 4096 * (6 * 7_504_658_432 + 32 * 32 * 4096 * 128 * 6)
+    assert found.flops == pytest.approx(flops, rel=1e-3)
+    second: Estimate = replace(found, rows=(Item("time", "matmuls", 1.0),))
+    assert second.mfu == pytest.approx(flops / 8 / 989.4e12, rel=1e-3)
+
+
+def test_the_optimizer_moves_34_bytes_of_each_number_that_a_rank_holds() -> None:
+    """8,030,261,248 over 8, at 3,350 GB/s of which 90 % are reached."""
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    rows = {row.item: row.amount for row in estimate(price_list, Layout.parse("shard8"), Workload(4096, 8)).rows}
+    assert rows["optimizer"] == pytest.approx(34 * 8_030_261_248 / 8 / (3350e9 * 0.9), rel=1e-4)
+    assert rows["parameters"] == rows["optimizer state"] / 2 == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-4)
+
+
+def test_what_lies_beside_tensors() -> None:
+    """tp and dp_shard have communicators of their own, and the world has one. cuBLAS has 32 MiB on Hopper twice."""
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    chip = replace(price_list.cluster.chip, context_gib=1.0, communicator_gib=0.25)
+    grid = price_list.grid(Layout.parse("shard4.tp2"))
+    several = sum(axis.size > 1 for axis in grid.axes.values())
+    assert several >= 2 and runtime_bytes(chip, grid) == (1.0 + 0.25 * (several + 1)) * GIB
+    assert matmul_bytes(ENGINES["fivefold"], chip) == 64 * 2**20
+    assert matmul_bytes(ENGINES["fivefold"], Cluster.parse("8xA100-80").chip) == 2 * 8320 * 2**10
+
+
+def test_processes_that_share_cores_take_as_long_as_all_their_work() -> None:
+    """4 stages of 1 s forward and 2 s backward, 8 micro batches: 24 s for each of 4 devices. Two devices to a core can
+    take no less, nor less than half of the span."""
+    forward, backward = np.full(4, 1.0), np.full(4, 2.0)
+    assert crowded(33.0, forward, backward, 8, 4, 1.0) == 33.0
+    assert crowded(1e-3, forward, backward, 8, 4, 2.0) == pytest.approx(24.0)
+    assert crowded(2e5, forward, backward, 8, 4, 2.0) == pytest.approx(1e5)
