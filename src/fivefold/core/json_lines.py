@@ -15,6 +15,7 @@ from typing import Any
 from fivefold.core.files import replace, write_all
 from fivefold.core.units import many
 
+LOAD = "moe/load"  # the one metric that is no number
 MOST_WAITING = 50_000  # rows kept in memory while they cannot be written
 Row = Mapping[str, Any]
 
@@ -69,12 +70,18 @@ def _row(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     is_row = isinstance(row, dict) and type(row.get("step")) is int
-    return row if is_row and all(_is_metric(value) for name, value in row.items() if "/" in name) else None
+    return row if is_row and all(_is_metric(name, value) for name, value in row.items() if "/" in name) else None
 
 
-def _is_metric(value: Any) -> bool:
-    """Whether it may stand under the name of a metric, such as `train/loss`: a number, or null."""
-    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+def _is_metric(name: str, value: Any) -> bool:
+    """Whether it may stand under the name of a metric: a number, or null; of `moe/load` rows by layer and expert."""
+    if name == LOAD and isinstance(value, list):
+        return all(isinstance(layer, list) and all(_is_number(rows) for rows in layer) for layer in value)
+    return value is None or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 class JsonLines:
