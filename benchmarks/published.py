@@ -208,7 +208,7 @@ def read(folder: Path) -> tuple[list[Measured], Counter[str]]:
 def _measured(row: Mapping[str, str], file: str) -> Measured:
     notes, words = row["notes"], " ".join((row["source"], row["model"], row["notes"], file))
     engine = _first(TRAINERS, words, "trainer")
-    engine = EAGER.get(engine, engine) if row["compile"] == "no" else engine
+    engine = EAGER.get(engine, engine) if row.get("compile") == "no" else engine
     shape = _shape(row)
     layout = _layout(row, engine, shape)
     batch = _whole(row, "global_batch")

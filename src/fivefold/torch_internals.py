@@ -60,6 +60,11 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def import_compiler() -> None:
+    """Import what compiles blocks (Inductor), which torch does when the first one is compiled."""
+    import_module("torch._inductor.compile_fx")
+
+
 NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 
 

@@ -30,7 +30,7 @@ def test_a_row_says_model_cluster_and_layout(tmp_path: Path) -> None:
     (row,), left = read(rows_of(tmp_path, ROW, ROW))
     assert row.layout == Layout.parse("tp8.pp8+interleaved+v3+full+nosp")
     assert (row.engine, row.cluster.text, row.tokens_per_second, row.memory_gb) == (
-        "megatron",
+        "megatron-2022",
         "8x8xA100-80",
         113,
         None,
@@ -42,7 +42,7 @@ def test_a_row_says_model_cluster_and_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "why"), [
     ({"micro_batch": ""}, "micro_batch is not said"),
     ({"num_gpus": "60"}, "its degrees do not make its devices"),
-    ({"precision": "fp8"}, "precision fp8"),
+    ({"precision": "nvfp4"}, "precision nvfp4"),
     ({"gpu": "TPU-v5e"}, "chip is not known"),
 ])  # fmt: skip
 def test_a_row_that_does_not_say_enough_is_left_out(tmp_path: Path, change: dict[str, str], why: str) -> None:

@@ -93,9 +93,7 @@ def play(folder: Path) -> NoReturn:
 def main(reports: int) -> None:
     """Fork a process for each folder, one after the other."""
     die_with_parent(by=signal.SIGKILL)
-    import_module(
-        "torch._inductor.compile_fx"
-    )  # what compiles blocks: seconds, which no process of a rank spends again
+    torch_internals.import_compiler()  # which takes seconds, that no process of a rank spends again
     gc.freeze()  # what is there is shared by all: the collector of a rank does not write to it
     for line in sys.stdin:
         sys.stdout.flush()
