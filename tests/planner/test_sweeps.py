@@ -7,6 +7,8 @@ import pytest
 from fivefold import cli
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Workload
+from fivefold.planner.page import page
+from fivefold.planner.plan import planned
 from fivefold.planner.search import search
 from fivefold.planner.sweeps import scaled, sweeps
 from tests.planner.settings import prices, with_memory
@@ -50,3 +52,10 @@ def test_the_page_draws_them(tmp_path: Path) -> None:
     asks_for_nothing(text)
     drawn = ("Time of a step", "Memory of the fullest device", "Throughput over devices", "over sequence length")
     assert all(said in text for said in drawn) and "NaN" not in text and "nan" not in text.split("<body")[1]
+
+
+def test_the_page_says_that_a_few_micro_batches_of_a_step_are_drawn(tmp_path: Path) -> None:
+    """Their bubble is 3 of 15 slots, and that of the step 3 of 67."""
+    report = planned("qwen3-0.6b", "4xH100", Workload(1024, 64), layout="pp4+mb1")
+    text = page(report)
+    assert "with 12 of the 64 micro batches of a step" in text and "% of the time" not in text

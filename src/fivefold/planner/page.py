@@ -3,7 +3,7 @@ out."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,12 @@ def _curves(
 
 
 def _pipeline(found: Mapping[str, Any] | None) -> Figure | None:
-    return timeline("The first layout's pipeline", found, unit="s") if found else None
+    """The first layout's, with a few of a step's micro batches, whose bubble is larger than that of all."""
+    if not found:
+        return None
+    figure = timeline("The first layout's pipeline", found, unit="s")
+    drawn, there = found["drawn"], found["micro_batches"]
+    return figure if drawn == there else replace(figure, says=f"with {drawn} of the {there} micro batches of a step")
 
 
 def _table(estimates: Sequence[Estimate]) -> list[tuple[str, str, list[str]]]:

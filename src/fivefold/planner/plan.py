@@ -127,7 +127,8 @@ def _timeline(step: Step) -> Mapping[str, Any] | None:
     """Of the layout's pipeline, with as few micro batches as show what it does."""
     if step.layout.pp == 1:
         return None
-    return step.timeline(min(step.micro_batches, 3 * step.layout.pp)).to_json()
+    drawn = min(step.micro_batches, 3 * step.layout.pp)
+    return step.timeline(drawn).to_json() | {"drawn": drawn, "micro_batches": step.micro_batches}
 
 
 def run_file(model: str, best: Estimate, name: str) -> str:
