@@ -56,7 +56,7 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
     config = load_config(file)
     assert config.data.seq_length == 2048 and config.train.global_batch_size == 16
     assert config.run.name == "mine"  # two plans do not share a run folder
-    assert f"fivefold train {file}" in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    assert f"fivefoldtrain{file}" in "".join(capsys.readouterr().out.split())  # a long path goes over several lines
     assert run(*SMALL, "--write", str(file)) == 2  # an existing file is kept
 
 
