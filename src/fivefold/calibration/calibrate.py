@@ -10,6 +10,7 @@ from fivefold.calibration.fit import errors, fitted
 from fivefold.calibration.found import FOUND, Found, Sizes
 from fivefold.core import interrupts
 from fivefold.core.errors import UserError
+from fivefold.core.units import many
 from fivefold.core.version import versions
 from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.workers import gpus, start_workers
@@ -75,8 +76,7 @@ def _table(kind: str, count: int, chip: str | None) -> Cluster:
 
 
 def _where(cluster: Cluster) -> str:
-    workers = f"{cluster.world} worker{'s' * (cluster.world > 1)}"
-    return f"{cluster.chip.name}, {workers} at once"
+    return f"{cluster.chip.name}, {many(cluster.world, 'worker')} at once"
 
 
 def _versions() -> str:

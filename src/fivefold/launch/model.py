@@ -23,8 +23,7 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
     """Raise `UserError` where the model cannot run as asked. Of a hub id, config.json is fetched.
 
     `layout`: that of the run, with every degree known; its micro batches are looked at as well. None: as the run file
-    has it, which is no layout yet where the planner is to choose. `weights`: those that
-    it starts from are looked for.
+    has it, which is no layout yet where the planner is to choose. `weights`: those that it starts from are looked for.
     """
     name = config.model.name_or_path
     path = shape_folder(name) or expanded(name)

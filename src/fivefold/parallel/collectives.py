@@ -49,9 +49,8 @@ class StepShape:
     """The sizes of an optimizer step: its collectives (`calls.py`) and its memory (`memory.py`) follow from them.
 
     `rows` x `tokens`: what a rank of cp has of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
-    `..._bytes`: bytes of one number. `compiled`: layers are. `balances_load`: routers have a loss for uneven
-    load. `has_capacity`: experts have a capacity.
-    Example: 2 rows of 4096 tokens under cp2 are `rows` 2 and `tokens` 2048.
+    `..._bytes`: bytes of one number. `compiled`: layers are. `balances_load`: routers have a loss for uneven load.
+    `has_capacity`: experts have a capacity. Example: 2 rows of 4096 tokens under cp2 are `rows` 2 and `tokens` 2048.
     """
 
     rows: int

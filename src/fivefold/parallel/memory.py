@@ -43,10 +43,13 @@ class Units:
 
 @dataclass(frozen=True)
 class Passing:
-    """Bytes of micro batches under way. `saved`: what forward passes leave for backward; `at_loss`: when the last stage
-    has run forward. `layer`, `stage`: of it, the
-    part of one layer, and of one stage, in one micro batch. `working`: what the backward of a layer has besides, with
-    all that recompute makes again. `loss`: of one chunk of the loss with its gradients; 0 where another rank has it."""
+    """Bytes of micro batches under way.
+
+    `saved`: what forward passes leave for backward. `at_loss`: the same, when the last stage has run forward. `layer`,
+    `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what the
+    backward of a layer has besides, with all that recompute makes again. `loss`: one chunk of the loss with its
+    gradients; 0 where another rank has it.
+    """
 
     saved: Bytes
     at_loss: Bytes

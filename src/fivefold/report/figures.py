@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.core.json_lines import LOAD
+
 CHARACTER, LINE = 6.4, 11.0  # pixels of a label
 WIDTH = 1000.0  # pixels of a figure as wide as the page
 
@@ -47,7 +49,6 @@ class Figure:
 
 # ---- how evenly experts were used ------------------------------------------------------------------------------------
 
-METRIC = "moe/load"
 LAST = 0.1  # of the run is looked at
 FAR = 2.0  # powers of two from even at which a colour is full
 TALLEST, SMALLEST, GAP = 26.0, 9.0, 1.0  # pixels: of a box; between two
@@ -61,11 +62,11 @@ def heat(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
     """A row for each layer with experts, a box for each expert, over the last part of `metrics.jsonl`; None for a run
     without experts. Colours are of the logarithm of an expert's load over the mean of its layer: half and twice are as
     far from even."""
-    rows = [row for row in rows if row.get(METRIC)]
+    rows = [row for row in rows if row.get(LOAD)]
     rows = rows[-max(1, round(LAST * len(rows))) :]
     if not rows:
         return None
-    by_layer = zip(*(row[METRIC] for row in rows), strict=True)
+    by_layer = zip(*(row[LOAD] for row in rows), strict=True)
     loads = [[sum(counts) for counts in zip(*layer, strict=True)] for layer in by_layer]
     evens = [[count / (sum(layer) / len(layer) or 1) for count in layer] for layer in loads]
     row = min(TALLEST, max(SMALLEST, WIDTH / max(map(len, loads))))

@@ -392,6 +392,14 @@ def load_counted_again_in_backward() -> Any:
     return patch.object(Balance, "begin_micro_batch", begin)
 
 
+def _gradient_of_losses_times(factor: int) -> Any:
+    """What routers add to the gradient is `factor` times what it should be."""
+    plain = AuxLossScaler.backward
+    return patch.object(
+        AuxLossScaler, "backward", staticmethod(lambda ctx, *grads: (grads[0], factor * plain(ctx, *grads)[1]))
+    )
+
+
 @fault(
     "the losses that balance experts add no gradient",
     known="a loss that is logged and never enters backward; Megatron-LM: the aux loss lost by recompute",
@@ -400,10 +408,7 @@ def load_counted_again_in_backward() -> Any:
     expects=[("gradient of output", r"mlp\.gate")],
 )
 def losses_of_routers_without_gradient() -> Any:
-    plain = AuxLossScaler.backward
-    return patch.object(
-        AuxLossScaler, "backward", staticmethod(lambda ctx, *grads: (grads[0], 0 * plain(ctx, *grads)[1]))
-    )
+    return _gradient_of_losses_times(0)
 
 
 @fault(
@@ -437,10 +442,7 @@ def losses_of_routers_by_rows_of_a_rank() -> Any:
     expects=[("gradient of output", r"mlp\.gate")],
 )
 def losses_of_routers_per_context_rank() -> Any:
-    plain = AuxLossScaler.backward
-    return patch.object(
-        AuxLossScaler, "backward", staticmethod(lambda ctx, *grads: (grads[0], 2 * plain(ctx, *grads)[1]))
-    )
+    return _gradient_of_losses_times(2)
 
 
 @fault(
