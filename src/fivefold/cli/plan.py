@@ -58,7 +58,9 @@ def plan(
         report = planner.planned(model, cluster, workload, layout=layout, top=top)
     if write_to:
         planner.write_run_file(write_to, model, report.estimates[0])
-        wrote = f"wrote {write_to} with {report.rows[0].layout}: add your data, then fivefold train {write_to}"
+        wrote = (
+            f"wrote {write_to} with {report.rows[0].layout}: {planner.to_add(model)}; then fivefold train {write_to}"
+        )
         report = replace(report, closing=f"{report.closing}\n{wrote}")
     write(report, json=json)
     if html:
