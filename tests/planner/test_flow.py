@@ -14,10 +14,10 @@ from fivefold.parallel.unshards import of_slots
 from fivefold.planner.flow import Durations, flow, rounds_beyond, span
 
 PIPELINES = [
-    "pp2", "pp3", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2", "pp3+zbv", "pp4+zbv",
-    "pp2+dualpipev", "pp4+dualpipev",
+    "pp2", "pp3", "pp7", "pp4+gpipe", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2",
+    "pp3+zbv", "pp4+zbv", "pp2+dualpipev", "pp4+dualpipev",
 ]  # fmt: skip
-COUNTS = (4, 5, 8, 12, 14, 33, 60, 64)
+COUNTS = (4, 5, 8, 12, 14, 33, 60, 64, 200)
 
 
 def legal(text: str) -> list[tuple[Layout, int]]:
@@ -43,11 +43,12 @@ def test_a_span_is_that_of_all_slots(text: str, alike: bool) -> None:
         counts = np.array([count - min(number, beyond) * of_round for number in range(5)])
         together = span(layout, counts, seconds, transfer)
         for number in range(5):
-            alone = {kind: each[:, number].tolist() for kind, each in seconds.items()}
+            alone = {kind: each[:, [number]] for kind, each in seconds.items()}
             whole = SchedulePlan.of(layout, int(counts[number])).simulate(
-                lambda slot, alone=alone: alone[slot.kind][slot.stage], transfer=transfer[number]
+                lambda slot, alone=alone: float(alone[slot.kind][slot.stage, 0]), transfer=transfer[number]
             )
-            assert span(layout, int(counts[number]), alone, float(transfer[number])) == pytest.approx(whole.span, 1e-11)
+            found = span(layout, counts[[number]], alone, transfer[[number]])
+            assert found == pytest.approx(whole.span, 1e-11)
             assert together[number] == pytest.approx(whole.span, 1e-11), (text, counts, number)
 
 

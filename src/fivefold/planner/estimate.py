@@ -467,19 +467,21 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        alone = float(span(replace(self.pipeline, zero=3), self.micro_batches, self.durations, self.transfer))
+        of_kind = {kind: each[:, np.newaxis] for kind, each in self.durations.items()}
+        pipeline, counts = replace(self.pipeline, zero=3), np.array([self.micro_batches])
+        alone = float(span(pipeline, counts, of_kind, np.array([self.transfer]))[0])
         return float(crowded(alone, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
     @cached_property
-    def durations(self) -> dict[Kind, list[float]]:
+    def durations(self) -> dict[Kind, Numbers]:
         """Seconds of a slot of each kind, by stage."""
-        return {kind: each.tolist() for kind, each in durations(*self.passes, self.work, self.stages).items()}
+        return durations(*self.passes, self.work, self.stages)
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
 
         def duration(slot: Slot) -> float:
-            return self.durations[slot.kind][slot.stage]
+            return float(self.durations[slot.kind][slot.stage])
 
         return schedule_plan(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
 
