@@ -1,6 +1,5 @@
 """A step of many micro batches is told from one of a few: what is counted, and how long it takes, is that of all."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,7 +10,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind, SchedulePlan
 from fivefold.parallel.memory import under_way
 from fivefold.parallel.unshards import of_slots
-from fivefold.planner.flow import Durations, flow, rounds_beyond, span
+from fivefold.planner.flow import Durations, gathers, in_flight, rounds_beyond, span
 
 PIPELINES = [
     "pp2", "pp3", "pp7", "pp4+gpipe", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2",
@@ -57,13 +56,14 @@ def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
     """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
     for zero, (layout, count) in product((1, 2, 3), legal(text)):
         layers = (2,) * layout.stages
-        own, plan = flow(replace(layout, zero=zero), count, layers), SchedulePlan.of(layout, count)
+        plan, held = SchedulePlan.of(layout, count), in_flight(layout, count, layers)
+        own = gathers(layout, count, zero)
         for rank, order in enumerate(plan.orders):
             stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
             users = {str(stage): frozenset((stage,)) for stage in stages}
             times = of_slots(order, users, count, stages, zero)
             for stage, flying in under_way(order, layers).items():
                 each = times[str(stage)]
-                assert own.in_flight[stage] == flying
+                assert held.most[stage] == flying
                 found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
                 assert found == pytest.approx((each.forward, each.backward, each.reductions)), (zero, count, stage)

@@ -8,7 +8,7 @@ long as the one before it.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import takewhile
 from typing import get_args
@@ -34,13 +34,6 @@ def schedule_plan(pipeline: Layout, micro_batches: int) -> SchedulePlan:
     return SchedulePlan.of(pipeline, micro_batches)
 
 
-@lru_cache(maxsize=4096)
-def _order(pipeline: Layout, micro_batches: int, rank: int) -> tuple[Slot, ...]:
-    """The slots of one rank."""
-    plan = schedule_plan(pipeline, micro_batches)
-    return tuple(plan.record.order(plan, rank))
-
-
 def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
     """Micro batches of a round, and how many rounds there are beyond the first ones, which a schedule needs to come to
     do the same: 2 pp micro batches, and whole rounds.
@@ -55,64 +48,65 @@ def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
-    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, those that wait for their backward
-    when its rank has the most; `at_loss`: when the rank has run the last stage forward.
-    `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
-    reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
-    after its last other slot.
-    """
+class InFlight:
+    """Micro batches of each stage that wait for their backward: `most`, when its rank has the most; `at_loss`, when the
+    rank has run the last stage forward. `left`: gradients of weights that its rank computes after its last other
+    slot."""
 
-    in_flight: Numbers
+    most: Numbers
     at_loss: Numbers
-    forward: Numbers
-    backward: Numbers
-    reductions: Numbers
     left: Numbers
 
 
 @lru_cache(maxsize=16384)
-def flow(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> Flow:
-    """Of a pipeline, and its ZeRO stage. `layers`: of each stage."""
-    alone = replace(pipeline, zero=3)
-    of_round, beyond = rounds_beyond(alone, micro_batches)
-    shown = micro_batches - max(0, beyond - 1) * of_round
-    times = _times(alone, shown, pipeline.zero)
-    if shown < micro_batches:
-        times = times + (times - _times(alone, shown - of_round, pipeline.zero)) * (beyond - 1)
-    forward, backward, reductions = times / micro_batches
-    in_flight, at_loss, left = _in_flight(alone, micro_batches - beyond * of_round, layers)
-    return Flow(in_flight, at_loss, forward, backward, reductions, left)
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(pipeline: Layout, count: int, layers: tuple[int, ...]) -> tuple[Numbers, Numbers, Numbers]:
-    """Of each stage: micro batches in flight when its rank has the most, and at the loss; gradients of weights that are
-    left to the end."""
-    found, at_loss, left = np.zeros((3, pipeline.stages))
-    for rank in range(pipeline.pp):
-        order = _order(pipeline, count, rank)
+def in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> InFlight:
+    """Of a pipeline. `layers`: of each stage."""
+    of_round, beyond = rounds_beyond(pipeline, micro_batches)
+    if beyond:
+        return in_flight(pipeline, micro_batches - beyond * of_round, layers)
+    most, at_loss, left = np.zeros((3, pipeline.stages))
+    for order in schedule_plan(pipeline, micro_batches).orders:
         last = next((slot.stage for slot in order if slot.stage == pipeline.stages - 1), None)
-        for numbers, counts in ((found, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
-            for stage, most in counts.items():
-                numbers[stage] = most
+        for numbers, counts in ((most, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
+            for stage, count in counts.items():
+                numbers[stage] = count
         for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
             left[slot.stage] += 1
-    return found, at_loss, left
+    return InFlight(most, at_loss, left)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathers:
+    """How often FSDP gathers a unit of each stage in a forward and in a backward, and reduces it: as a mean over micro
+    batches."""
+
+    forward: Numbers
+    backward: Numbers
+    reductions: Numbers
+
+
+@lru_cache(maxsize=16384)
+def gathers(pipeline: Layout, micro_batches: int, zero: int) -> Gathers:
+    """Of a pipeline under a ZeRO stage. Of whole backwards, FSDP does the same in every stage as without a pipeline."""
+    alone = pipeline if pipeline.schedule.splits_backward else Layout()
+    of_round, beyond = rounds_beyond(alone, micro_batches)
+    shown = micro_batches - max(0, beyond - 1) * of_round
+    times = _times(alone, shown, zero)
+    if shown < micro_batches:
+        times = times + (times - _times(alone, shown - of_round, zero)) * (beyond - 1)
+    return Gathers(*np.broadcast_to(times / micro_batches, (3, pipeline.stages)))
 
 
 @lru_cache(maxsize=16384)
 def _times(pipeline: Layout, micro_batches: int, zero: int) -> Numbers:
     """[forward, backward, reductions; stage]: how often FSDP gathers and reduces a unit that one stage uses."""
     plan, found = schedule_plan(pipeline, micro_batches), np.zeros((3, pipeline.stages))
-    is_alike = not pipeline.schedule.splits_backward  # of whole backwards, FSDP does the same in every stage
-    for rank in range(1 if is_alike else pipeline.pp):
-        own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-        users = {str(stage): frozenset((stage,)) for stage in (own[:1] if is_alike else own)}
-        times = of_slots(_order(pipeline, micro_batches, rank), users, micro_batches, own, zero)
-        for stage, each in times.items():
+    for order in plan.orders:
+        own = tuple(dict.fromkeys(slot.stage for slot in order))
+        users = {str(stage): frozenset((stage,)) for stage in own}
+        for stage, each in of_slots(order, users, micro_batches, own, zero).items():
             found[:, int(stage)] = each.forward, each.backward, each.reductions
-    return np.repeat(found[:, :1], pipeline.stages, axis=1) if is_alike else found
+    return found
 
 
 # ---- how long all take -----------------------------------------------------------------------------------------------
