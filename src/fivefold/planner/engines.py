@@ -174,7 +174,7 @@ ENGINES = {
         # runs beside compute.
         Engine(
             name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=48, host_seconds=2.4e-3,
-            overlaps_data=True, slack=1.046, kept_back=0.58, step_seconds=2e-3,
+            overlaps_data=True, slack=1.03, kept_back=0.49, step_seconds=2e-3,
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
         # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.
