@@ -23,6 +23,7 @@ BAR = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
 CURES = "would make it fit, the fastest first:"
+GUESS = "what a {} does is a guess, fivefold calibrate measures it"
 INTERVALS = (
     "±, and what stands in brackets: the truth in 80 % of cases. Layouts are off together, so that their order is surer"
 )
@@ -205,7 +206,7 @@ def assumptions(estimate: Estimate) -> str:
     if cluster.nodes > 1:
         links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second(), 1e9)} GB/s a device"
     matmuls = f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s"
-    guess = f"; what a {chip.name} does is a guess, fivefold calibrate measures it" if chip.is_guess else ""
+    guess = f"; {GUESS.format(chip.name)}" if chip.is_guess else ""
     return f"assumed: {matmuls}, {links}; rows of one document; even routing{guess}\n{INTERVALS}"
 
 
