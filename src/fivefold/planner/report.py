@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BAR = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
+BEST = "best"  # of the ranking
 CURES = "would make it fit, the fastest first:"
 GUESS = "what a {} does is a guess, fivefold calibrate measures it"
 INTERVALS = (
@@ -152,7 +153,7 @@ def _line(row: Item, total: float) -> str:
 def behind(first: Estimate, other: Estimate) -> str:
     """What costs another layout the most against the first: the item of time that grows most."""
     if other is first:
-        return "best"
+        return BEST
     more = other.step_seconds / first.step_seconds - 1
     if tied(other, first):
         return f"tied, {more:+.1%}"
