@@ -33,6 +33,7 @@ def plan(
         typer.Option(metavar="FILE", help="Write every item as JSON; - prints JSON alone.", show_default=False),
     ] = None,
     html: Html = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Search anew what was asked before.")] = False,
     debug: Debug = False,
 ) -> None:
     """Find the layout for a cluster, with its memory and time, before anything runs.
@@ -55,7 +56,7 @@ def plan(
     if max_seq_length:
         report = planner.longest(model, cluster, workload, layout=layout)
     else:
-        report = planner.planned(model, cluster, workload, layout=layout, top=top)
+        report = planner.planned(model, cluster, workload, layout=layout, top=top, anew=no_cache)
     if write_to:
         planner.write_run_file(write_to, model, report.estimates[0])
         wrote = f"wrote {write_to} with {report.rows[0].layout}: add your data, then fivefold train {write_to}"
@@ -64,6 +65,6 @@ def plan(
     if html:
         from fivefold.planner.page import write_page
 
-        write_page(report, html, None if max_seq_length else planner.sweeps_of(model, cluster, workload))
+        write_page(report, html, None if max_seq_length else planner.sweeps_of(model, cluster, workload, anew=no_cache))
     if not report.ok:
         raise typer.Exit(1)
