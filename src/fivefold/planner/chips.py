@@ -219,10 +219,13 @@ def overridden(base: Table, given: Table, place: str) -> Table:
     return merged
 
 
-def chip_of_device(device: str) -> Chip | None:
-    """The chip that CUDA or ROCm calls by this name, or None where there is no file of it."""
+def chip_of_device(device: str, *, fix: str) -> Chip:
+    """The chip that CUDA or ROCm calls by this name. Raises `UserError` where there is no file of it; `fix`: what the
+    user can do then."""
     found = _found(device)
-    return chip_of_table(found, _read_chip(found)) if isinstance(found, str) else None
+    if not isinstance(found, str):
+        raise UserError(f"the planner does not know {device}", fix=fix, more="docs/planner.md")
+    return chip_of_table(found, _read_chip(found))
 
 
 def bf16_peak(device: str) -> float | None:

@@ -652,10 +652,8 @@ def resting_bytes(
 
 
 def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
-    """Whether the model's own unit is not reduced after every backward: two stages give to it, or gradients of weights
-    come apart."""
-    is_shared = bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
-    return pipeline.schedule.splits_backward or is_shared
+    """Whether the model's own unit is not reduced after every backward: two stages give to it."""
+    return bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
 
 
 def _units(shards: Shards, content: Content) -> Units:
@@ -663,10 +661,13 @@ def _units(shards: Shards, content: Content) -> Units:
         pairs = tuple(units)
         return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)
 
-    layers = [size((unit, 1) for unit in shards.layers[kind].units) for kind, _ in content.kinds]
+    units = [shards.layers[kind].units for kind, _ in content.kinds]
+    of_layers = [(size((unit, 1) for unit in each), size([(each[-1], 1)])) for each in units]
+    layer, own = max(of_layers, default=((0, 0), (0, 0)))
     embedding = shards.embedding.units if content.has_embedding else ()
     return Units(
-        layer=max(layers, default=(0, 0)),
+        layer=layer,
+        own=own,
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
