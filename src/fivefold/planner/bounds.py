@@ -60,7 +60,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, int, bool, bool, Content], Numbers] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[int, int, bool, Content], Numbers] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
@@ -117,20 +117,19 @@ class Bounding:
     ) -> Numbers:  # fmt: skip
         """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
         gradients that wait at any. `numbers`: in `_shards`."""
-        keys = np.stack((numbers, rows.zero, rows.micro_batches > 1))
+        keys = np.stack((numbers, rows.zero))
         distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
         found = [
-            [self._rest(number, zero, bool(several), each, rows.pipeline) for each in contents]
-            for number, zero, several in distinct.T.tolist()
+            [self._rest(number, zero, each, rows.pipeline) for each in contents] for number, zero in distinct.T.tolist()
         ]
         return np.array(found)[inverse]
 
-    def _rest(self, number: int, zero: int, several: bool, content: Content, pipeline: Layout) -> Numbers:
+    def _rest(self, number: int, zero: int, content: Content, pipeline: Layout) -> Numbers:
         shards = self._shards[number]
         waits = root_waits(shards, content, pipeline)
-        key = number, zero, several, waits, content
+        key = number, zero, waits, content
         if key not in self._resting:
-            found = resting_bytes(self.space.prices, shards, content, zero, several=several, waits=waits)
+            found = resting_bytes(self.space.prices, shards, content, zero, waits=waits)
             tensors = [float(sum(items.values())) for items in found.values()]
             self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
         return self._resting[key]
@@ -155,14 +154,7 @@ class Bounding:
         pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
         layers = self.space.prices.stages(rows.pipeline).sizes
         flows = [flow(replace(rows.pipeline, zero=zero), count, layers) for zero, count in pairs.T.tolist()]
-        return Flow(
-            np.stack([each.in_flight for each in flows])[inverse],
-            np.stack([each.at_loss for each in flows])[inverse],
-            np.stack([each.forward for each in flows])[inverse],
-            np.stack([each.backward for each in flows])[inverse],
-            np.stack([each.reductions for each in flows])[inverse],
-            np.stack([each.left for each in flows])[inverse],
-        )
+        return Flow(*(np.stack([getattr(of, each.name) for of in flows])[inverse] for each in fields(Flow)))
 
     def transfer(self, pp: int) -> Numbers:
         """Of hidden states between pipeline ranks, for each micro batch of `Space.works`."""
@@ -195,11 +187,11 @@ class Bounding:
     def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
         work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
         resting = self.resting(self.shards[rows.place], rows, stages.distinct)[:, number]
-        engine = self.space.prices.engine
+        engine, cluster = self.space.prices.engine, self.space.prices.cluster
         under_way = passing(engine, work, stages, of, self.logits[rows.work])
-        moving = (sum(items.values()) for items in moving_bytes(engine, under_way).values())
+        moving = (sum(items.values()) for items in moving_bytes(engine, cluster.chip, under_way).values())
         tensors = (resting[..., :-1] + np.stack(tuple(moving), axis=-1)).max(axis=-1)
-        tensors += matmul_bytes(engine, self.space.prices.cluster.chip)
+        tensors += matmul_bytes(engine, cluster)
         reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
         found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found

@@ -55,8 +55,9 @@ def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, those that wait for their backward
-    when its rank has the most; `at_loss`: when the rank has run the last stage forward.
+    """How micro batches pass a pipeline's stages.
+
+    `in_flight`, `at_loss`, `later`, `later_at_loss`: of each stage, those that wait for their backward (`UnderWay`).
     `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
     reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
     after its last other slot.
@@ -64,6 +65,8 @@ class Flow:
 
     in_flight: Numbers
     at_loss: Numbers
+    later: Numbers
+    later_at_loss: Numbers
     forward: Numbers
     backward: Numbers
     reductions: Numbers
@@ -80,24 +83,22 @@ def flow(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> Flow:
     if shown < micro_batches:
         times = times + (times - _times(alone, shown - of_round, pipeline.zero)) * (beyond - 1)
     forward, backward, reductions = times / micro_batches
-    in_flight, at_loss, left = _in_flight(alone, micro_batches - beyond * of_round, layers)
-    return Flow(in_flight, at_loss, forward, backward, reductions, left)
+    in_flight, at_loss, later, later_at_loss, left = _in_flight(alone, micro_batches - beyond * of_round, layers)
+    return Flow(in_flight, at_loss, later, later_at_loss, forward, backward, reductions, left)
 
 
 @lru_cache(maxsize=4096)
-def _in_flight(pipeline: Layout, count: int, layers: tuple[int, ...]) -> tuple[Numbers, Numbers, Numbers]:
-    """Of each stage: micro batches in flight when its rank has the most, and at the loss; gradients of weights that are
-    left to the end."""
-    found, at_loss, left = np.zeros((3, pipeline.stages))
+def _in_flight(pipeline: Layout, count: int, layers: tuple[int, ...]) -> Numbers:
+    """Of each stage: micro batches in flight, as `UnderWay` has them; gradients of weights that are left to the end."""
+    found = np.zeros((5, pipeline.stages))
     for rank in range(pipeline.pp):
         order = _order(pipeline, count, rank)
-        last = next((slot.stage for slot in order if slot.stage == pipeline.stages - 1), None)
-        for numbers, counts in ((found, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
-            for stage, most in counts.items():
-                numbers[stage] = most
+        counts = under_way(order, layers)
+        for numbers, of in zip(found, (counts.most, counts.at_loss, counts.later, counts.later_at_loss), strict=False):
+            numbers[list(of)] = list(of.values())
         for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
-            left[slot.stage] += 1
-    return found, at_loss, left
+            found[-1, slot.stage] += 1
+    return found
 
 
 @lru_cache(maxsize=16384)

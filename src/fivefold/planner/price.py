@@ -49,7 +49,8 @@ def nothing() -> Seconds:
 class UnitPrice:
     """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding.
     `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
-    `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered."""
+    `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered.
+    `is_layer`: it is a layer's, with all that has no unit of its own."""
 
     held: int
     trained: int
@@ -59,6 +60,15 @@ class UnitPrice:
     gather_seconds: float
     reduce_seconds: float
     largest: int = 0
+    is_layer: bool = False
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether other ranks have parts of it."""
+        return "all_gather" in self.calls
+
+
+NO_UNIT = UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -96,8 +106,8 @@ class Prices:
     logits: int
 
     @property
-    def edges(self) -> tuple[int, int]:
-        """Bytes of a stage's input and output that a pipeline holds."""
+    def edges(self) -> tuple[int, int, int]:
+        """Bytes of a stage's input and output that a pipeline holds, and of the head's gradients."""
         return edge_bytes(self.plan, self.shape)
 
     @property
@@ -395,7 +405,8 @@ class _Sharding(_Pricing):
         itemsize = self.shape.compute_bytes
         gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
-        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit))
+        largest, is_layer = self.plan.largest(unit), unit.name in self.plan.layers
+        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, largest, is_layer)
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
@@ -548,7 +559,7 @@ class PriceList:
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""
         if not (has_embedding or has_head):
-            return Shard((UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0),))
+            return Shard((NO_UNIT,))
         layout = replace(layout, pp=2)
         plan = lower(self.ends, layout, layout.world // 2 if has_head else 0)
         return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
