@@ -27,6 +27,7 @@ from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
+from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.engines import Engine
 from fivefold.planner.flow import Flow, flow, schedule_plan, span
 from fivefold.planner.links import seconds
@@ -119,6 +120,21 @@ class Estimate:
     def allocated(self) -> float:
         """Bytes of tensors."""
         return sum(row.amount for row in self.rows if row.part == "memory" and row.item not in OUTSIDE)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the step, by item."""
+        return {row.item: row.amount for row in self.rows if row.part == "time"}
+
+    @property
+    def step_interval(self) -> Interval:
+        """Between these the seconds of a step lie in 80 % of cases."""
+        return step_interval(self.seconds, self.cluster.chip.doubt)
+
+    @property
+    def reserved_interval(self) -> Interval:
+        """Between these the bytes of a device that are taken lie in 80 % of cases."""
+        return memory_interval(self.reserved)
 
     @property
     def memory_gib(self) -> float:
