@@ -110,8 +110,8 @@ def test_what_lies_beside_tensors() -> None:
     ("layout", "layers"), [("shard2", 2), ("shard2+zero2", 1.5), ("shard2+zero1", 1.5), ("tp2", 0)]
 )
 def test_gloo_holds_copies_of_what_fsdp_sends(layout: str, layers: float) -> None:
-    """A gather is copied once, beside the copy of the gradients that were reduced before it. ZeRO-1 and 2 gather nothing
-    in backward: gradients of a layer are copied, and half of their sum is added up. On GPUs there are none."""
+    """A gather is copied once, beside the copy of the gradients that were reduced before it. ZeRO-1 and 2 gather
+    nothing in backward: a layer's gradients are copied, and half of their sum is added up. On GPUs there are none."""
     facts, work = facts_of_config("llama-3.2-1b"), Workload(256, 8)
     numbers = facts.size - facts.only(facts.anatomy.layers[1:]).size
     price_list = PriceList(facts, Cluster.parse("2xcpu"), ENGINES["fivefold"])
