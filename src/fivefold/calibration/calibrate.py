@@ -67,11 +67,7 @@ def _table(kind: str, count: int, chip: str | None) -> Cluster:
     if chip is None and kind == "cuda":
         from torch import cuda
 
-        known = chip_of_device(cuda.get_device_name(0))
-        if known is None:
-            name = cuda.get_device_name(0)
-            raise UserError(f"the planner has no table of {name}", fix="name a chip like it: --chip H100")
-        chip = known.name
+        chip = chip_of_device(cuda.get_device_name(0), fix="name a chip like it: --chip H100").name
     return Cluster.parse(f"1x{count}x{chip or 'cpu'}")
 
 
@@ -97,6 +93,7 @@ def _rows(mine: Cluster, table: Cluster) -> Iterator[Measured]:
     yield row("before anything is made, GiB", lambda each: each.chip.context_gib)
     yield row("links of a device, GB/s", lambda each: each.node.inside.bytes_per_second() / 1e9)
     yield row("a hop, us", lambda each: each.node.inside.latency_us)
+    yield row("until ranks have met, us", lambda each: each.node.inside.meet_us)
 
 
 def _tflops(cluster: Cluster, dtype: str) -> float:

@@ -6,7 +6,6 @@ the real step on the real caching allocator are what it is held against (docs/pl
 of collectives between ranks, work space of kernels and what the allocator keeps.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,12 +35,13 @@ Bytes = Any  # a number, or an array of them: the planner adds up many layouts a
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of the embedding,
-    where it has a unit of its own here; of the model's own unit; of all. `matrix`: of the largest parameter of a
-    layer. `ahead`: what backward gathers of a layer while the one behind it runs: its own unit, without experts that
-    have one of theirs; 0 where this rank has it whole."""
+    """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of its own unit,
+    without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`: of
+    the largest parameter of a layer. `ahead`: what backward gathers of a layer while the one behind it runs: its own
+    unit, or 0 where this rank has it whole."""
 
     layer: tuple[int, int]
+    own: tuple[int, int]
     embedding: tuple[int, int]
     root: tuple[int, int]
     total: tuple[int, int]
@@ -148,17 +148,20 @@ def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
 
 def _units(plan: "ParallelPlan") -> Units:
     sizes = {unit.name: plan.padded_sizes(unit) for unit in plan.units}
-    of_layers = [_sum(size for name, size in sizes.items() if _is_of(name, layer)) for layer in plan.layers]
+    of_layers = [
+        (_sum(size for name, size in sizes.items() if _is_of(name, layer)), sizes[layer]) for layer in plan.layers
+    ]
+    layer, own = max(of_layers, default=((0, 0), (0, 0)))
     root, embedding = sizes[""], sizes.get(plan.anatomy.embedding, (0, 0))
     matrix = max((plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.layers)), default=0)
-    own = (unit for unit in plan.units if unit.name in plan.layers and plan.grid.fsdp_shards(unit.over) > 1)
-    ahead = max((sizes[unit.name][0] for unit in own), default=0)
-    return Units(max(of_layers, default=(0, 0)), embedding, root, _sum(sizes.values()), matrix, ahead)
+    sent = (unit for unit in plan.units if unit.name in plan.layers and plan.grid.fsdp_shards(unit.over) > 1)
+    ahead = max((sizes[unit.name][0] for unit in sent), default=0)
+    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead)
 
 
 def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    waits = plan.layout.schedule.splits_backward or len(plan.users(plan.units[-1])) > 1
-    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=waits)
+    is_shared = len(plan.users(plan.units[-1])) > 1
+    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=is_shared)
 
 
 def resting_bytes(
@@ -168,19 +171,22 @@ def resting_bytes(
     optimizer state and buffers of routers, all of them.
 
     Gradients are there from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and
-    in backward the next one beside it (what a rank has whole is copied when its turn comes), but not the embedding,
-    which a backward does not read; ZeRO-1 and 2 all units.
+    in backward the next one beside it, without its experts (what a rank has whole is copied when its turn comes); but
+    not the embedding, which a backward does not read. ZeRO-1 and 2 have gathered all units.
+
     Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type in which
-    they are reduced; while a layer's activations are there, only its last matrix has one. ZeRO-1 keeps the sum of all
-    micro batches. `root_waits`: the model's own unit is not reduced after every backward, and its sum is kept as well.
+    they are reduced. While a layer's activations are there, only its last matrix has a gradient, and the buffer of the
+    experts before it is free again. ZeRO-1 keeps the sum of all micro batches.
+    `root_waits`: two stages of the rank give to the model's own unit; between them only its sum is kept.
     """
-    layer, root, total, first = units.layer, units.root, units.total, max(units.embedding, units.layer)
+    layer, own, root, total = units.layer, units.own, units.root, units.total
+    first = max(units.embedding, layer)
     at_end = 0 if first == units.embedding else layer[0]
-    alone, both = root[0] + layer[0], root[0] + layer[0] + units.ahead
-    at_begin = (root[1] + units.matrix) * shape.compute_bytes
-    a_layer_later = at_begin + layer[1] * shape.reduce_bytes
+    at_loss, in_backward = root[0] + layer[0], root[0] + layer[0] + units.ahead
+    at_begin = ((0 if root_waits else root[1]) + units.matrix) * shape.compute_bytes
+    a_layer_later = at_begin + own[1] * shape.reduce_bytes
     last = (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes
-    numbers = (alone, both, both, root[0] + at_end, alone, both, both)
+    numbers = (at_loss, in_backward, in_backward, root[0] + at_end, at_loss, in_backward, in_backward)
     waiting = (0, at_begin, a_layer_later, last, 0, at_begin, a_layer_later)
     found = {}
     for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
@@ -295,17 +301,20 @@ def under_way(order: Sequence[Slot], layers: Sequence[int]) -> UnderWay:
     Where gradients of weights come apart, the inputs of linears and the gradients of their outputs wait for them: about
     as much as forward left.
     """
-    now, last = Counter[int]({slot.stage: 0 for slot in order}), len(layers) - 1
+    now, last, count = dict.fromkeys((slot.stage for slot in order), 0), len(layers) - 1, 0
     found, full, is_later = [dict(now) for _ in range(4)], [0] * 4, False
     for slot in order:
-        now[slot.stage] += slot.kind == "F"
+        if slot.kind == "F":
+            now[slot.stage] += 1
+            count += layers[slot.stage]
         has_loss = slot.kind == "F" and slot.stage == (last if last in now else slot.stage)
-        count = sum(layers[each] * number for each, number in now.items())
         for which, is_such in enumerate((True, has_loss, is_later, is_later and has_loss)):
             if is_such and count > full[which]:
                 found[which], full[which] = dict(now), count
-        now[slot.stage] -= slot.kind in "BW"
-        is_later |= slot.kind in "BW"
+        if slot.kind in "BW":
+            now[slot.stage] -= 1
+            count -= layers[slot.stage]
+            is_later = True
     return UnderWay(*found)
 
 

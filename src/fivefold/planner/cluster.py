@@ -143,7 +143,10 @@ def _shared_out(cluster: Cluster) -> Cluster:
     """
     node, crowding = cluster.node, cluster.crowding
     chip = cluster.chip.times(cluster.threads / crowding)
-    inside = replace(node.inside, gbs=node.inside.gbs / crowding, latency_us=node.inside.latency_us * crowding)
+    inside = replace(
+        node.inside, gbs=node.inside.gbs / crowding, latency_us=node.inside.latency_us * crowding,
+        meet_us=node.inside.meet_us * crowding,
+    )  # fmt: skip
     return replace(cluster, chip=replace(chip, launch_us=chip.launch_us * crowding), node=replace(node, inside=inside))
 
 

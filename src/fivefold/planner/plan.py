@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.core.files import put
+from fivefold.core.files import expanded, put
 from fivefold.core.layout import DEGREES, Layout
+from fivefold.core.shapes import shape_folder
 from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import config_values, facts_of_config
@@ -137,17 +138,39 @@ def _timeline(step: Step) -> Mapping[str, Any] | None:
 def run_file(model: str, best: Estimate, name: str) -> str:
     """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's. `name`: of the
     run, so that runs of two plans do not share a folder."""
-    layout, workload, longer = best.layout, best.workload, ""
+    layout, workload, start, wanted = best.layout, best.workload, "", ""
     if _is_longer(model, best):
-        longer = f", overrides: {{max_position_embeddings: {workload.seq_length}}}"
+        start = f", overrides: {{max_position_embeddings: {workload.seq_length}}}"
+    if not has_weights(model):
+        start += ", init: random"
+    if lacks_tokenizer(model):
+        wanted = "# tokenizer: {name_or_path: a folder or hub id, or train:32k for one of your own text}\n"
     return (
         f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / GIB:.1f} GiB a device\n"
-        f"model: {{name_or_path: {json.dumps(model)}{longer}}}\n"
-        f"data: {{seq_length: {workload.seq_length}}}\n"
+        f"model: {{name_or_path: {json.dumps(model)}{start}}}\n{wanted}"
+        f"data: {{seq_length: {workload.seq_length}}}  # add train: your files\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
         f"layout: {layout}\n"
         f"run: {{name: {json.dumps(name)}}}\n"
     )
+
+
+def has_weights(model: str) -> bool:
+    """Whether training can start from a model's own weights: a hub id is taken to have some."""
+    path = shape_folder(model) or expanded(model)
+    return not path.exists() or any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
+def lacks_tokenizer(model: str) -> bool:
+    """Whether what lies here of a model has no tokenizer."""
+    path = shape_folder(model) or expanded(model)
+    return path.exists() and not any(path.glob("tokenizer*"))
+
+
+def to_add(model: str) -> str:
+    """What its owner adds to a run file, in words."""
+    random = "" if has_weights(model) else "; the model has no weights here, and starts from random ones"
+    return f"add your data{' and a tokenizer' * lacks_tokenizer(model)}{random}"
 
 
 def write_run_file(path: str, model: str, best: Estimate) -> None:

@@ -49,8 +49,7 @@ def nothing() -> Seconds:
 class UnitPrice:
     """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding.
     `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
-    `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered.
-    `is_layer`: it is a layer's, with all that has no unit of its own."""
+    `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered."""
 
     held: int
     trained: int
@@ -60,7 +59,6 @@ class UnitPrice:
     gather_seconds: float
     reduce_seconds: float
     largest: int = 0
-    is_layer: bool = False
 
     @property
     def is_sent(self) -> bool:
@@ -170,6 +168,11 @@ class Stages:
     def sizes(self) -> tuple[int, ...]:
         """Layers of each stage."""
         return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
+
+    @cached_property
+    def own(self) -> NDArray[np.int64]:
+        """[rank, number]: the stages of each rank."""
+        return np.array([np.flatnonzero(rank) for rank in self.ranks])
 
     @cached_property
     def distinct(self) -> tuple[Content, ...]:
@@ -405,8 +408,7 @@ class _Sharding(_Pricing):
         itemsize = self.shape.compute_bytes
         gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
-        largest, is_layer = self.plan.largest(unit), unit.name in self.plan.layers
-        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, largest, is_layer)
+        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit))
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
