@@ -27,7 +27,7 @@ _DEFAULTS = {
     "doubt": 1.0, "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
-        "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0},
+        "inside": {"decay": 0, "rails": 0, "meet_us": 0}, "between": {"decay": 0, "rails": 0, "meet_us": 0},
     },
 }  # fmt: skip
 
@@ -43,6 +43,7 @@ _MAY_BE_ZERO = (
     "cores",
     "tile_fill",
     "latency_us",
+    "meet_us",
     "decay",
     "rails",
     "launch_us",
@@ -60,6 +61,7 @@ class Link:
     `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
     ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of a bandwidth that falls as nodes^-p; 0 for
     a fabric that does not block. `rails`: how many devices' links of a node one ring can use; 0 for all of them.
+    `meet_us`: what a collective takes besides, until the last rank has come and all have woken up.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Link:
     latency_us: float
     decay: float
     rails: int = 0
+    meet_us: float = 0.0
 
     def bytes_per_second(self, nodes: int = 1) -> float:
         """What one device sends in a large collective over this many nodes.
