@@ -39,6 +39,7 @@ def plan(
     ] = None,
     json: Json = None,
     html: Html = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Search anew what was asked before.")] = False,
     debug: Debug = False,
 ) -> None:
     """Find the layout for a cluster, with its memory and time, before anything runs.
@@ -65,7 +66,7 @@ def plan(
     elif fewest_devices:
         report = planner.fewest(model, cluster, workload, top=top)
     else:
-        report = planner.planned(model, cluster, workload, layout=layout, top=top)
+        report = planner.planned(model, cluster, workload, layout=layout, top=top, anew=no_cache)
     if price is not None:
         report = planner.priced(report, price)
     if write_to:
@@ -78,8 +79,7 @@ def plan(
     if html:
         from fivefold.planner.page import write_page
 
-        write_page(
-            report, html, None if max_seq_length else planner.sweeps_of(model, report.estimates[0].cluster, workload)
-        )
+        where = report.estimates[0].cluster
+        write_page(report, html, None if max_seq_length else planner.sweeps_of(model, where, workload, anew=no_cache))
     if not report.ok:
         raise typer.Exit(1)

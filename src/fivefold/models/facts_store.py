@@ -12,13 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.cache import cache_root, key_of, locked, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
+from fivefold.core.integrity import read_signed, signed
 from fivefold.core.shapes import no_model, shape_folder
-from fivefold.data.cache import cache_root, key_of, locked, write_atomically
-from fivefold.data.integrity import read_signed, signed
 from fivefold.models.facts import ModelFacts
 
 SHIPPED = "facts.json"  # beside the config.json of a built-in shape

@@ -6,7 +6,6 @@ the real step on the real caching allocator are what it is held against (docs/pl
 of collectives between ranks, work space of kernels and what the allocator keeps.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -261,6 +260,9 @@ def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> 
     return 2 * widest / plan.layout.tp + 2 * shape.hidden
 
 
+MORE = {"F": 1, "I": 0, "B": -1, "W": -1}  # micro batches in flight after a slot
+
+
 def under_way(order: Sequence[Slot], layers: Sequence[int], stage: int | None = None) -> dict[int, int]:
     """Stage of a rank whose slots come in `order` -> its micro batches in flight, between their forward and their
     backward, when the rank has the most. `layers`: of each stage of the pipeline. `stage`: only moments at which this
@@ -269,11 +271,12 @@ def under_way(order: Sequence[Slot], layers: Sequence[int], stage: int | None = 
     Where gradients of weights come apart, the inputs of linears and the gradients of their outputs wait for them: about
     as much as forward left.
     """
-    now = Counter[int]({slot.stage: 0 for slot in order})
-    most, full = dict(now), 0
+    now = dict.fromkeys((slot.stage for slot in order), 0)
+    most, full, layers_now = dict(now), 0, 0
     for slot in order:
-        now[slot.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[slot.kind]
-        layers_now = sum(layers[each] * count for each, count in now.items())
+        more = MORE[slot.kind]
+        now[slot.stage] += more
+        layers_now += more * layers[slot.stage]
         if slot.kind == "F" and stage in (None, slot.stage) and layers_now > full:
             most, full = dict(now), layers_now
     return most

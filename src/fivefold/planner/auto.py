@@ -10,6 +10,7 @@ from fivefold.core.layout import SAID
 from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config
+from fivefold.planner.answers import answer
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
@@ -17,7 +18,7 @@ from fivefold.planner.estimate import Workload
 from fivefold.planner.explain import too_large
 from fivefold.planner.price import PriceList
 from fivefold.planner.report import GUESS, behind, seconds_text
-from fivefold.planner.search import Found, search
+from fivefold.planner.search import Found
 from fivefold.planner.space import PLACED
 
 # Fields of the layout that a run file may set beside `layout: auto`; the search has no other values of the rest.
@@ -32,7 +33,7 @@ def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
     """
     prices = PriceList(facts_of_run(config), cluster, ENGINES["fivefold"])
     workload = workload_of(config)
-    found = search(prices, workload, top=2, given=_given(config))
+    found = answer(prices, workload, top=2, given=_given(config))
     if not found.best:
         raise too_large(prices, workload, found.closest)
     return config.with_layout(found.best[0].layout), _words(found)

@@ -29,7 +29,7 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.engines import Engine
-from fivefold.planner.flow import Flow, flow, schedule_plan, span
+from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedule_plan, span
 from fivefold.planner.links import seconds
 from fivefold.planner.price import (
     ITEMS,
@@ -180,7 +180,7 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
 # before it, if there are any, count layouts.
 
 
-def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, overlaps: bool) -> tuple[Numbers, Numbers]:
     """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
     are taken to be alike: a layer's parameters are gathered while the one before it runs."""
     forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
@@ -250,7 +250,7 @@ class Sent:
         return Sent(self.gather[places], self.reduce[places])
 
 
-def passes(work: Work, sent: Sent, stages: Stages, of: Flow, engine: Engine) -> tuple[Numbers, Numbers]:
+def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) -> tuple[Numbers, Numbers]:
     """Seconds of a micro batch's forward and backward in each stage."""
     before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
     return (
@@ -280,23 +280,23 @@ def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.
 
 
 def least_span(
-    slots: Mapping[Kind, Numbers], stages: Stages, of: Flow, micro_batches: NDArray[np.int64] | int,
+    slots: Mapping[Kind, Numbers], stages: Stages, left: Numbers, micro_batches: NDArray[np.int64] | int,
     transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
     """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
     has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
-    while the rank can compute the gradients of weights that are left."""
+    while the rank can compute the gradients of weights that are `left`, of each stage."""
     forward, backward, weights = slots["F"], slots["B"], slots["W"]
     back = slots["I"] if splits_backward else backward
     hops = stages.first * np.expand_dims(transfer, -1)
     there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
     work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
-    found: Numbers = np.max(there + np.maximum(work, work - of.left * weights @ stages.ranks.T + again), axis=-1)
+    found: Numbers = np.max(there + np.maximum(work, work - left * weights @ stages.ranks.T + again), axis=-1)
     return found
 
 
 def passing(
-    engine: Engine, work: Work, stages: Stages, of: Flow, logits: Numbers | float
+    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float
 ) -> Passing:  # fmt: skip
     """Of each pipeline rank: what micro batches under way take. `logits`: of the loss."""
     each = work.kept @ stages.layers.T
@@ -305,10 +305,10 @@ def passing(
         each[..., :-1] += work.edges[..., 1:]
     has_head = np.array([content.has_head for content in stages.contents])
     return Passing(
-        saved=(each * of.in_flight) @ stages.ranks.T,
+        saved=(each * of.most) @ stages.ranks.T,
         at_loss=(each * of.at_loss) @ stages.ranks.T,
         layer=_most(work.kept, stages),
-        stage=np.max(np.where(stages.ranks, np.expand_dims(each, -2), 0.0), axis=-1),
+        stage=each[..., stages.own].max(axis=-1),
         working=_most(work.working, stages),
         loss=np.expand_dims(logits, -1) * has_head,
     )
@@ -376,9 +376,7 @@ class Step:
     def pipeline(self) -> Layout:
         """The layout's pipeline alone, under which stages and schedules are shared by many layouts."""
         own = self.layout
-        return Layout(
-            pp=own.pp, pp_schedule=own.pp_schedule, pp_virtual=own.pp_virtual, pp_split=own.pp_split, zero=own.zero
-        )
+        return Layout(pp=own.pp, pp_schedule=own.pp_schedule, pp_virtual=own.pp_virtual, pp_split=own.pp_split)
 
     @cached_property
     def micro_batches(self) -> int:
@@ -399,11 +397,15 @@ class Step:
 
     @cached_property
     def stages(self) -> Stages:
-        return self.price_list.stages(replace(self.pipeline, zero=3))
+        return self.price_list.stages(self.pipeline)
 
     @cached_property
-    def flow(self) -> Flow:
-        return flow(self.pipeline, self.micro_batches, self.stages.sizes)
+    def in_flight(self) -> InFlight:
+        return in_flight(self.pipeline, self.micro_batches, self.stages.sizes)
+
+    @cached_property
+    def gathers(self) -> Gathers:
+        return gathers(self.pipeline, self.micro_batches, self.layout.zero)
 
     @property
     def cluster(self) -> Cluster:
@@ -426,7 +428,7 @@ class Step:
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:
         """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
-        return passes(self.work, self.sent, self.stages, self.flow, self.engine)
+        return passes(self.work, self.sent, self.stages, self.gathers, self.engine)
 
     @cached_property
     def busiest(self) -> int:
@@ -438,7 +440,9 @@ class Step:
         found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
         for part, count in zip(self.prices.parts, layers, strict=True):
             found += (part.forward + part.backward) * count
-        before, after = data_seconds(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+        before, after = data_seconds(
+            self.work, self.sent, self.stages, self.gathers, overlaps=self.engine.overlaps_data
+        )
         found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
         return found
 
@@ -451,7 +455,9 @@ class Step:
         """No step is shorter. Without a pipeline, none is longer."""
         splits = self.pipeline.schedule.splits_backward
         slots = durations(*self.passes, self.work, self.stages)
-        span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
+        span = least_span(
+            slots, self.stages, self.in_flight.left, self.micro_batches, self.transfer, splits_backward=splits
+        )
         return float(span) / (self.cluster.crowding if self.layout.pp > 1 else 1) + self.after
 
     @cached_property
@@ -483,21 +489,22 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        alone = float(span(replace(self.pipeline, zero=3), self.micro_batches, self.durations, self.transfer))
+        of_kind = {kind: each[:, np.newaxis] for kind, each in self.durations.items()}
+        alone = float(span(self.pipeline, np.array([self.micro_batches]), of_kind, np.array([self.transfer]))[0])
         return float(crowded(alone, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
     @cached_property
-    def durations(self) -> dict[Kind, list[float]]:
+    def durations(self) -> dict[Kind, Numbers]:
         """Seconds of a slot of each kind, by stage."""
-        return {kind: each.tolist() for kind, each in durations(*self.passes, self.work, self.stages).items()}
+        return durations(*self.passes, self.work, self.stages)
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
 
         def duration(slot: Slot) -> float:
-            return self.durations[slot.kind][slot.stage]
+            return float(self.durations[slot.kind][slot.stage])
 
-        return schedule_plan(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
+        return schedule_plan(self.pipeline, micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
@@ -566,7 +573,7 @@ class Step:
         ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
         ends |= {own[-1]} if content.has_head else set()
         users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
-        order = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches).orders[rank]
+        order = schedule_plan(self.pipeline, self.micro_batches).orders[rank]
         return of_slots(order, users, self.micro_batches, own, self.layout.zero)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -578,7 +585,7 @@ class Step:
             self.price_list, self.shards, content, self.layout.zero, several=several,
             waits=root_waits(self.shards, content, self.pipeline),
         )  # fmt: skip
-        under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
+        under_way = passing(self.engine, self.work, self.stages, self.in_flight, self.prices.logits)
         moving = moving_bytes(self.engine, under_way)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)

@@ -15,6 +15,7 @@ from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import config_values, facts_of_config
 from fivefold.planner import report
+from fivefold.planner.answers import answer
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
@@ -24,7 +25,7 @@ from fivefold.planner.explain import cures, too_large
 from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.report import BEST
-from fivefold.planner.search import Found, search
+from fivefold.planner.search import Found
 from fivefold.planner.sweeps import Sweeps, sweeps
 
 Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the values of a config.json
@@ -43,7 +44,7 @@ def plan(
 ) -> list[Estimate]:
     """The best layouts, best first: see `search`. Raises `UserError` where none fits."""
     prices, asked = price_list(model, cluster), _workload(workload)
-    found = search(prices, asked, top=top)
+    found = answer(prices, asked, top=top)
     if not found.best:
         raise too_large(prices, asked, found.closest)
     return list(found.best)
@@ -58,13 +59,19 @@ def estimate(
 
 
 def planned(
-    model: Model, cluster: Cluster | str, workload: Workload, *, layout: str | None = None, top: int = 10
+    model: Model,
+    cluster: Cluster | str,
+    workload: Workload,
+    *,
+    layout: str | None = None,
+    top: int = 10,
+    anew: bool = False,
 ) -> report.PlanReport:
     """What `fivefold plan` shows. With `layout`, that layout is first, before the best ones."""
     prices = price_list(model, cluster)
     asked = None if layout is None else estimate_layout(prices, Layout.parse(layout), workload)
     try:
-        found = search(prices, workload, top=top)
+        found = answer(prices, workload, top=top, anew=anew)
     except UserError as error:  # the search leaves some layouts out; one that is named may run all the same
         if asked is None:
             raise
@@ -143,9 +150,9 @@ def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanRepor
     return replace(found, notes=(*found.notes, said), details={**found.details, "cost_per_million_tokens": costs})
 
 
-def sweeps_of(model: Model, cluster: Cluster | str, workload: Workload) -> Sweeps:
+def sweeps_of(model: Model, cluster: Cluster | str, workload: Workload, *, anew: bool = False) -> Sweeps:
     """What the page shows beside the ranking: throughput over devices and over the length of rows."""
-    return sweeps(price_list(model, cluster), workload)
+    return sweeps(price_list(model, cluster), workload, anew=anew)
 
 
 def _named(model: Model, prices: PriceList) -> str:

@@ -16,10 +16,10 @@ from typing import NoReturn
 
 from fivefold import torch_internals
 from fivefold.config import parse_config
+from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import Stopped
-from fivefold.data.cache import cache_root
 from fivefold.data.prepare import prepare
 from fivefold.launch.worker import die_with_parent
 from fivefold.launch.world import World, join

@@ -17,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from runpy import run_path
 
+from fivefold.core.cache import cache_root, entry, key_of
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.data.cache import cache_root, entry, key_of
 from fivefold.launch.world import set_for_cuda
 from fivefold.planner.chips import GIB, Chip
 from fivefold.rehearsal.symbols import undefined
