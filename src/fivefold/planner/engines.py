@@ -169,7 +169,7 @@ ENGINES = {
     each.name: each
     for each in (
         # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32
-        # compiled layers; `slack` and `kept_back` are least squares of the first 47 cells of docs/planned_memory.md.
+        # compiled layers; `slack` and `kept_back` are least squares of the cells of docs/planned_memory.md.
         # The others are judgement: compiled element-wise work reads and writes each saved number about once, and FSDP
         # runs beside compute.
         Engine(
