@@ -1,7 +1,7 @@
 """`make rehearsal`: the real step under many layouts, with the stand-in for the driver, against a committed table.
 
-Memory may not move by more than 3 %, or three steps of the allocator where these are more; kernels, host syncs and compiles may only become fewer. Where a number has
-improved, `python -m tests.rehearsed.cells` writes it into the table.
+Memory may not move by more than 3 %, or three steps of the allocator where these are more; kernels, host syncs and
+compiles may only become fewer. Where a number has improved, `python -m tests.rehearsed.cells` writes it into the table.
 """
 
 from collections.abc import Callable, Iterator
