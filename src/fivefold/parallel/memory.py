@@ -278,9 +278,12 @@ def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
 
 def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
-    tensor and of what it was made of, and of the hidden states."""
+    tensor and of what it was made of, and of the hidden states. Experts: the gradient of what they have made, and of
+    the same weighted, which is in fp32."""
     widest = max(max(each.inputs, each.outputs) * each.times for each in cost.matmuls)
-    return 2 * widest / plan.layout.tp + 2 * shape.hidden
+    experts = max(each.times for each in cost.matmuls)
+    weighted = shape.hidden * experts * max(4, shape.compute_bytes) / shape.compute_bytes if experts > 1 else 0
+    return (widest + max(widest, weighted)) / plan.layout.tp + 2 * shape.hidden
 
 
 @dataclass(frozen=True)

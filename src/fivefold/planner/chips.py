@@ -4,7 +4,6 @@ A file of `hardware/chips/` is one chip; a new file is a new chip. `like` takes 
 chip. `hardware/nodes.toml` has types of nodes, `hardware/peaks.toml` devices known by their peak alone. No torch.
 """
 
-import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -59,9 +58,10 @@ class Link:
     """What carries bytes between devices.
 
     `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
-    ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of a bandwidth that falls as nodes^-p; 0 for
-    a fabric that does not block. `rails`: how many devices' links of a node one ring can use; 0 for all of them.
-    `meet_us`: what a collective takes besides, until the last rank has come and all have woken up.
+    ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of what a ring through nodes carries at
+    most, which is what links inside a node carry times nodes^-p; 0 for a fabric that does not block. `rails`: how many
+    devices' links of a node one ring can use; 0 for all of them. `meet_us`: what a collective takes besides, until the
+    last rank has come and all have woken up.
     """
 
     kind: str
@@ -72,12 +72,10 @@ class Link:
     rails: int = 0
     meet_us: float = 0.0
 
-    def bytes_per_second(self, nodes: int = 1) -> float:
-        """What one device sends in a large collective over this many nodes.
-
-        450 GB/s at .82 are 3.69e11; 50 GB/s at .74 with p = .6 are 3.7e10 on one node and 1.06e10 on 8.
-        """
-        return self.gbs * 1e9 * self.fraction * math.pow(nodes, -self.decay)
+    @property
+    def bytes_per_second(self) -> float:
+        """What one device sends in a large collective: 450 GB/s at .82 are 3.69e11."""
+        return self.gbs * 1e9 * self.fraction
 
 
 @dataclass(frozen=True)

@@ -179,10 +179,10 @@ EXCHANGES = {
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
-    world = prices.cluster.world
+    world, limits = prices.cluster.world, limits_of(prices.facts)
+    legality.refuse(legality.of_experts(layout, limits))  # first: where shards go does not help a model without experts
     legality.refuse(legality.of_world(layout, world, prices.cluster.text))
     layout = layout.resolve(world)
-    limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
     return Step(prices, prices.engine.laid(layout), workload).estimate()
 

@@ -327,26 +327,31 @@ class _Pricing:
         return engine.host_seconds + engine.host_across * tp * float(nodes**engine.host_power)
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
-        """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
-        far as they outlast attention."""
+        """Add a layer's collectives in a micro batch, but for FSDP's. Those of cp that may run beside compute are
+        exposed as far as they outlast attention. A part of tp's runs beside the matmuls, and no longer than they."""
         beside = {"forward": 0.0, "backward": 0.0}
+        tensor = {"forward": 0.0, "backward": 0.0}
         own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
+            where = forward if call.phase == "forward" else backward
             if call.overlaps and self.engine.overlaps_context:
                 beside[call.phase] += took / 2  # a send and a receive go at once
+            elif axis == "tp":
+                tensor[call.phase] += took + call.times * self._meeting(call)
+                where[ITEMS.index("tp")] += call.times * self.engine.tensor_seconds
             else:
-                if axis == "tp":
-                    took = took * (1 - self.engine.overlaps_tensor) + call.times * self._meeting(call)
-                (forward if call.phase == "forward" else backward)[ITEMS.index(axis)] += took
-        for where, took in ((forward, beside["forward"]), (backward, beside["backward"])):
-            where[ITEMS.index("cp")] += max(0.0, took - where[ITEMS.index("attention")])
+                where[ITEMS.index(axis)] += took
+        for phase, where in (("forward", forward), ("backward", backward)):
+            where[ITEMS.index("cp")] += max(0.0, beside[phase] - where[ITEMS.index("attention")])
+            hidden = min(self.engine.overlaps_tensor * tensor[phase], float(where[ITEMS.index("matmuls")]))
+            where[ITEMS.index("tp")] += tensor[phase] - hidden
         return tuple(own)
 
     def _meeting(self, call: Call) -> float:
-        """Seconds that one of tp's collectives takes besides what it sends."""
+        """Seconds that ranks on several nodes wait for each other in one of tp's collectives."""
         nodes = self.prices.span(self.plan.grid.axes[call.axis]).nodes
-        return self.engine.tensor_seconds + self.engine.tensor_across * log2(nodes)
+        return self.engine.tensor_across * log2(nodes)
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
