@@ -59,7 +59,7 @@ class Alike(NamedTuple):
     """Rows of numbers, of which some are equal. `values`: those that differ. `first`: the first row of each. `of`: of
     each row its place in `values`."""
 
-    values: list[list[int]]
+    values: list[tuple[int, ...]]
     first: Integers
     of: Integers
 
@@ -70,7 +70,8 @@ def distinct(*columns: Integers | NDArray[np.bool_]) -> Alike:
     for column in columns:
         key = key * (int(column.max()) + 1) + column
     _, first, of = np.unique(key, return_index=True, return_inverse=True)
-    return Alike(np.stack([column[first] for column in columns], axis=1).tolist(), first, of)
+    values = zip(*(column[first].tolist() for column in columns), strict=True)
+    return Alike(list(values), first, of)
 
 
 @dataclass(eq=False)
@@ -80,7 +81,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, int, bool, Content], Numbers] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[Content, bool], dict[tuple[int, ...], Numbers]] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
@@ -136,18 +137,20 @@ class Bounding:
         """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
         gradients that wait at any."""
         alike = distinct(self.shards[rows.place], rows.zero)
-        found = [[self._rest(number, zero, each, rows.pipeline) for each in contents] for number, zero in alike.values]
-        return np.array(found)[alike.of]
+        found = [self._rest(each, rows.pipeline, alike.values) for each in contents]
+        return np.array(found).swapaxes(0, 1)[alike.of]
 
-    def _rest(self, number: int, zero: int, content: Content, pipeline: Layout) -> Numbers:
-        shards = self._shards[number]
-        waits = root_waits(shards, content, pipeline)
-        key = number, zero, waits, content
-        if key not in self._resting:
-            found = resting_bytes(self.space.prices, shards, content, zero, waits=waits)
-            tensors = [float(sum(items.values())) for items in found.values()]
-            self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
-        return self._resting[key]
+    def _rest(self, content: Content, pipeline: Layout, keys: Sequence[tuple[int, ...]]) -> list[Numbers]:
+        """Of each (number in `_shards`, ZeRO stage)."""
+        waits = root_waits(self._shards[0], content, pipeline)
+        known = self._resting.setdefault((content, waits), {})
+        for key in keys:
+            if key not in known:
+                number, zero = key
+                items = resting_bytes(self.space.prices, self._shards[number], content, zero, waits=waits).values()
+                waiting = max(each[WAITING] for each in items)
+                known[key] = np.array([*(float(sum(each.values())) for each in items), waiting])
+        return [known[key] for key in keys]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
         """[layout, content]: seconds once a step."""
