@@ -17,7 +17,7 @@ from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.explain import too_large
 from fivefold.planner.price import PriceList
-from fivefold.planner.report import behind, seconds_text
+from fivefold.planner.report import GUESS, behind, seconds_text
 from fivefold.planner.search import Found
 from fivefold.planner.space import PLACED
 
@@ -73,8 +73,11 @@ def _given(config: RunConfig) -> dict[str, Any]:
 def _words(found: Found) -> list[str]:
     """Lines of at most 80 columns."""
     best, *others = found.best
-    expected = f"{seconds_text(best.step_seconds)} s a step, {best.reserved / GIB:.1f} of"
-    device = f"{expected} {best.cluster.chip.memory_gib:.1f} GiB a device"
+    low, high = map(seconds_text, best.step_interval)
+    expected = f"{seconds_text(best.step_seconds)} s a step ({low} to {high})"
+    device = f"{best.reserved / GIB:.1f} of {best.cluster.chip.memory_gib:.1f} GiB a device"
     nearest = f"; next is {others[0].layout} ({behind(best, others[0])})" if others else ""
-    said = f"layout: auto: {best.layout}, about {device}: the best of {many(found.fitting, 'layout')} that fit{nearest}"
+    guess = f"; {GUESS.format(best.cluster.chip.name)}" if best.cluster.chip.is_guess else ""
+    of = f"the best of {many(found.fitting, 'layout')} that fit"
+    said = f"layout: auto: {best.layout}, about {expected}, {device}: {of}{nearest}{guess}"
     return wrap(said, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

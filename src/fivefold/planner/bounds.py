@@ -138,20 +138,18 @@ class Bounding:
     def resting(self, rows: Rows, contents: Sequence[Content]) -> Numbers:
         """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
         gradients that wait at any."""
-        alike = distinct(self.shards[rows.place], rows.zero, rows.micro_batches > 1)
+        alike = distinct(self.shards[rows.place], rows.zero)
         found = [self._rest(each, rows.pipeline, alike.values) for each in contents]
         return np.array(found).swapaxes(0, 1)[alike.of]
 
     def _rest(self, content: Content, pipeline: Layout, keys: Sequence[tuple[int, ...]]) -> list[Numbers]:
-        """Of each (number in `_shards`, ZeRO stage, whether there are several micro batches)."""
+        """Of each (number in `_shards`, ZeRO stage)."""
         waits = root_waits(self._shards[0], content, pipeline)  # of any: an embedding is tied in all or in none
         known = self._resting.setdefault((content, waits), {})
         for key in keys:
             if key not in known:
-                number, zero, several = key
-                items = resting_bytes(
-                    self.space.prices, self._shards[number], content, zero, several=bool(several), waits=waits
-                ).values()
+                number, zero = key
+                items = resting_bytes(self.space.prices, self._shards[number], content, zero, waits=waits).values()
                 waiting = max(each[WAITING] for each in items)
                 known[key] = np.array([*(float(sum(each.values())) for each in items), waiting])
         return [known[key] for key in keys]
@@ -212,7 +210,7 @@ class Bounding:
     def _needs(self, rows: Rows, stages: Stages) -> Numbers:
         engine, resting = self.space.prices.engine, self.resting(rows, stages.distinct)
         tensors = (resting[..., :-1] + self._moving(rows, stages)).max(axis=-1)
-        tensors += matmul_bytes(engine, self.space.prices.cluster.chip)
+        tensors += matmul_bytes(engine, self.space.prices.cluster)
         reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
         found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found
@@ -223,7 +221,8 @@ class Bounding:
         alike, engine = distinct(rows.work, rows.micro_batches), self.space.prices.engine
         own = rows.at(alike.first)
         under_way = passing(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
-        by_rank = np.stack([sum(items.values()) for items in moving_bytes(engine, under_way).values()], axis=-1)
+        moments = moving_bytes(engine, self.space.prices.cluster.chip, under_way)
+        by_rank = np.stack([sum(items.values()) for items in moments.values()], axis=-1)
         ranks = [[each == content for each in stages.contents] for content in stages.distinct]
         found: Numbers = np.stack([by_rank[:, own].max(axis=1) for own in ranks], axis=1)[alike.of]
         return found

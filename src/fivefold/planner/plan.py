@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
 from fivefold.planner.explain import cures, too_large
-from fivefold.planner.inverse import longest_sequence
+from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, longest_sequence
 from fivefold.planner.price import PriceList
+from fivefold.planner.report import BEST
 from fivefold.planner.search import Found
 from fivefold.planner.sweeps import Sweeps, sweeps
 
@@ -58,7 +59,13 @@ def estimate(
 
 
 def planned(
-    model: Model, cluster: str, workload: Workload, *, layout: str | None = None, top: int = 10, anew: bool = False
+    model: Model,
+    cluster: Cluster | str,
+    workload: Workload,
+    *,
+    layout: str | None = None,
+    top: int = 10,
+    anew: bool = False,
 ) -> report.PlanReport:
     """What `fivefold plan` shows. With `layout`, that layout is first, before the best ones."""
     prices = price_list(model, cluster)
@@ -119,7 +126,31 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     )
 
 
-def sweeps_of(model: Model, cluster: str, workload: Workload, *, anew: bool = False) -> Sweeps:
+def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10) -> report.PlanReport:
+    """What `fivefold plan --fewest-devices` shows: the ranking on the fewest devices of the cluster that train the
+    model, a part of a node or whole nodes. Raises `UserError` where all of them are too few."""
+    prices = price_list(model, cluster)
+    smallest = fewest_devices(prices, workload).cluster
+    devices = f"{many(smallest.world, 'device')}, {smallest.text}"
+    found = planned(model, smallest, workload, top=top)
+    return replace(found, notes=(f"the fewest of {prices.cluster.text} that train it are {devices}", *found.notes))
+
+
+def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanReport:
+    """With what a million tokens cost, in the currency of `per_device_hour`: of the best in a sentence, and of each
+    layout, with the interval of 80 %, in JSON."""
+    costs = {
+        str(each.layout): [cost_per_million_tokens(each, per_device_hour, seconds) for seconds in
+                           (each.step_seconds, *each.step_interval)]
+        for each in found.estimates
+    }  # fmt: skip
+    best = next((row for row in found.rows if row.behind == BEST), found.rows[0])
+    cost, low, high = (f"{each:.3g}" for each in costs[best.layout])
+    said = f"at {per_device_hour:g} a device-hour, a million tokens cost {cost} ({low} to {high}) with {best.layout}"
+    return replace(found, notes=(*found.notes, said), details={**found.details, "cost_per_million_tokens": costs})
+
+
+def sweeps_of(model: Model, cluster: Cluster | str, workload: Workload, *, anew: bool = False) -> Sweeps:
     """What the page shows beside the ranking: throughput over devices and over the length of rows."""
     return sweeps(price_list(model, cluster), workload, anew=anew)
 
