@@ -26,7 +26,7 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import LIKELY, terms
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, estimate
-from fivefold.planner.of_run import cluster_of
+from fivefold.planner.of_run import cluster_of, vocabulary_of
 from fivefold.planner.price import PriceList
 from fivefold.report.table import Report
 
@@ -76,7 +76,7 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
     that is corrected; by default what the planner's tables say of the run's devices. Raises `UserError`."""
     config, seen, (layout, device, about) = load_config(run), seen_in(run), _start(run)
     tree = _tree(base) if base else {"cluster": cluster_of(layout.world, device, about).text}
-    facts = facts_of_run(config, (about.get("data") or {}).get("vocabulary"))
+    facts = facts_of_run(config, vocabulary_of(about))
 
     def planned(tables: Mapping[str, Any]) -> Estimate:
         cluster = hardware_file.parsed(hardware_file.text(tables))
@@ -130,7 +130,8 @@ def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
     node: Table = dict(tree.get("node", {}))
     for side in ("inside", "between"):
         link = getattr(cluster.node, side)
-        own = {"gbs": _short(link.gbs / slower["links"]), "latency_us": _short(link.latency_us * slower["links"])}
+        waits = {key: _short(getattr(link, key) * slower["links"]) for key in ("latency_us", "meet_us")}
+        own = {"gbs": _short(link.gbs / slower["links"]), **waits}
         node[side] = {**node.get(side, {}), **own}
     return {"cluster": tree["cluster"], "chip": fields, "node": node}
 

@@ -26,7 +26,7 @@ _DEFAULTS = {
     "doubt": 1.0, "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
-        "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0},
+        "inside": {"decay": 0, "rails": 0, "meet_us": 0}, "between": {"decay": 0, "rails": 0, "meet_us": 0},
     },
 }  # fmt: skip
 
@@ -42,6 +42,7 @@ _MAY_BE_ZERO = (
     "cores",
     "tile_fill",
     "latency_us",
+    "meet_us",
     "decay",
     "rails",
     "launch_us",
@@ -59,7 +60,8 @@ class Link:
     `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
     ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of what a ring through nodes carries at
     most, which is what links inside a node carry times nodes^-p; 0 for a fabric that does not block. `rails`: how many
-    devices' links of a node one ring can use; 0 for all of them.
+    devices' links of a node one ring can use; 0 for all of them. `meet_us`: what a collective takes besides, until the
+    last rank has come and all have woken up.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Link:
     latency_us: float
     decay: float
     rails: int = 0
+    meet_us: float = 0.0
 
     @property
     def bytes_per_second(self) -> float:
@@ -217,10 +220,13 @@ def overridden(base: Table, given: Table, place: str) -> Table:
     return merged
 
 
-def chip_of_device(device: str) -> Chip | None:
-    """The chip that CUDA or ROCm calls by this name, or None where there is no file of it."""
+def chip_of_device(device: str, *, fix: str) -> Chip:
+    """The chip that CUDA or ROCm calls by this name. Raises `UserError` where there is no file of it; `fix`: what the
+    user can do then."""
     found = _found(device)
-    return chip_of_table(found, _read_chip(found)) if isinstance(found, str) else None
+    if not isinstance(found, str):
+        raise UserError(f"the planner does not know {device}", fix=fix, more="docs/planner.md")
+    return chip_of_table(found, _read_chip(found))
 
 
 def bf16_peak(device: str) -> float | None:

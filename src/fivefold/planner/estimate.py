@@ -29,10 +29,11 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.engines import Engine
-from fivefold.planner.flow import Flow, flow, schedule_plan, span
+from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedule_plan, span
 from fivefold.planner.links import seconds
 from fivefold.planner.price import (
     ITEMS,
+    NO_UNIT,
     Content,
     LayerPrice,
     Numbers,
@@ -50,6 +51,7 @@ AT_ONCE = "all at once"  # the one moment of another trainer's memory
 Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
 ROUNDING = 1e-9  # of sums in another order
 MEET = 4  # how sharply the two bounds of a crowded pipeline's time take turns: judgement
+PACKED_BYTES = 15 * 2**19  # of a thread of MKL: 7.3 to 7.8 MiB of fp32 in matmuls of 256 to 1024 rows, measured
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -161,15 +163,26 @@ class Estimate:
 
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
-MATMULS, WAITING = "work space of matmuls", "unreduced gradients"
+MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
+GATHERED = "gathered parameters"
+
+# Processes on a CPU compute nothing while they exchange. FSDP's collectives beside a backward: kind, and moment.
+LATER = ("a layer later", "a layer later in it")
+EXCHANGES = {
+    f"{kind} as {moment}": (kind, moment)
+    for kind, moments in (
+        ("a gather", ("a backward begins", "the first backward begins", *LATER)), ("a reduction", LATER)
+    )
+    for moment in moments
+}  # fmt: skip
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
-    world = prices.cluster.world
+    world, limits = prices.cluster.world, limits_of(prices.facts)
+    legality.refuse(legality.of_experts(layout, limits))  # first: where shards go does not help a model without experts
     legality.refuse(legality.of_world(layout, world, prices.cluster.text))
     layout = layout.resolve(world)
-    limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
     return Step(prices, prices.engine.laid(layout), workload).estimate()
 
@@ -180,7 +193,7 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
 # before it, if there are any, count layouts.
 
 
-def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, overlaps: bool) -> tuple[Numbers, Numbers]:
     """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
     are taken to be alike: a layer's parameters are gathered while the one before it runs."""
     forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
@@ -199,7 +212,7 @@ def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overla
 class Work:
     """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights, on the device; seconds
     of the host for a forward and for a backward; bytes kept until backward, and those that a backward has besides.
-    `edges`: of a stage's input and output, which a pipeline holds."""
+    `edges`: of a stage's input and output, which a pipeline holds, and of the head's gradients."""
 
     forward: Numbers
     backward: Numbers
@@ -250,7 +263,7 @@ class Sent:
         return Sent(self.gather[places], self.reduce[places])
 
 
-def passes(work: Work, sent: Sent, stages: Stages, of: Flow, engine: Engine) -> tuple[Numbers, Numbers]:
+def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) -> tuple[Numbers, Numbers]:
     """Seconds of a micro batch's forward and backward in each stage."""
     before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
     return (
@@ -280,35 +293,42 @@ def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.
 
 
 def least_span(
-    slots: Mapping[Kind, Numbers], stages: Stages, of: Flow, micro_batches: NDArray[np.int64] | int,
+    slots: Mapping[Kind, Numbers], stages: Stages, left: Numbers, micro_batches: NDArray[np.int64] | int,
     transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
     """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
     has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
-    while the rank can compute the gradients of weights that are left."""
+    while the rank can compute the gradients of weights that are `left`, of each stage."""
     forward, backward, weights = slots["F"], slots["B"], slots["W"]
     back = slots["I"] if splits_backward else backward
     hops = stages.first * np.expand_dims(transfer, -1)
     there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
     work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
-    found: Numbers = np.max(there + np.maximum(work, work - of.left * weights @ stages.ranks.T + again), axis=-1)
+    found: Numbers = np.max(there + np.maximum(work, work - left * weights @ stages.ranks.T + again), axis=-1)
     return found
 
 
 def passing(
-    engine: Engine, work: Work, stages: Stages, of: Flow, logits: Numbers | float
+    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float
 ) -> Passing:  # fmt: skip
     """Of each pipeline rank: what micro batches under way take. `logits`: of the loss."""
     each = work.kept @ stages.layers.T
     if engine.moments:
         each[..., 1:] += work.edges[..., :1]
-        each[..., :-1] += work.edges[..., 1:]
-    has_head = np.array([content.has_head for content in stages.contents])
+        each[..., :-1] += work.edges[..., 1:2]
+    has_head, of_head = np.array([content.has_head for content in stages.contents]), work.edges[..., 2:]
+
+    def added(numbers: Numbers) -> Numbers:
+        found: Numbers = (each * numbers) @ stages.ranks.T
+        return found + of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head if engine.moments else found
+
     return Passing(
-        saved=(each * of.in_flight) @ stages.ranks.T,
-        at_loss=(each * of.at_loss) @ stages.ranks.T,
+        saved=added(of.most),
+        at_loss=added(of.at_loss),
+        later=added(of.later),
+        later_at_loss=added(of.later_at_loss),
         layer=_most(work.kept, stages),
-        stage=np.max(np.where(stages.ranks, np.expand_dims(each, -2), 0.0), axis=-1),
+        stage=each[..., stages.own].max(axis=-1),
         working=_most(work.working, stages),
         loss=np.expand_dims(logits, -1) * has_head,
     )
@@ -320,10 +340,12 @@ def _most(parts: Numbers, stages: Stages) -> Numbers:
     return found
 
 
-def moving_bytes(engine: Engine, of: Passing) -> dict[str, dict[str, Numbers]]:
+def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str, Numbers]]:
     """Moment -> item -> bytes of each pipeline rank; of another trainer all moments at once."""
     if engine.moments:
-        return of.at()
+        found = of.at()
+        beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
+        return found | beside if chip.is_host else found
     return {AT_ONCE: {"saved activations": of.saved, "working memory": of.working, "loss": of.loss}}
 
 
@@ -376,9 +398,7 @@ class Step:
     def pipeline(self) -> Layout:
         """The layout's pipeline alone, under which stages and schedules are shared by many layouts."""
         own = self.layout
-        return Layout(
-            pp=own.pp, pp_schedule=own.pp_schedule, pp_virtual=own.pp_virtual, pp_split=own.pp_split, zero=own.zero
-        )
+        return Layout(pp=own.pp, pp_schedule=own.pp_schedule, pp_virtual=own.pp_virtual, pp_split=own.pp_split)
 
     @cached_property
     def micro_batches(self) -> int:
@@ -399,11 +419,15 @@ class Step:
 
     @cached_property
     def stages(self) -> Stages:
-        return self.price_list.stages(replace(self.pipeline, zero=3))
+        return self.price_list.stages(self.pipeline)
 
     @cached_property
-    def flow(self) -> Flow:
-        return flow(self.pipeline, self.micro_batches, self.stages.sizes)
+    def in_flight(self) -> InFlight:
+        return in_flight(self.pipeline, self.micro_batches, self.stages.sizes)
+
+    @cached_property
+    def gathers(self) -> Gathers:
+        return gathers(self.pipeline, self.micro_batches, self.layout.zero)
 
     @property
     def cluster(self) -> Cluster:
@@ -426,7 +450,7 @@ class Step:
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:
         """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
-        return passes(self.work, self.sent, self.stages, self.flow, self.engine)
+        return passes(self.work, self.sent, self.stages, self.gathers, self.engine)
 
     @cached_property
     def busiest(self) -> int:
@@ -438,7 +462,9 @@ class Step:
         found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
         for part, count in zip(self.prices.parts, layers, strict=True):
             found += (part.forward + part.backward) * count
-        before, after = data_seconds(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+        before, after = data_seconds(
+            self.work, self.sent, self.stages, self.gathers, overlaps=self.engine.overlaps_data
+        )
         found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
         return found
 
@@ -451,7 +477,9 @@ class Step:
         """No step is shorter. Without a pipeline, none is longer."""
         splits = self.pipeline.schedule.splits_backward
         slots = durations(*self.passes, self.work, self.stages)
-        span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
+        span = least_span(
+            slots, self.stages, self.in_flight.left, self.micro_batches, self.transfer, splits_backward=splits
+        )
         return float(span) / (self.cluster.crowding if self.layout.pp > 1 else 1) + self.after
 
     @cached_property
@@ -483,21 +511,22 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        alone = float(span(replace(self.pipeline, zero=3), self.micro_batches, self.durations, self.transfer))
+        of_kind = {kind: each[:, np.newaxis] for kind, each in self.durations.items()}
+        alone = float(span(self.pipeline, np.array([self.micro_batches]), of_kind, np.array([self.transfer]))[0])
         return float(crowded(alone, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
     @cached_property
-    def durations(self) -> dict[Kind, list[float]]:
+    def durations(self) -> dict[Kind, Numbers]:
         """Seconds of a slot of each kind, by stage."""
-        return {kind: each.tolist() for kind, each in durations(*self.passes, self.work, self.stages).items()}
+        return durations(*self.passes, self.work, self.stages)
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
 
         def duration(slot: Slot) -> float:
-            return self.durations[slot.kind][slot.stage]
+            return float(self.durations[slot.kind][slot.stage])
 
-        return schedule_plan(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
+        return schedule_plan(self.pipeline, micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
@@ -566,27 +595,25 @@ class Step:
         ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
         ends |= {own[-1]} if content.has_head else set()
         users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
-        order = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches).orders[rank]
+        order = schedule_plan(self.pipeline, self.micro_batches).orders[rank]
         return of_slots(order, users, self.micro_batches, own, self.layout.zero)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
-        content, several = self.stages.contents[rank], self.micro_batches > 1
-        resting = resting_bytes(
-            self.price_list, self.shards, content, self.layout.zero, several=several,
-            waits=root_waits(self.shards, content, self.pipeline),
-        )  # fmt: skip
-        under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
-        moving = moving_bytes(self.engine, under_way)
+        content, chip = self.stages.contents[rank], self.cluster.chip
+        waits = root_waits(self.shards, content, self.pipeline)
+        resting = resting_bytes(self.price_list, self.shards, content, self.layout.zero, waits=waits)
+        under_way = passing(self.engine, self.work, self.stages, self.in_flight, self.prices.logits)
+        moving = moving_bytes(self.engine, chip, under_way)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
         found = max(moments, key=lambda items: sum(items.values()))
-        found |= {MATMULS: matmul_bytes(self.engine, self.cluster.chip)}
+        found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
-        found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
+        found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 
     @cached_property
@@ -620,11 +647,10 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, several: bool, waits: bool
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool
 ) -> Mapping[str, Mapping[str, float]]:
-    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `several`: micro batches.
-    `waits`: see `root_waits`."""
-    shape, of_rank = replace(shards.shape, micro_batches=1 + several), shards.of(content)
+    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`."""
+    shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     state = {
@@ -634,9 +660,15 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if price_list.engine.moments:
-        return memory.resting_bytes(state, _units(shards, content), zero, shape, root_waits=waits)
+        sizes = _units(shards, content)
+        moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
+        if not price_list.cluster.chip.is_host:
+            return moments
+        in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)
+        sent = max(in_layers, key=lambda unit: unit.gathered, default=NO_UNIT)
+        return {**moments, **_exchanges(moments, sizes, sent, zero, shape)}
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
-    found: dict[str, float] = {**state, "gathered parameters": gathered, "unreduced gradients": waiting}
+    found: dict[str, float] = {**state, GATHERED: gathered, WAITING: waiting}
     if price_list.engine.reduces_in_place:
         found["gradients"] = 0
     if price_list.engine.spares:
@@ -644,11 +676,37 @@ def resting_bytes(
     return {AT_ONCE: found}
 
 
+def _exchanges(
+    moments: Mapping[str, Mapping[str, float]], units: Units, sent: UnitPrice, zero: int, shape: StepShape
+) -> dict[str, dict[str, float]]:
+    """What is there while FSDP sends a unit of a layer beside a backward. `sent`: the largest that it sends.
+
+    gloo gathers into a buffer as large as what is gathered, and then copies it. It reduces a copy of all gradients, and
+    its thread may let go of the copy only after the next gather has begun.
+    """
+    compute, reduce, own = shape.compute_bytes, shape.reduce_bytes, units.ahead
+    found: dict[str, dict[str, float]] = {}
+    for moment, (kind, beside) in EXCHANGES.items():
+        at_work, is_later = moments[beside], beside in LATER
+        if kind == "a gather":
+            gathered, waiting = max(units.layer[0], 2 * own), own * is_later
+            buffers = (sent.gathered * compute + waiting * reduce) * (zero == 3)
+        else:
+            gathered, waiting = units.layer[0] - sent.gathered + own, sent.reduced
+            buffers = (sent.reduced + sent.trained) * reduce
+        computing = units.matrix * compute + units.own[1] * reduce * is_later
+        found[moment] = {
+            **at_work,
+            WAITING: at_work[WAITING] - computing + waiting * reduce,
+            GATHERED: (units.root[0] + gathered) * compute if zero == 3 else at_work[GATHERED],
+            BUFFERS: buffers,
+        }
+    return found
+
+
 def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
-    """Whether the model's own unit is not reduced after every backward: two stages give to it, or gradients of weights
-    come apart."""
-    is_shared = bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
-    return pipeline.schedule.splits_backward or is_shared
+    """Whether the model's own unit is not reduced after every backward: two stages give to it."""
+    return bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
 
 
 def _units(shards: Shards, content: Content) -> Units:
@@ -656,14 +714,18 @@ def _units(shards: Shards, content: Content) -> Units:
         pairs = tuple(units)
         return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)
 
-    layers = [size((unit, 1) for unit in shards.layers[kind].units) for kind, _ in content.kinds]
+    units = [shards.layers[kind].units for kind, _ in content.kinds]
+    of_layers = [(size((unit, 1) for unit in each), size([(each[-1], 1)])) for each in units]
+    layer, own = max(of_layers, default=((0, 0), (0, 0)))
     embedding = shards.embedding.units if content.has_embedding else ()
     return Units(
-        layer=max(layers, default=(0, 0)),
+        layer=layer,
+        own=own,
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
-        matrix=max((unit.largest for kind, _ in content.kinds for unit in shards.layers[kind].units), default=0),
+        matrix=max((unit.largest for each in units for unit in each), default=0),
+        ahead=max((each[-1].gathered for each in units if each[-1].is_sent), default=0),
     )
 
 
@@ -744,11 +806,15 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
 
 
-def matmul_bytes(engine: Engine, chip: Chip) -> int:
+def matmul_bytes(engine: Engine, cluster: Cluster) -> int:
     """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
-    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.)"""
-    if not engine.moments or chip.is_host:
+    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.) On a CPU, what MKL packs
+    matrices into, and keeps, for each thread."""
+    chip = cluster.chip
+    if not engine.moments:
         return 0
+    if chip.is_host:
+        return cluster.threads * PACKED_BYTES
     return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
 
 

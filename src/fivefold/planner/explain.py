@@ -126,7 +126,9 @@ def too_large(prices: PriceList, workload: Workload, closest: Estimate | None) -
 
 
 def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iterator[str]:
-    """Shorter rows, and more nodes, as far as either helps."""
+    """Shorter rows, and more nodes, as far as either helps; what is known of the devices, where that is little."""
+    if closest.cluster.chip.is_guess:
+        yield "measure this machine, of whose memory the table is a guess: fivefold calibrate"
     with suppress(UserError):
         shorter = longest_sequence(prices, workload, closest.layout).seq_length
         yield f"rows of {shorter:,} tokens fit, with {closest.layout}"

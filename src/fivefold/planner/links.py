@@ -4,6 +4,9 @@ A ring over n ranks moves (n - 1) / n of a buffer past every rank, an all-reduce
 all-reduce may go up and down a tree of nodes instead, which moves as much and has fewer hops: the faster is taken. An
 all-to-all keeps what goes to ranks of the same node off the network. Where a group spans nodes, its ranks of one node
 have the node's network links together, one for each device, or as many as one ring can use.
+
+Ranks on a CPU do not come to a collective at the same time, nor wake up at once: each collective but a send, which
+waits for nobody, takes the time that they need to meet.
 """
 
 from math import log2
@@ -14,10 +17,15 @@ from fivefold.planner.cluster import Cluster, Span
 
 def seconds(cluster: Cluster, span: Span, call: Call) -> float:
     """One collective of `call.bytes`, those of the larger buffer or of what a rank sends, over a group at `span`."""
+    if span.nodes * span.per_node < 2:
+        return 0.0
+    return _moving(cluster, span, call) + span.link.meet_us * 1e-6 * (call.kind != "send")
+
+
+def _moving(cluster: Cluster, span: Span, call: Call) -> float:
+    """Seconds in which ranks that have met exchange the bytes."""
     nodes, near = span.nodes, span.per_node
     ranks, size, inside = nodes * near, call.bytes, cluster.node.inside
-    if ranks < 2:
-        return 0.0
     hop, latency = inside.latency_us * 1e-6, span.link.latency_us * 1e-6
     if call.kind in ("send", "recv"):
         return latency + size / span.link.bytes_per_second

@@ -60,6 +60,14 @@ class UnitPrice:
     reduce_seconds: float
     largest: int = 0
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether other ranks have parts of it."""
+        return "all_gather" in self.calls
+
+
+NO_UNIT = UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class LayerPrice:
@@ -96,8 +104,8 @@ class Prices:
     logits: int
 
     @property
-    def edges(self) -> tuple[int, int]:
-        """Bytes of a stage's input and output that a pipeline holds."""
+    def edges(self) -> tuple[int, int, int]:
+        """Bytes of a stage's input and output that a pipeline holds, and of the head's gradients."""
         return edge_bytes(self.plan, self.shape)
 
     @property
@@ -160,6 +168,11 @@ class Stages:
     def sizes(self) -> tuple[int, ...]:
         """Layers of each stage."""
         return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
+
+    @cached_property
+    def own(self) -> NDArray[np.int64]:
+        """[rank, number]: the stages of each rank."""
+        return np.array([np.flatnonzero(rank) for rank in self.ranks])
 
     @cached_property
     def distinct(self) -> tuple[Content, ...]:
@@ -555,7 +568,7 @@ class PriceList:
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""
         if not (has_embedding or has_head):
-            return Shard((UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0),))
+            return Shard((NO_UNIT,))
         layout = replace(layout, pp=2)
         plan = lower(self.ends, layout, layout.world // 2 if has_head else 0)
         return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
