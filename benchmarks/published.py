@@ -223,11 +223,14 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
         raise NotSaid("neither tokens/s nor memory")
     cluster, workload = _cluster(row), Workload(_whole(row, "seq_len"), batch)
     regime = match[1] if (match := re.search(r"regime=(\w)", notes)) else ""
-    trainer = engine.partition("-")[0]  # a row stays in its half whatever version of a trainer it is priced as
+    # A row stays in its half whatever version of a trainer it is priced as.
+    trainer = "fsdp1" if engine == "megatron-fsdp" else engine.partition("-")[0]
     unsaid = layout.tp > 1 and not row["sp"]
     unsure = unsaid and (engine in MIXED or ENGINES[engine].sequence_parallel is None)
-    # What a trainer does by default is learned; a row stays in its half.
-    said = replace(layout, sequence_parallel=SPLITS.get(row["sp"], trainer == "torchtitan"))
+    # What is known of a trainer's defaults grows. A row stays in its half: they count for those of torchtitan alone.
+    at_first = trainer == "torchtitan"
+    recompute = layout.recompute if row["recompute"] or at_first else "none"
+    said = replace(layout, sequence_parallel=SPLITS.get(row["sp"], at_first), recompute=recompute)
     what = repr((shape, said, workload, row["gpu"], row["num_gpus"], trainer, speed, memory, failed))
     return Measured(
         source=_source(f"{row['source']} {file}") + _kind(shape, layout),
