@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
+from fivefold.core.schedule import Kind
 from fivefold.planner.estimate import (
     WAITING,
     Edges,
@@ -37,6 +38,7 @@ from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
 
 AT_ONCE = 2**17  # numbers of an array: what a processor's cache holds
+SPANS_AT_ONCE = 256  # pipelines: of each, all that is known behind as many rounds as it has ranks is kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class Alike(NamedTuple):
     """Rows of numbers, of which some are equal. `values`: those that differ. `first`: the first row of each. `of`: of
     each row its place in `values`."""
 
-    values: list[list[int]]
+    values: list[tuple[int, ...]]
     first: Integers
     of: Integers
 
@@ -70,7 +72,8 @@ def distinct(*columns: Integers | NDArray[np.bool_]) -> Alike:
     for column in columns:
         key = key * (int(column.max()) + 1) + column
     _, first, of = np.unique(key, return_index=True, return_inverse=True)
-    return Alike(np.stack([column[first] for column in columns], axis=1).tolist(), first, of)
+    values = zip(*(column[first].tolist() for column in columns), strict=True)
+    return Alike(list(values), first, of)
 
 
 @dataclass(eq=False)
@@ -80,7 +83,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, int, bool, Content], Numbers] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[Content, bool], dict[tuple[int, ...], Numbers]] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
@@ -136,18 +139,20 @@ class Bounding:
         """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
         gradients that wait at any."""
         alike = distinct(self.shards[rows.place], rows.zero)
-        found = [[self._rest(number, zero, each, rows.pipeline) for each in contents] for number, zero in alike.values]
-        return np.array(found)[alike.of]
+        found = [self._rest(each, rows.pipeline, alike.values) for each in contents]
+        return np.array(found).swapaxes(0, 1)[alike.of]
 
-    def _rest(self, number: int, zero: int, content: Content, pipeline: Layout) -> Numbers:
-        shards = self._shards[number]
-        waits = root_waits(shards, content, pipeline)
-        key = number, zero, waits, content
-        if key not in self._resting:
-            found = resting_bytes(self.space.prices, shards, content, zero, waits=waits)
-            tensors = [float(sum(items.values())) for items in found.values()]
-            self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
-        return self._resting[key]
+    def _rest(self, content: Content, pipeline: Layout, keys: Sequence[tuple[int, ...]]) -> list[Numbers]:
+        """Of each (number in `_shards`, ZeRO stage)."""
+        waits = root_waits(self._shards[0], content, pipeline)  # of any: an embedding is tied in all or in none
+        known = self._resting.setdefault((content, waits), {})
+        for key in keys:
+            if key not in known:
+                number, zero = key
+                items = resting_bytes(self.space.prices, self._shards[number], content, zero, waits=waits).values()
+                waiting = max(each[WAITING] for each in items)
+                known[key] = np.array([*(float(sum(each.values())) for each in items), waiting])
+        return [known[key] for key in keys]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
         """[layout, content]: seconds once a step."""
@@ -242,12 +247,18 @@ class Bounding:
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)
         transfer = self.transfer(rows.pp)[rows.work]
         timings = np.stack([*np.concatenate(list(of_kind.values()), axis=1).T, transfer, rows.micro_batches])
-        distinct, inverse = np.unique(timings, axis=1, return_inverse=True)
-        split = dict(zip(of_kind, np.split(distinct[:-2], len(of_kind)), strict=True))
-        found: Numbers = span(pipeline, distinct[-1].astype(int), split, distinct[-2])
+        differ, inverse = np.unique(timings, axis=1, return_inverse=True)
+        pieces = np.array_split(differ, -(-differ.shape[1] // SPANS_AT_ONCE), axis=1)
+        found = np.concatenate([_spans(pipeline, tuple(of_kind), piece) for piece in pieces])
         crowding, own = self.space.prices.cluster.crowding, found[inverse.reshape(-1)]
         together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
         return together + self._after(rows, stages, forward, backward)
+
+
+def _spans(pipeline: Layout, kinds: Sequence[Kind], timings: Numbers) -> Numbers:
+    """`span` of columns: durations of each kind of slot by stage, seconds of a transfer, and micro batches."""
+    seconds = dict(zip(kinds, np.split(timings[:-2], len(kinds)), strict=True))
+    return span(pipeline, timings[-1].astype(int), seconds, timings[-2])
 
 
 def _names(record: type) -> list[str]:

@@ -17,6 +17,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
+from fivefold.parallel.calls import layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.memory import edge_bytes, layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
@@ -204,9 +205,11 @@ class _Pricing:
     def chip(self) -> Chip:
         return self.prices.cluster.chip
 
-    @property
+    @cached_property
     def calls(self) -> tuple[Call, ...]:
-        return self.prices.calls(self.plan, self.shape)
+        """Those of a micro batch, without FSDP's."""
+        calls = self.prices.layer_calls(self.plan, self.shape)
+        return tuple(call for call in calls if call.axis in AXES and call.phase != "step")
 
     @property
     def dtype(self) -> str:
@@ -333,7 +336,7 @@ class _Pricing:
         exposed as far as they outlast attention. A part of tp's runs beside the matmuls, and no longer than they."""
         beside = {"forward": 0.0, "backward": 0.0}
         tensor = {"forward": 0.0, "backward": 0.0}
-        own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
+        own = [call for call in self.calls if _is_of(call.layer, layer)]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
             where = forward if call.phase == "forward" else backward
@@ -389,6 +392,10 @@ class _Pricing:
 class _Sharding(_Pricing):
     """What shards are computed from."""
 
+    @cached_property
+    def unit_calls(self) -> tuple[Call, ...]:
+        return tuple(unit_calls(self.plan, self.shape))
+
     def shard(self, modules: Sequence[str]) -> Shard:
         """The parameters of modules that have units of their own."""
         names = [name for name in self.plan.shards if is_within(name, modules)]
@@ -407,8 +414,7 @@ class _Sharding(_Pricing):
         gathered, reduced = self.plan.padded_sizes(unit)
         held = sum(self.plan.held_bytes(name, 1) for name in unit.parameters)
         frozen = sum(self.plan.held_bytes(name, 1) for name in unit.frozen)
-        own = (call for call in self.calls if call.layer == unit.name and call.axis in OF_UNITS)
-        calls = {call.kind: replace(call, times=1) for call in own}
+        calls = {call.kind: replace(call, times=1) for call in self.unit_calls if call.layer == unit.name}
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
         )
@@ -534,11 +540,11 @@ class PriceList:
             self._plans[layout] = lower(self.short, layout, 0)
         return self._plans[layout]
 
-    def calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
-        """Of a step of one of these plans."""
+    def layer_calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
+        """Of a step of one of these plans, those that layers make."""
         key = plan.layout, plan.rank, shape
         if key not in self._calls:
-            self._calls[key] = plan.calls(shape)
+            self._calls[key] = tuple(layer_calls(plan, shape))
         return self._calls[key]
 
     def grid(self, layout: Layout) -> RankGrid:
