@@ -30,7 +30,7 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 RecomputeMode = Literal["none", "selective", "full"]
 Compute = Literal["bf16", "fp32", "fp64"]
-FP8 = Literal["none", "tensorwise", "rowwise"]
+FP8 = Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
 CP_METHODS = ("auto", "ring", "allgather", "ulysses")
 COMPUTE = get_args(Compute)
 
@@ -128,7 +128,8 @@ class Layout:
     )  # fmt: skip
     fp8: str = _said(
         "none", "precision.fp8", "scaling of fp8 matmuls",
-        choices=get_args(FP8), words={"fp8": "tensorwise", "fp8_rowwise": "rowwise"},
+        choices=get_args(FP8),
+        words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from fivefold.core.fp8 import RECIPES, Dim, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
@@ -27,8 +28,8 @@ def calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
     """Of one optimizer step. Along an axis of one rank nothing is sent."""
     step = _Step(plan, shape)
     parts = (
-        _of_units, _of_stages, _of_tensor_parallel, _of_loss, _of_attention, _of_experts, _of_routers, _of_world,
-        _of_full_matrices,
+        _of_units, _of_stages, _of_tensor_parallel, _of_fp8, _of_loss, _of_attention, _of_experts, _of_routers,
+        _of_world, _of_full_matrices,
     )  # fmt: skip
     for part in parts:
         yield from (call for call in part(step) if plan.grid.size(call.axis) > 1)
@@ -172,6 +173,22 @@ def _across(step: _Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
     layer, features = step.layer_of(module), max(part.stop for part in groups)
     yield from step.forwards("tp", "all_gather", plan.layout.tp * widest * feature, module)
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
+
+
+def _of_fp8(step: _Step) -> Iterator[Call]:
+    """Ranks that split a dimension of a linear agree on the largest values that its regions have."""
+    plan, shape = step.plan, step.shape
+    for linear in plan.fp8_linears:
+        sizes: dict[Dim, int] = {
+            "tokens": shape.rows * shape.tokens, "inputs": linear.inputs, "outputs": linear.outputs,
+        }  # fmt: skip
+        for product, dim, numbers in agreements(RECIPES[plan.layout.fp8], sizes):
+            if axis := linear.axes.get(dim):
+                size = numbers * shape.compute_bytes
+                if product == "output":
+                    yield from step.forwards(axis, "all_reduce", size, linear.name)
+                else:
+                    yield step.call(axis, "all_reduce", size, "backward", step.layer_of(linear.name))
 
 
 def _of_loss(step: _Step) -> Iterator[Call]:

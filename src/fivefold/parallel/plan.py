@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from fivefold.core import heads, legality
+from fivefold.core.fp8 import Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
@@ -44,6 +45,17 @@ class Unit:
     parameters: tuple[str, ...]
     over: Over = "tp"  # whose ranks the blocks of its parameters go to
     frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """A linear that multiplies in fp8: its weight's name, its size on this rank when gathered, and the axes over which
+    its dimensions are split."""
+
+    name: str
+    inputs: int
+    outputs: int
+    axes: Mapping[Dim, str]
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
@@ -202,6 +214,27 @@ class ParallelPlan:
         """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
         blocks = tuple(f"{name}." for name in self.anatomy.layers)
         return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
+
+    @cached_property
+    def fp8_linears(self) -> tuple[Fp8Linear, ...]:
+        """The linears of this rank's layers that multiply in fp8.
+
+        The head, routers, experts and latent projections stay in the compute dtype. (A latent projection gets the
+        gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
+        """
+        if self.layout.fp8 == "none":
+            return ()
+        splits: dict[str, dict[Dim, str]] = {"column": {"outputs": "tp"}, "row": {"inputs": "tp"}, "replicated": {}}
+        found = []
+        for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
+            for matmul in cost.matmuls if layer in self.layers else ():
+                name = f"{layer}.{matmul.name}"
+                kind, shape = self.facts.partition.roles[name].kind, self.gathered_shape(name)
+                if kind in splits:
+                    is_transposed = self.shards[name].shape != (matmul.outputs, matmul.inputs)
+                    outputs, inputs = reversed(shape) if is_transposed else shape
+                    found.append(Fp8Linear(name, inputs, outputs, {**splits[kind], "tokens": "cp"}))
+        return tuple(found)
 
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
