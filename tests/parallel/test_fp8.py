@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.parallel.collectives import differing
 from tests.parity import Case, Outcome, gradient_error, on_rank, outcome
 from tests.pool import run_ranks
 
@@ -33,5 +34,14 @@ def test_a_layout_in_fp8_equals_one_process(layout: str, recipe: str) -> None:
     error, worst = gradient_error(many, one)
     assert error <= 1e-9, worst
     assert many.losses == pytest.approx(one.losses, rel=1e-9)
-    for result in per_rank:
-        assert result["ran"] == result["declared"]
+    assert not differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8"])
+@pytest.mark.parametrize(("layout", "family"), [("shard2.ep2", "mixtral"), ("shard2.ep2", "deepseek_v3"), ("tp2.ep2", "mixtral"), ("pp2", "qwen3_moe")])
+def test_experts_in_fp8(layout: str, family: str, recipe: str) -> None:
+    one, _ = found(f"single+fp64+{recipe}", family, 4)
+    many, per_rank = found(f"{layout}+fp64+{recipe}", family, 4)
+    error, worst = gradient_error(many, one)
+    assert error <= 1e-9, worst
+    assert not differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])

@@ -19,7 +19,7 @@ Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Format = Literal["e4m3", "e5m2"]
@@ -67,6 +67,15 @@ RECIPES: Mapping[str, Recipe] = {
     "blockwise": Recipe((_STRIP, _BLOCK), (_STRIP, _BLOCK), (_STRIP, _STRIP)),
     "mxfp8": Recipe((_MICRO, _MICRO), (_MICRO, _MICRO), (_MICRO, _MICRO)),
 }
+
+
+def by_row(recipe: Recipe) -> Recipe:
+    """The recipe of experts: activations and gradients that it casts as whole tensors are cast row by row."""
+
+    def rows(pair: Pair) -> Pair:
+        return replace(pair[0], region=(1, pair[0].region[1])), pair[1]
+
+    return Recipe(rows(recipe.output), rows(recipe.input_grad), None)
 
 
 def shared_dims(cast: Cast, free: Dim, summed: Dim) -> tuple[Dim, ...]:

@@ -226,6 +226,11 @@ class Layout:
         return found
 
     @property
+    def numerics(self) -> str:
+        """The types that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
+        return self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
+
+    @property
     def row_multiple(self) -> int:
         """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`."""
         return 2 * self.cp * self.tp

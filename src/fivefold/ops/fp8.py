@@ -9,15 +9,16 @@ loss is the same, and nothing is faster.
 Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.fp8 import DIMS, Cast, Dim, Format, Product, Recipe, shared_dims
-from fivefold.ops.linear import Dense
+from fivefold.core.fp8 import DIMS, Cast, Dim, Format, Product, Recipe, by_row, shared_dims
+from fivefold.ops.linear import Dense, Grouped
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST = 1e-30  # a region of zeros is scaled as if this were its largest value
@@ -28,13 +29,19 @@ Agree = Callable[[Tensor], Tensor]  # largest values on this rank -> those of al
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
 
-def scale_of(x_MK: Tensor, cast: Cast, agree: Agree) -> Tensor:
-    """What the numbers of `x_MK` are multiplied by, in fp32 (fp64 for fp64), of a shape that broadcasts with it."""
-    largest = agree(_largest(x_MK, cast.region)).double().clamp(min=LEAST)
-    scale = torch.finfo(DTYPES[cast.form]).max / largest
+def scale_of(x_MK: Tensor, cast: Cast, agree: Iterable[Agree] = ()) -> Tensor:
+    """What the numbers of `x_MK` are multiplied by, in fp32 (fp64 for fp64), of a shape that broadcasts with it.
+
+    `agree`: of the dimensions that the regions span and several ranks split. A dimension before the two is one of
+    matrices, each with scales of its own.
+    """
+    largest = _largest(x_MK, cast.region)
+    for of_all in agree:
+        largest = of_all(largest)
+    scale = torch.finfo(DTYPES[cast.form]).max / largest.double().clamp(min=LEAST)
     if cast.is_power_of_2:
         scale = torch.exp2(torch.log2(scale).floor())
-    for dim, size in enumerate(cast.region):
+    for dim, size in zip((-2, -1), cast.region, strict=True):
         if size is not None and size > 1:
             scale = scale.repeat_interleave(size, dim).narrow(dim, 0, x_MK.shape[dim])
     return scale.to(torch.float64 if x_MK.dtype == torch.float64 else torch.float32)
@@ -45,18 +52,29 @@ def cast_to_fp8(x_MK: Tensor, cast: Cast, scale: Tensor) -> Tensor:
     stays."""
     dtype = DTYPES[cast.form]
     most = torch.finfo(dtype).max
-    return (x_MK.to(scale.dtype) * scale).clamp(-most, most).to(dtype)
+    scaled = (x_MK.to(scale.dtype) * scale).clamp(-most, most)
+    return (_rounded_once(scaled, dtype) if scaled.dtype == torch.float64 else scaled).to(dtype)
+
+
+def _rounded_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest numbers of `dtype`, in fp64. (PyTorch converts fp64 to fp8 by way of fp32: 17 + 1e-8 becomes 17, half
+    way between 16 and 18, and then 16.)"""
+    about = torch.finfo(dtype)
+    exponent = torch.frexp(x).exponent - 1  # 2^exponent <= |x| < 2^(exponent + 1)
+    lowest = math.frexp(about.tiny)[1] - 1
+    step = torch.ldexp(about.eps * torch.ones_like(x), exponent.clamp(min=lowest))
+    return (x / step).round() * step
 
 
 def _largest(x_MK: Tensor, region: tuple[int | None, int | None]) -> Tensor:
     """The largest absolute value of each region: [1 or M/m, 1 or K/k]."""
     free, summed = region
     if summed is None:
-        return x_MK.abs().amax(dim=1 if free else (0, 1), keepdim=True)
-    m, k = free or x_MK.shape[0], summed
-    padded = F.pad(x_MK, (0, -x_MK.shape[1] % k, 0, -x_MK.shape[0] % m))
-    parts = padded.unflatten(1, (-1, k)).unflatten(0, (-1, m))  # type: ignore[no-untyped-call]
-    return parts.abs().amax(dim=(1, 3))  # type: ignore[no-any-return]
+        return x_MK.abs().amax(dim=-1 if free else (-2, -1), keepdim=True)
+    m, k = free or x_MK.shape[-2], summed
+    padded = F.pad(x_MK, (0, -x_MK.shape[-1] % k, 0, -x_MK.shape[-2] % m))
+    parts = padded.unflatten(-1, (-1, k)).unflatten(-3, (-1, m))  # type: ignore[no-untyped-call]
+    return parts.abs().amax(dim=(-3, -1))  # type: ignore[no-any-return]
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -90,19 +108,51 @@ class Float8:
 
     def _product(self, which: Product, a_MK: Tensor, b_NK: Tensor) -> Tensor:
         """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
-        m, n, k = DIMS[which]
-        pair: tuple[Cast, Cast] = getattr(self.recipe, which)
-        operands = ((a_MK, pair[0], m), (b_NK, pair[1], n))
-        scales = [scale_of(each, cast, self._agreed(shared_dims(cast, free, k))) for each, cast, free in operands]
-        values = [cast_to_fp8(each, cast, s) for (each, cast, _), s in zip(operands, scales, strict=True)]
-        a, b = (value.to(scale.dtype) / scale for value, scale in zip(values, scales, strict=True))
-        return (a @ b.T).to(a_MK.dtype)
+        (a, of_a), (b, of_b) = casts(which, self.recipe, self.agree, a_MK, b_NK)
+        return (restored(a, of_a) @ restored(b, of_b).T).to(a_MK.dtype)
 
-    def _agreed(self, dims: tuple[Dim, ...]) -> Agree:
-        def agree(largest: Tensor) -> Tensor:
-            for dim in dims:
-                if dim in self.agree:
-                    largest = self.agree[dim](largest)
-            return largest
 
-        return agree
+@dataclass(frozen=True, eq=False)
+class Float8Grouped:
+    """The products of experts by `recipe`: see `ops.linear.Grouped` for the shapes.
+
+    Rows are cast one by one, for the rows of an expert come from other ranks and micro batches: a recipe that casts
+    whole tensors casts rows here. Weights are cast expert by expert. For the same reason weight gradients, which sum
+    over these rows, stay in the compute dtype.
+    """
+
+    recipe: Recipe
+    counts_E: Tensor
+    is_transposed: bool
+    is_served: bool
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._product("output", x, weight.transpose(1, 2) if self.is_transposed else weight)
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self._product("input_grad", grad, weight if self.is_transposed else weight.transpose(1, 2))
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        return Grouped(self.counts_E, self.is_transposed, self.is_served).weight_grad(grad, x)
+
+    def _product(self, which: Product, rows_SK: Tensor, weight_ENK: Tensor) -> Tensor:
+        (rows, of_rows), (weight, of_weight) = casts(which, by_row(self.recipe), {}, rows_SK, weight_ENK)
+        plain = Grouped(self.counts_E, False, False)
+        return plain.output(restored(rows, of_rows), restored(weight, of_weight)).to(rows_SK.dtype)
+
+
+def casts(
+    which: Product, recipe: Recipe, agree: Mapping[Dim, Agree], a_MK: Tensor, b_NK: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Both operands of a product in fp8, each with its scale."""
+    m, n, k = DIMS[which]
+    found = []
+    for operand, cast, free in zip((a_MK, b_NK), getattr(recipe, which), (m, n), strict=True):
+        scale = scale_of(operand, cast, [agree[dim] for dim in shared_dims(cast, free, k) if dim in agree])
+        found.append((cast_to_fp8(operand, cast, scale), scale))
+    return found
+
+
+def restored(values: Tensor, scale: Tensor) -> Tensor:
+    """What the numbers of eight bits stand for, in the dtype of the scale."""
+    return values.to(scale.dtype) / scale

@@ -27,7 +27,7 @@ from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
-from fivefold.ops.fp8 import Float8
+from fivefold.ops.fp8 import Float8, Float8Grouped
 from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
@@ -149,7 +149,8 @@ def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Pro
 
     of_role: dict[Role, Any] = {"column": agree(outputs="tp"), "row": agree(inputs="tp"), "dense": agree()}
     recipe = RECIPES[plan.layout.fp8]
-    return {role: partial(Float8, recipe, each) for role, each in of_role.items()}
+    dense: dict[Role, Callable[..., Products]] = {role: partial(Float8, recipe, each) for role, each in of_role.items()}
+    return {**dense, "expert": partial(Float8Grouped, recipe)}
 
 
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:

@@ -217,9 +217,9 @@ class ParallelPlan:
 
     @cached_property
     def fp8_linears(self) -> tuple[Fp8Linear, ...]:
-        """The linears of this rank's layers that multiply in fp8.
+        """The linears of this rank's layers that multiply in fp8, beside the experts.
 
-        The head, routers, experts and latent projections stay in the compute dtype. (A latent projection gets the
+        The head, routers and latent projections stay in the compute dtype. (A latent projection gets the
         gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
         """
         if self.layout.fp8 == "none":
