@@ -19,9 +19,9 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.data.cache import key_of
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import about_code, kept
 from fivefold.planner.cluster import Cluster

@@ -4,12 +4,14 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fivefold.core import files
+from fivefold.core.errors import UserError
 from fivefold.core.json_lines import JsonLines
 
 
@@ -61,3 +63,25 @@ def test_nothing_of_what_a_killed_process_of_the_same_number_left_comes_back(tmp
     (tmp_path / f".a.{os.getpid()}.tmp").write_bytes(b"a long text of another time")
     files.replace(tmp_path / "a", b"short")
     assert (tmp_path / "a").read_bytes() == b"short" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("", "Is a directory"), ("file/page.html", "Not a directory"), ("new/page.html", ""), ("file", ""), ("none", "")],
+)
+def test_a_place_is_looked_at_before_work_is_done_for_it(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    if not says:
+        files.check_place(tmp_path / name, instead="another")
+        files.put(tmp_path / name, b"x", instead="another")
+        return
+    for write in (files.check_place, partial(files.put, content=b"x")):
+        with pytest.raises(UserError, match=f"cannot write .*: {says}"):
+            write(tmp_path / name, instead="another")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_that_is_not_ones_own_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="Permission denied"):
+        files.check_place(tmp_path / "file", instead="another")

@@ -84,6 +84,25 @@ def test_what_is_not_understood_is_named(text: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("shrd4", "did you mean shard4?"),
+        ("fsdp8.tp2", "did you mean shard8?"),
+        ("TP2", "did you mean tp2?"),
+        ("dp_shard-1", "did you mean shard-1?"),
+        ("shard4.zero1", "an option stands behind a +: +zero1"),
+        ("shard4,tp2", "write dpN, shardN"),
+        ("tp2+interleave", "did you mean +interleaved?"),
+        ("tp2+micro4", "options are zeroN"),
+    ],
+)
+def test_what_was_meant_is_asked(text: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Layout.parse(text)
+    assert caught.value.fix and caught.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"zero": 0},
@@ -130,7 +149,7 @@ def test_the_rest_is_filled_in() -> None:
     ("text", "world", "what"),
     [
         ("shard3.cp2.tp4", 16, "dp_shard 3 x cp 2 x tp 4 = 24, but 16 workers started; dp_shard 2 fits"),
-        ("shard-1.tp3", 8, "dp_shard -1 x tp 3, but 8 workers started; 3 does not divide 8"),
+        ("shard-1.tp3", 8, "dp_shard -1 x tp 3, but 8 workers started; 3 does not divide 8, tp 2 or 4 does"),
         ("single", 2, "single = 1, but 2 workers started; dp_shard 2 fits"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
@@ -209,19 +209,18 @@ def test_a_unit_is_idle_after_a_call_that_raised(world: None) -> None:
 
 def test_late_gradients_are_added_and_reduced(world: None) -> None:
     """Two backwards of which the weight's part comes by hand."""
-    model: FSDPModule = unit()
+    model: Any = unit()
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     for _ in range(2):
-        weight = cast(Any, model).weight
-        cast(Any, model)(torch.ones(2, 4, requires_grad=True))
-        weight = cast(Any, model).weight
-        torch.autograd.backward(weight, torch.ones(4, 4))
+        model(torch.ones(2, 4, requires_grad=True))
+        torch.autograd.backward(model.weight, torch.ones(4, 4))
         torch_internals.fsdp_add_late(model)
     model.set_requires_gradient_sync(True)
     torch_internals.fsdp_reduce_now(model)
     model.reshard()
-    assert cast(Any, model).weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
+    assert not model._get_fsdp_state()._comm_ctx.reduce_scatter_states, "what was sent is let go"
 
 
 # ---- Dynamo ----------------------------------------------------------------------------------------------------------

@@ -189,12 +189,20 @@ def fsdp_add_late(module: "FSDPModule") -> None:
 
 
 def fsdp_reduce_now(module: "FSDPModule") -> None:
-    """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does."""
+    """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does.
+
+    FSDP would keep the buffer in which they were sent until the next backward ends. The compute stream has waited for
+    the reduction, so that the buffer is free.
+    """
     for group in _groups(module):
-        before = group._training_state
+        before, shared = group._training_state, group.comm_ctx
         group.post_backward()
         group.finalize_backward()
         group._training_state = before
+        if hasattr(shared, "reduce_scatter_states"):
+            shared.reduce_scatter_states.clear()
+        else:  # torch 2.11 keeps one
+            shared.reduce_scatter_state = None
 
 
 def _groups(module: "FSDPModule") -> list[Any]:

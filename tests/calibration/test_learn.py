@@ -12,12 +12,13 @@ import pytest
 
 from fivefold.calibration import learn
 from fivefold.calibration.hardware_file import parsed, text
-from fivefold.calibration.learn import DOUBTS, ITEMS, Factors, Seen, corrected, explained, seen_in
+from fivefold.calibration.learn import DOUBTS, Factors, Seen, corrected, explained, seen_in
 from fivefold.calibration.learn import _start as start_of
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.cluster import Cluster
+from fivefold.planner.doubt import ITEMS
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.price import PriceList
@@ -60,13 +61,13 @@ def test_the_step_is_explained(slower: float) -> None:
 
 
 def test_a_term_moves_by_its_share_and_its_doubt() -> None:
-    """Half of a step is matmuls, known to 10 %, and half links, known to 40 %: the links have 16 parts of 17."""
+    """Half of a step is matmuls, known to 12 %, and half links, known to 40 %: the links have 11 parts of 12."""
     before = planned(Cluster.parse("8xA100-80"))
     halves = tuple(
         replace(row, amount=0.5 * (row.item in ("matmuls", "tp"))) for row in before.rows if row.part == "time"
     )
     found = explained(replace(before, rows=halves), Seen(1.1, 1e-9, None), dict.fromkeys(DOUBTS, 0.0))
-    assert found.logs["links"] / found.logs["matmuls"] == pytest.approx(16)
+    assert found.logs["links"] / found.logs["matmuls"] == pytest.approx((0.4 / 0.12) ** 2)
     assert sum(found.logs.values()) / 2 == pytest.approx(log(1.1))
     assert found.logs["host"] == 0 and found.doubts["host"] == DOUBTS["host"]
     assert found.doubts["links"] < 0.3 * DOUBTS["links"] and found.doubts["matmuls"] > 0.9 * DOUBTS["matmuls"]

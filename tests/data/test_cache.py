@@ -15,8 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from fivefold.core import cache, integrity
 from fivefold.core.errors import UserError
-from fivefold.data import PreparedData, cache, cache_root, integrity, prepare, tokenizer
+from fivefold.data import PreparedData, cache_root, prepare, tokenizer
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole, write_jsonl
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fivefold.core import integrity
 from fivefold.core.errors import UserError
-from fivefold.data import PreparedData, integrity, prepare
-from fivefold.data.integrity import CHUNK, file_checksum, signed
+from fivefold.core.integrity import CHUNK, file_checksum, signed
+from fivefold.data import PreparedData, prepare
 from fivefold.data.store import StoreMeta, open_store
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole
 

@@ -16,14 +16,14 @@ def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:
 
 @pytest.mark.parametrize(
     ("zero", "gathered", "waiting"),
-    [(1, [65, 65, 65, 65], [0, 26, 106, 130 + 65 * 4]), (2, [65, 65, 65, 65], [0, 26, 106, 130]),
-     (3, [25, 45, 45, 25], [0, 26, 106, 130])],
+    [(1, [65, 65, 65, 65], [0, 26, 86, 130 + 65 * 4]), (2, [65, 65, 65, 65], [0, 26, 86, 130]),
+     (3, [25, 40, 40, 25], [0, 26, 86, 130])],
 )  # fmt: skip
 def test_units_are_gathered_and_wait_by_zero_stage(zero: int, gathered: list[int], waiting: list[int]) -> None:
-    """A layer of 20 numbers, 8 of them in one matrix, an embedding of 10, the model's own unit of 5, 65 in all, in
-    bf16, reduced in fp32."""
+    """A layer of 20 numbers, 5 of them of experts, 8 of the others in one matrix, an embedding of 10, the model's own
+    unit of 5, 65 in all, in bf16, reduced in fp32."""
     shape: Any = SimpleNamespace(compute_bytes=2, reduce_bytes=4, micro_batches=1)
-    units = Units(layer=(20, 20), embedding=(10, 10), root=(5, 5), total=(65, 65), matrix=8)
+    units = Units(layer=(20, 20), own=(15, 15), embedding=(10, 10), root=(5, 5), total=(65, 65), matrix=8)
     found = resting_bytes({"parameters": 7, "gradients": 9}, units, zero, shape, root_waits=False)
     moments = [found[moment] for moment in MOMENTS]
     assert [each["parameters"] for each in moments] == [7, 7, 7, 7]

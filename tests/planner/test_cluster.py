@@ -43,8 +43,12 @@ def test_what_a_chip_can_do() -> None:
     }.items(),
 )  # fmt: skip
 def test_the_chip_of_a_device(device: str, chip: str | None) -> None:
-    found = chip_of_device(device)
-    assert (found and found.name) == chip
+    if chip is not None:
+        assert chip_of_device(device, fix="none").name == chip
+        return
+    with pytest.raises(UserError, match=f"does not know {device}") as caught:
+        chip_of_device(device, fix="take another")
+    assert caught.value.fix == "take another"
 
 
 @pytest.mark.parametrize(

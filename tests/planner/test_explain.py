@@ -1,10 +1,14 @@
 """Why a layout is as fast as it is, and what makes one fit."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from fivefold.core.layout import Layout
+from fivefold.planner.doubt import DOUBTS, step_interval
 from fivefold.planner.estimate import Workload, estimate
-from fivefold.planner.explain import USEFUL, binds, cures, neighbours, slower_by
+from fivefold.planner.explain import USEFUL, binds, cures, neighbours, slower_by, tied
 from tests.planner.settings import prices, with_memory
 
 WORKLOAD = Workload(8192, 16)
@@ -24,6 +28,30 @@ def test_a_slower_layout_says_in_what() -> None:
     assert sum(each.seconds for each in found) == pytest.approx(one.step_seconds - other.step_seconds)
     assert found[0].item == "bubble" and found[0].share > 0
     assert slower_by(one, one)[0].seconds == 0
+
+
+def test_an_interval_is_as_wide_as_its_terms_are_unsure() -> None:
+    """A half of each of two terms: the doubts add up as squares. A bubble is as unsure as what it waits for."""
+    low, high = step_interval({"matmuls": 1.0, "tp": 1.0}, 1)
+    doubt = math.hypot(DOUBTS["matmuls"] / 2, DOUBTS["links"] / 2)
+    assert (math.log(high / 2), math.log(low / 2)) == pytest.approx((1.28 * doubt, -1.28 * doubt))
+    assert step_interval({"matmuls": 1.0, "tp": 1.0, "bubble": 2.0}, 1) == pytest.approx((2 * low, 2 * high))
+    assert step_interval({"matmuls": 2.0}, 4)[1] == pytest.approx(2 * math.exp(1.28 * 4 * DOUBTS["matmuls"]))
+
+
+@pytest.mark.parametrize(
+    ("more", "is_tied"),
+    [
+        ({"host": 0.01}, True),  # nearer than anybody can tell
+        ({"host": 0.1}, False),  # the same term, known to 30 %: it is longer by 6 to 14 %
+        ({"host": -0.05, "attention": 0.075}, True),  # 2.5 % longer, in terms that are wrong by 2.7 % together
+    ],
+)
+def test_steps_are_tied_within_the_error_of_their_difference(more: dict[str, float], is_tied: bool) -> None:
+    other = estimate(prices("llama", "8xH100"), Layout.parse("shard8"), WORKLOAD)
+    whole = other.step_seconds
+    rows = tuple(replace(row, amount=row.amount + whole * more.get(row.item, 0.0)) for row in other.rows)
+    assert tied(replace(other, rows=rows), other) is is_tied and tied(other, other)
 
 
 @pytest.mark.parametrize("text", ["dp4", "dp4+mb4", "dp2.shard2+zero1", "tp2.pp2", "shard2.tp2+mb2+nosp"])

@@ -1,6 +1,5 @@
 """A step of many micro batches is told from one of a few: what is counted, and how long it takes, is that of all."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,13 +10,13 @@ from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind, SchedulePlan
 from fivefold.parallel.memory import under_way
 from fivefold.parallel.unshards import of_slots
-from fivefold.planner.flow import Durations, flow, rounds_beyond, span
+from fivefold.planner.flow import Durations, gathers, in_flight, rounds_beyond, span
 
 PIPELINES = [
-    "pp2", "pp3", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2", "pp3+zbv", "pp4+zbv",
-    "pp2+dualpipev", "pp4+dualpipev",
+    "pp2", "pp3", "pp7", "pp4+gpipe", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2",
+    "pp3+zbv", "pp4+zbv", "pp2+dualpipev", "pp4+dualpipev",
 ]  # fmt: skip
-COUNTS = (4, 5, 8, 12, 14, 33, 60, 64)
+COUNTS = (4, 5, 8, 12, 14, 33, 60, 64, 200)
 
 
 def legal(text: str) -> list[tuple[Layout, int]]:
@@ -43,11 +42,12 @@ def test_a_span_is_that_of_all_slots(text: str, alike: bool) -> None:
         counts = np.array([count - min(number, beyond) * of_round for number in range(5)])
         together = span(layout, counts, seconds, transfer)
         for number in range(5):
-            alone = {kind: each[:, number].tolist() for kind, each in seconds.items()}
+            alone = {kind: each[:, [number]] for kind, each in seconds.items()}
             whole = SchedulePlan.of(layout, int(counts[number])).simulate(
-                lambda slot, alone=alone: alone[slot.kind][slot.stage], transfer=transfer[number]
+                lambda slot, alone=alone: float(alone[slot.kind][slot.stage, 0]), transfer=transfer[number]
             )
-            assert span(layout, int(counts[number]), alone, float(transfer[number])) == pytest.approx(whole.span, 1e-11)
+            found = span(layout, counts[[number]], alone, transfer[[number]])
+            assert found == pytest.approx(whole.span, 1e-11)
             assert together[number] == pytest.approx(whole.span, 1e-11), (text, counts, number)
 
 
@@ -56,13 +56,14 @@ def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
     """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
     for zero, (layout, count) in product((1, 2, 3), legal(text)):
         layers = (2,) * layout.stages
-        own, plan = flow(replace(layout, zero=zero), count, layers), SchedulePlan.of(layout, count)
+        plan, held = SchedulePlan.of(layout, count), in_flight(layout, count, layers)
+        own = gathers(layout, count, zero)
         for rank, order in enumerate(plan.orders):
             stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
             users = {str(stage): frozenset((stage,)) for stage in stages}
             times = of_slots(order, users, count, stages, zero)
             for stage, flying in under_way(order, layers).items():
                 each = times[str(stage)]
-                assert own.in_flight[stage] == flying
+                assert held.most[stage] == flying
                 found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
                 assert found == pytest.approx((each.forward, each.backward, each.reductions)), (zero, count, stage)

@@ -56,7 +56,10 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
     config = load_config(file)
     assert config.data.seq_length == 2048 and config.train.global_batch_size == 16
     assert config.run.name == "mine"  # two plans do not share a run folder
-    assert f"fivefoldtrain{file}" in "".join(capsys.readouterr().out.split())  # a long path goes over several lines
+    shown = capsys.readouterr().out
+    assert f"fivefoldtrain{file}" in "".join(shown.split())  # a long path goes over several lines
+    assert "add your data and a tokenizer; the model has no weights here" in " ".join(shown.split())
+    assert config.model.init == "random"
     assert run(*SMALL, "--write", str(file)) == 2  # an existing file is kept
 
 
@@ -64,6 +67,11 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "says"),
     [
         (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp3"), "tp 3"),
+        (("llama-3.2-1b", "--cluster", "4xH100", "--layout", "tp3"), "3 does not divide 4, tp 2 or 4 does"),
+        (("qwen2.5-7b", "--cluster", "8xH100", "--layout", "tp8"), "try tp 1, 2, 4\n"),  # of 28 heads, 28 would fit too
+        (("qwen2.5-72b", "--cluster", "8xH100"), "did you mean qwen2.5-7b"),
+        (("mixtral-8x7b", "--cluster", "3xH100", "--layout", "ep2"), "adds none: shard3\n"),
+        (("llama-3.2-1b", "--cluster", "4xH100", "--layout", "shrd4"), "did you mean shard4?"),
         (("llama-3.2-1b", "--cluster", "2xH1000"), "H100"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp2.pp2"), "= 4, but 1x2xH100 has 2 devices; 4 does not"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp4", "--max-seq-length"), "1x2xH100 has 2 devices"),
@@ -71,6 +79,9 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
             ("llama-3.2-1b", "--cluster", "8x8xH100", *SHORT),
             "rows of its own with global_batch_size 64",
         ),
+        ((*SMALL, "--json", ""), "--json names no file\nname a file: --json FILE"),
+        ((*SMALL, "--html", "/dev/null/page.html"), "cannot write /dev/null/page.html: Not a directory"),
+        ((*SMALL, "--write", "/"), "cannot write /: Is a directory"),
         (("run.yaml", "--cluster", "2xH100"), "run.yaml is a run file, and plan takes a model"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "0"), "no step"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "9" * 20), "too large to be planned"),
@@ -98,7 +109,7 @@ def test_long_layouts_are_broken_before_their_options(capsys: pytest.CaptureFixt
     asked = ("--seq-length", "4k", "--global-batch-size", "16", "--top", "1", "--layout", long)
     assert run("llama-3.2-1b", "--cluster", "8xH100", *asked) == 0
     shown = capsys.readouterr().out.splitlines()
-    line = next(number for number, each in enumerate(shown) if each.startswith("shard2.tp2.pp2+zero1"))
+    line = next(number for number, each in enumerate(shown) if each.startswith("shard2.tp2.pp2+zero1") and "±" in each)
     assert shown[line + 1].split()[0] == "+interleaved+v2+mb2+full" and max(map(len, shown)) <= 80
     assert any("a device" in each for each in shown[:line])
 
@@ -124,7 +135,7 @@ def test_a_layout_that_does_not_fit_is_shown_and_fails(capsys: pytest.CaptureFix
     asked = ("--layout", "dp8", "--top", "2")
     assert run("llama-3.1-8b", "--cluster", "8xH100", "--seq-length", "8k", "--global-batch-size", "8", *asked) == 1
     shown = capsys.readouterr().out
-    assert "does not fit" in shown and "would fit: " in shown
+    assert "dp8 does not fit: " in shown and "would make it fit, the fastest first:" in shown
 
 
 def test_the_longest_rows_that_fit(capsys: pytest.CaptureFixture[str]) -> None:

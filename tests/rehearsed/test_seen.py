@@ -126,7 +126,7 @@ def test_tensors_alike_are_told_together() -> None:
     [
         (
             ("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, "foreach_reduce"),
-            "gradients on their way",
+            "gradients (FSDP)",
         ),
         (("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, "foreach_all_gather"), "gathered"),
         (("/x/torch/optim/adamw.py", 1, "_init_group"), "optimizer state"),
@@ -135,7 +135,8 @@ def test_tensors_alike_are_told_together() -> None:
     ],
 )
 def test_who_made_an_allocation(frame: tuple[str, int, str], says: str) -> None:
-    assert made_by([("/x/torch/_ops.py", 1, "call"), frame]).startswith(says)
+    within = ("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 1, "allocate")
+    assert made_by([("/x/torch/_ops.py", 1, "call"), within, frame]).startswith(says)
     assert made_by([]) == "backward, in torch"
 
 

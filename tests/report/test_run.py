@@ -199,17 +199,29 @@ def started(run: Path) -> Path:
     return run
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"data": {"vocabulary": "x"}}, {"data": {"documents": 3}}, {"machine": {"host": 5}}, {"damages": 5}]
+)
+def test_a_history_that_says_nonsense_is_left_out(wrong: dict[str, Any], tmp_path: Path) -> None:
+    run = started(make_run(tmp_path / "mine", [row(1), row(2)], "train.max_steps=2"))
+    first = json.loads((run / "history.jsonl").read_text())
+    (run / "history.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in (first, first | wrong)))
+    text = main(run).read_text(encoding="utf-8")
+    assert "history.jsonl says what no start says" in text and "mine: 2 steps" in text
+
+
 def test_planned_stands_beside_measured(tmp_path: Path) -> None:
     run, told = started(make_run(tmp_path / "mine", [row(1), row(2)])), list[str]()
 
     def expect(config: RunConfig, layout: str, device: str, about: Any) -> Expected:
         assert (config.run.name, layout, device, about["device"]) == ("mine", "tp2", "cpu", "a CPU, 2 cores")
-        return Expected(step_seconds=1.6, peak_gib=0.2, cluster="1x2xcpu")
+        return Expected(step_seconds=1.6, peak_gib=0.2, cluster="1x2xcpu", likely_seconds=(1.2, 2.1))
 
     text = main(run, expect=expect, tell=told.append).read_text(encoding="utf-8")
     assert told == [
         "tp2 on 1x2xcpu",
-        "  step time: planned 1.6 s, measured 2 (1.25 x)", "  peak memory: planned 0.2 GiB, measured 0.25 (1.25 x)",
+        "  step time: planned 1.6 s (80 %: 1.2 to 2.1), measured 2 (1.25 x)",
+        "  peak memory: planned 0.2 GiB, measured 0.25 (1.25 x)",
     ]  # fmt: skip
     assert all(said in text for said in ("Planned and measured", "tp2 on 1x2xcpu", ">1.6<", ">1.25 x<"))
     assert "Planned and measured" not in main(run).read_text(encoding="utf-8")

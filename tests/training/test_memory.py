@@ -46,7 +46,7 @@ def test_what_is_reserved_is_told_of_gpus_alone(monkeypatch: pytest.MonkeyPatch)
 )
 def test_segments_grow_unless_the_user_says_otherwise(said: dict[str, str], wanted: str | None) -> None:
     env = dict(said)
-    world._set_for_cuda(env)
+    world.set_for_cuda(env)
     assert env.get("PYTORCH_CUDA_ALLOC_CONF") == wanted
     assert env["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] == "false"
 

@@ -1,5 +1,6 @@
 """What a proof looks at, and what it leaves out."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from fivefold.verification.prepare import flips, left_to_chance, prepare, roundi
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference_tensors import ReferenceTensors
-from fivefold.verification.results import FACTOR, LayoutResult
+from fivefold.verification.results import FACTOR, LayoutResult, relative_number
 from tests.pool import run_ranks
 from tests.verification.faults import Model
 from tests.verification.mutation import make_subject, prove
@@ -25,6 +26,13 @@ def test_a_module_that_runs_twice_in_a_pass_is_left_out(tmp_path: Path) -> None:
     seen = {row.where for row in outcome.found.rows if row.what == "output"}
     assert "model.rotary_emb" not in seen
     assert {"model.layers.0.self_attn.q_norm", "model.layers.1.mlp.down_proj input", "model.norm"} < seen
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (math.inf, math.inf)]
+)
+def test_what_is_no_number_is_infinitely_wrong(found: float, expected: float) -> None:
+    assert relative_number(found, expected) == math.inf and relative_number(3.0, 2.0) == 0.5
 
 
 def test_an_update_may_be_off_by_the_rounding_of_weights() -> None:

@@ -67,11 +67,7 @@ def _table(kind: str, count: int, chip: str | None) -> Cluster:
     if chip is None and kind == "cuda":
         from torch import cuda
 
-        known = chip_of_device(cuda.get_device_name(0))
-        if known is None:
-            name = cuda.get_device_name(0)
-            raise UserError(f"the planner has no table of {name}", fix="name a chip like it: --chip H100")
-        chip = known.name
+        chip = chip_of_device(cuda.get_device_name(0), fix="name a chip like it: --chip H100").name
     return Cluster.parse(f"1x{count}x{chip or 'cpu'}")
 
 

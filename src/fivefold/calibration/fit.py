@@ -35,6 +35,7 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
     chip = replace(chip, **traffic)
     curve = matmul_curve(chip, all_at_once.matmuls)
     fields: Table = {
+        "doubt": 1.0,
         "memory_gib": round(all_at_once.memory / GIB, 2),
         **traffic,
         "attention_fraction": attention_fraction(replace(chip, **curve), all_at_once.attention),

@@ -20,28 +20,25 @@ from fivefold.core import history, json_lines
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.layout import Layout
+from fivefold.planner import doubt
 from fivefold.planner.auto import facts_of_run, workload_of
 from fivefold.planner.cluster import Cluster
+from fivefold.planner.doubt import LIKELY, terms
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, estimate
-from fivefold.planner.of_run import cluster_of
+from fivefold.planner.of_run import cluster_of, vocabulary_of
 from fivefold.planner.price import PriceList
 from fivefold.report.table import Report
 
 Table = dict[str, Any]
 
-# The doubt of each term, as the standard deviation of the logarithm of its seconds, and the items that it makes up.
-DOUBTS = {"matmuls": 0.1, "attention": 0.2, "memory traffic": 0.2, "host": 0.3, "links": 0.4}
-ITEMS = {
-    "matmuls": ("matmuls",), "attention": ("attention",), "memory traffic": ("element-wise", "optimizer"),
-    "host": ("host",), "links": ("tp", "cp", "ep", "data", "edges of the step"),
-}  # fmt: skip
+# The doubt of each term. A network of one's own is less sure than those of the clusters that have published theirs.
+DOUBTS = {**doubt.DOUBTS, "links": 0.4}
 LEAST_NOISE = 0.02  # of a run's median step, in the same measure
 ROUNDS = 5  # of fitting: prices are nearly, not quite, sums of their terms
 STEP = "perf/step_seconds"
 LEAST, MOST = 1e-6, 1e6  # seconds of a step, and GiB
 SETTLED = 2  # steps of a start that are left out: they set up, and time slots
-LIKELY = 1.28  # standard deviations to each side that hold 80 %
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
     that is corrected; by default what the planner's tables say of the run's devices. Raises `UserError`."""
     config, seen, (layout, device, about) = load_config(run), seen_in(run), _start(run)
     tree = _tree(base) if base else {"cluster": cluster_of(layout.world, device, about).text}
-    facts = facts_of_run(config, (about.get("data") or {}).get("vocabulary"))
+    facts = facts_of_run(config, vocabulary_of(about))
 
     def planned(tables: Mapping[str, Any]) -> Estimate:
         cluster = hardware_file.parsed(hardware_file.text(tables))
@@ -102,10 +99,7 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
 def explained(of: Estimate, seen: Seen, logs: Mapping[str, float]) -> Factors:
     """The likeliest factors, given prices that have some already."""
     total = of.step_seconds
-    shares = {
-        term: sum(row.amount for row in of.rows if row.part == "time" and row.item in items) / total
-        for term, items in ITEMS.items()
-    }
+    shares = {term: seconds / total for term, seconds in terms(of.seconds).items()}
     missing = log(seen.seconds / total) + sum(shares[term] * logs[term] for term in DOUBTS)
     pull = {term: doubt**2 * shares[term] for term, doubt in DOUBTS.items()}
     spread = sum(pull[term] * shares[term] for term in DOUBTS) + seen.noise**2
@@ -192,11 +186,10 @@ def _report(
 
 
 def _rows(before: Estimate, factors: Factors) -> Iterator[Corrected]:
-    for term, items in ITEMS.items():
-        planned = sum(row.amount for row in before.rows if row.part == "time" and row.item in items)
-        own, doubt = factors.logs[term], factors.doubts[term]
-        low, high = exp(own - LIKELY * doubt), exp(own + LIKELY * doubt)
-        learned = 1 - doubt / DOUBTS[term]
+    for term, planned in terms(before.seconds).items():
+        own, left = factors.logs[term], factors.doubts[term]
+        low, high = exp(own - LIKELY * left), exp(own + LIKELY * left)
+        learned = 1 - left / DOUBTS[term]
         yield Corrected(term, f"{planned:.3g} s", f"x {exp(own):.2f}", f"{low:.2f} to {high:.2f}", f"{learned:.0%}")
 
 

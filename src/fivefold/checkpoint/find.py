@@ -7,9 +7,9 @@ from pathlib import Path
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, read_manifest
 from fivefold.checkpoint.remote import Remote
+from fivefold.core.cache import cache_root, entry, key_of
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
-from fivefold.data.cache import cache_root, entry, key_of
 
 
 @dataclass(frozen=True)

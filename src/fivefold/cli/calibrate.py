@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli.options import Debug
+from fivefold.cli.options import Debug, Json, place
 from fivefold.core.errors import UserError
 
 
@@ -20,7 +20,7 @@ class Device(StrEnum):
 
 def calibrate(
     write_to: Annotated[
-        str, typer.Option("--write", metavar="FILE", help="The hardware file, for plan --cluster FILE.")
+        str, typer.Option("--write", metavar="FILE", help="The hardware file, for plan --cluster FILE.", callback=place)
     ] = "hardware.toml",
     device: Annotated[Device, typer.Option(help="What to measure; auto: GPUs where there are any.")] = Device.AUTO,
     nproc: Annotated[
@@ -38,10 +38,7 @@ def calibrate(
         str | None,
         typer.Option(metavar="TEXT", help="With --from: what is corrected, such as a file.", show_default=False),
     ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write what was found as JSON; - prints JSON alone.", show_default=False),
-    ] = None,
+    json: Json = None,
     debug: Debug = False,
 ) -> None:
     """Measure this machine for the planner.

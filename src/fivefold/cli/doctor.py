@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli.options import Debug
+from fivefold.cli.options import Debug, Json
 
 if TYPE_CHECKING:
     from fivefold.report.table import Report
@@ -22,10 +22,7 @@ def doctor(
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="With --layout: of which rank.")] = 0,
     seq_length: Annotated[int, typer.Option(min=1, help="With --layout: tokens of a row.")] = 4096,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write the findings as JSON; - prints JSON alone.", show_default=False),
-    ] = None,
+    json: Json = None,
     debug: Debug = False,
 ) -> None:
     """Look at this machine, at a model, or at one rank of a layout.

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import Debug, Html
+from fivefold.cli.options import Debug, Html, Json, place
 from fivefold.core.errors import UserError
 
 
@@ -26,12 +26,11 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write_to: Annotated[
         str | None,
-        typer.Option("--write", metavar="FILE", help="Write a run file of the first.", show_default=False),
+        typer.Option(
+            "--write", metavar="FILE", help="Write a run file of the first.", show_default=False, callback=place
+        ),
     ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write every item as JSON; - prints JSON alone.", show_default=False),
-    ] = None,
+    json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:
@@ -58,7 +57,9 @@ def plan(
         report = planner.planned(model, cluster, workload, layout=layout, top=top)
     if write_to:
         planner.write_run_file(write_to, model, report.estimates[0])
-        wrote = f"wrote {write_to} with {report.rows[0].layout}: add your data, then fivefold train {write_to}"
+        wrote = (
+            f"wrote {write_to} with {report.rows[0].layout}: {planner.to_add(model)}; then fivefold train {write_to}"
+        )
         report = replace(report, closing=f"{report.closing}\n{wrote}")
     write(report, json=json)
     if html:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import Debug, Html
+from fivefold.cli.options import Debug, Html, Json
 from fivefold.cli.train import split_arguments
 from fivefold.core.errors import UserError
 
@@ -34,10 +34,7 @@ def rehearse(
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Random documents in place of data.train, and no tokenizer.")
     ] = False,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write what was seen as JSON; - prints it alone.", show_default=False),
-    ] = None,
+    json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli.options import Debug, Html
+from fivefold.cli.options import Debug, Html, Json
 from fivefold.cli.train import split_arguments
 
 if TYPE_CHECKING:
@@ -32,10 +32,7 @@ def verify(
     precision: Annotated[Precision, typer.Option(help="fp64 proves; run: as the run file says.")] = Precision.FP64,
     seq_length: Annotated[int | None, typer.Option(min=8, help="Tokens per row.", show_default="61")] = None,
     seed: Annotated[int, typer.Option(help="Fixes weights and documents.")] = 1234,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write every comparison as JSON; - prints it alone.", show_default=False),
-    ] = None,
+    json: Json = None,
     html: Html = None,
     debug: Debug = False,
 ) -> None:

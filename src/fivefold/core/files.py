@@ -43,10 +43,13 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def put(path: Path, content: bytes, *, instead: str) -> None:
-    """Write a file that a user has named, whole or not at all. A device or a pipe is written to, and a link followed:
-    neither is replaced by a file. `instead`: how to name another place. Raises `UserError` where it cannot be written.
+    """Write a file that a user has named, whole or not at all; its folder is made where it is missing. A device or a
+    pipe is written to, and a link followed: neither is replaced by a file. `instead`: how to name another place. Raises
+    `UserError` where it cannot be written.
     """
     with writing(path, instead=instead):
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             path.write_bytes(content)
         else:
@@ -107,6 +110,21 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_place(path: Path, *, instead: str) -> None:
+    """Raise the `UserError` of `writing` where a file cannot be written, before work is done for it. A folder that is
+    missing may still be made."""
+    there = path if path.exists() else next(each for each in path.absolute().parents if each.exists())
+    wrong = None
+    if path.is_dir():
+        wrong = errno.EISDIR
+    elif not path.exists() and not there.is_dir():
+        wrong = errno.ENOTDIR
+    elif not os.access(there, os.W_OK):
+        wrong = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+    if wrong is not None:
+        raise cannot_write(path, OSError(wrong, os.strerror(wrong)), instead=instead)
 
 
 @contextmanager

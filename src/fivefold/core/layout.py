@@ -11,7 +11,9 @@ Degrees of 1 are left out (`single` when all are 1), and so are options at their
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -158,9 +160,7 @@ class Layout:
         for part in [] if degrees_text == "single" else degrees_text.split("."):
             match = re.fullmatch(r"([a-z]+)(-1|[0-9]{1,9})", part)
             if not match or match[1] not in DEGREES:
-                raise UserError(
-                    f"layout {text!r}: {part!r} is not a degree", fix=f"write {', '.join(f'{d}N' for d in DEGREES)}"
-                )
+                raise UserError(f"layout {text!r}: {part!r} is not a degree", fix=_meant_degree(part))
             _set_once(values, DEGREES[match[1]], int(match[2]), text)
         for option in options:
             _set_once(values, *_read_option(option, text), text)
@@ -300,8 +300,29 @@ def _read_option(option: str, text: str) -> tuple[str, Any]:
     for name, said in _valued():
         if match := re.fullmatch(f"{said.prefix}({said.pattern})", option):
             return name, int(match[1]) if isinstance(_DEFAULTS[name], int) else match[1]
-    known = ", ".join([*(f"{said.prefix}{said.shown}" for _, said in _valued()), *_WORDS])
-    raise UserError(f"layout {text!r}: +{option} is not an option", fix=f"options are {known}")
+    known = [*(f"{said.prefix}{said.shown}" for _, said in _valued()), *_WORDS]
+    near = get_close_matches(option, known, n=1) or get_close_matches(
+        f"{option.rstrip('0123456789')}N", known, n=1, cutoff=0.75
+    )
+    fix = f"did you mean +{near[0]}?" if near else f"options are {', '.join(known)}"
+    raise UserError(f"layout {text!r}: +{option} is not an option", fix=fix)
+
+
+def _meant_degree(part: str) -> str:
+    """What a part of a layout that is no degree may have meant: an option, a degree, or how degrees are written."""
+    with suppress(UserError):
+        _read_option(part, part)
+        return f"an option stands behind a +: +{part}"
+    known = {
+        **dict(zip(DEGREES, DEGREES, strict=True)),
+        **{long: short for short, long in DEGREES.items()},
+        "fsdp": "shard",
+    }
+    match = re.fullmatch(r"([A-Za-z_]+)(-1|[0-9]{0,9})", part)
+    near = get_close_matches(match[1].lower(), known, n=1) if match else []
+    if match and near:
+        return f"did you mean {known[near[0]]}{match[2] or 'N'}?"
+    return f"write {', '.join(f'{degree}N' for degree in DEGREES)}"
 
 
 def _valued() -> Iterator[tuple[str, Said]]:

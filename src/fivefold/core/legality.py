@@ -103,7 +103,7 @@ def violations(
         micro_batches = None if uneven else batch // (layout.micro_batch_size * layout.data_ranks)
     if micro_batches is not None:
         found += of_micro_batches(layout, micro_batches)
-    return [*found, *of_heads(layout, limits), *of_layers(layout, limits), *of_experts(layout, limits)]
+    return [*found, *of_heads(layout, limits, world), *of_layers(layout, limits), *of_experts(layout, limits)]
 
 
 def refuse(found: Iterable[Violation]) -> None:
@@ -134,13 +134,24 @@ def of_world(layout: "Layout", world: int, place: str | None = None) -> Iterator
         yield from _of_expert_ranks(layout)
         return
     product = f"{layout.product or 'single'}{'' if layout.dp_shard == -1 else f' = {layout.world}'}"
-    nearest = f"dp_shard {fits[0]} fits" if fits else f"{fixed} does not divide {world}"
+    nearest = f"dp_shard {fits[0]} fits" if fits else f"{fixed} does not divide {world}{_nearest_degree(layout, world)}"
     has = f"{place} has {many(world, 'device')}" if place else f"{world} workers started"
     change = "the cluster" if place else "the number of workers: --nproc"
     fix = f"change the layout, or {change}; dp_shard -1 takes those that are left"
     if layout.ep > 1 and not layout.degrees:
-        fix = f"ep deals experts to the ranks of dp_shard and cp, and adds none: shard{world}.ep{layout.ep}"
+        ep = max(each for each in range(1, layout.ep + 1) if world % each == 0)
+        fix = f"ep deals experts to the ranks of dp_shard and cp, and adds none: shard{world}{f'.ep{ep}' * (ep > 1)}"
     yield Violation("dp_shard", f"{product}, but {has}; {nearest}", fix, fits)
+
+
+def _nearest_degree(layout: "Layout", world: int) -> str:
+    """Of a layout with one degree beside `dp_shard`, the nearest values of it that divide `world`, in words."""
+    others = [(axis, degree) for axis, degree in layout.degrees.items() if axis != "dp_shard"]
+    if len(others) != 1:
+        return ""
+    (axis, degree), divisors = others[0], [each for each in range(1, world + 1) if world % each == 0]
+    near = [*[each for each in divisors if each < degree][-1:], *[each for each in divisors if each > degree][:1]]
+    return f", {axis} {' or '.join(map(str, near))} does"
 
 
 def _of_expert_ranks(layout: "Layout") -> Iterator[Violation]:
@@ -221,9 +232,9 @@ def of_micro_batches(layout: "Layout", count: int) -> Iterator[Violation]:
 # ---- the layout and a model ------------------------------------------------------------------------------------------
 
 
-def of_heads(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
+def of_heads(layout: "Layout", limits: ModelLimits, world: int | None = None) -> Iterator[Violation]:
     """Every tp rank gets the same number of whole query heads, and the key/value heads that these attend to. The same
-    holds for every Ulysses rank of context parallelism."""
+    holds for every Ulysses rank of context parallelism. `world`: devices, of which tp is a divisor."""
     tp, query, kv = layout.tp, limits.query, limits.kv
     legal: tuple[int, ...] = ()
     if tp > 1 and (refusal := limits.refusals.get("tp")):
@@ -235,6 +246,7 @@ def of_heads(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
     if query is not None and kv is not None and tp not in (legal := tuple(legal_degrees(query, kv))):
         what = f"tp={tp} does not fit num_attention_heads={query}, num_key_value_heads={kv}"
         rule = "tp must divide the first, and divide or be a multiple of the second"
+        legal = tuple(each for each in legal if not (world and world % each))
         yield Violation("tp", f"{what}: {rule}", f"try tp {', '.join(map(str, legal))}", legal)
         return
     if limits.fused and kv is not None and tp > kv:

@@ -8,7 +8,7 @@ Each way to order the slots is one `Schedule` record of `SCHEDULES`, at the end 
 record; a new schedule is a function that yields slots, and a record.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -110,8 +110,13 @@ class SchedulePlan:
 
     @property
     def of_round(self) -> int:
-        """Micro batches of one of the equal rounds: of 4 ranks and 8 micro batches 4, of 10 micro batches 5."""
-        return self.micro_batches // max(1, self.micro_batches // self.ranks) if self.record.in_rounds else self.ranks
+        """Micro batches of one of the equal rounds, after which every rank does the same again. Of interleaved stages,
+        4 ranks and 8 micro batches 4, of 10 micro batches 5. Of GPipe all; of the others, and of one stage a rank, 1.
+        """
+        if self.record.is_one_round:
+            return self.micro_batches
+        is_interleaved = self.record.in_rounds and self.virtual > 1
+        return self.micro_batches // max(1, self.micro_batches // self.ranks) if is_interleaved else 1
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
@@ -163,8 +168,8 @@ class SchedulePlan:
 
     @cached_property
     def walk(self) -> Walked:
-        """All slots, each behind those that it needs."""
-        return walked(self, self.orders)[0]
+        """All slots, each behind those that it needs. How long slots take does not matter."""
+        return _walked(self)
 
     def needs(self, slot: Slot) -> list[Slot]:
         """The slots that end before it starts. I stands for a B too."""
@@ -176,6 +181,11 @@ class SchedulePlan:
         after = [Slot(stage + 1, "I", mb)] if stage + 1 < self.stages else []
         return [Slot(stage, "F", mb), *after]
 
+    def sent(self, slot: Slot) -> Slot | None:
+        """The slot of another rank whose result it waits for. I stands for a B too."""
+        rank = self.rank_of(slot.stage)
+        return next((need for need in self.needs(slot) if self.rank_of(need.stage) != rank), None)
+
     @property
     def ideal_bubble(self) -> float | None:
         """The closed form where a backward is one slot: (p - 1) / (v m + p - 1); None for the others."""
@@ -184,32 +194,25 @@ class SchedulePlan:
         return (self.ranks - 1) / (self.virtual * self.micro_batches + self.ranks - 1)
 
 
-def walked(
-    plan: SchedulePlan, orders: Sequence[Sequence[Slot]], known: Sequence[Slot] = ()
-) -> tuple[Walked, dict[Slot, int]]:
-    """The slots of all ranks, each behind those that it needs, and the place of each. `orders`: of each rank those that
-    are asked. `known`: slots that came before; they have the first places.
-
-    How long slots take does not matter.
-    """
+def _walked(plan: SchedulePlan) -> Walked:
     found: list[tuple[int, Slot, tuple[tuple[int, bool], ...]]] = []
-    places, at = {slot: place for place, slot in enumerate(known)}, [0] * len(orders)
-    while any(at[rank] < len(order) for rank, order in enumerate(orders)):
+    places, at = dict[Slot, int](), [0] * plan.ranks
+    while any(at[rank] < len(order) for rank, order in enumerate(plan.orders)):
         before = len(found)
-        for rank, order in enumerate(orders):
+        for rank, order in enumerate(plan.orders):
             while at[rank] < len(order):
                 slot = order[at[rank]]
                 needed = plan.needs(slot)
                 if not all(need in places for need in needed):
                     break
                 needs = tuple((places[need], plan.rank_of(need.stage) != rank) for need in needed)
-                places[slot] = len(known) + len(found)
+                places[slot] = len(found)
                 if slot.kind == "B":  # stands for both
                     places[Slot(slot.stage, "I", slot.micro_batch)] = places[slot]
                 found.append((rank, slot, needs))
                 at[rank] += 1
         assert len(found) > before, f"{plan} waits for itself"
-    return tuple(found), places
+    return tuple(found)
 
 
 # ---- how layers are cut into stages ----------------------------------------------------------------------------------
@@ -385,8 +388,8 @@ class Schedule:
 
     `order`: the slots of a rank. `stages`: the fewest and the most stages a rank may have; None: any number.
     `is_v`: of pp ranks, rank r has the stages r and 2 pp - 1 - r; else r, r + pp, r + 2 pp...
-    `in_rounds`: micro batches come in equal rounds of about pp. `fewest_per_rank`: micro batches that a step has at
-    least, for each pipeline rank. `source`: where it is described.
+    `in_rounds`: micro batches come in equal rounds of about pp. `is_one_round`: nothing is done again.
+    `fewest_per_rank`: micro batches that a step has at least, for each pipeline rank. `source`: where it is described.
     """
 
     name: str
@@ -397,6 +400,7 @@ class Schedule:
     is_v: bool = False
     splits_backward: bool = False  # the gradients of weights (W) come apart from those of the inputs (I)
     in_rounds: bool = False
+    is_one_round: bool = False
     fewest_per_rank: int = 0
 
     def rank_of(self, stage: int, ranks: int) -> int:
@@ -430,7 +434,8 @@ SCHEDULES: dict[str, Schedule] = {
             order=_rounds, stages=(1, 1),
         ),
         Schedule(
-            name="gpipe", help="all forward, then all backward", source="arXiv:1811.06965", order=_gpipe, stages=(1, 1)
+            name="gpipe", help="all forward, then all backward", source="arXiv:1811.06965", order=_gpipe, stages=(1, 1),
+            is_one_round=True,
         ),
         Schedule(
             name="interleaved", help="1F1B over several stages a rank", source="arXiv:2104.04473", order=_rounds,

@@ -1,7 +1,7 @@
 """Documents -> token store -> packed rows in one order fixed by the seed -> a data rank's micro batches. No torch."""
 
+from fivefold.core.cache import Progress, cache_root
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.data.cache import Progress, cache_root
 from fivefold.data.counts import DataCounts, RowCounts
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows

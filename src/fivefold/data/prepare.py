@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from fivefold.config import DataSource, RunConfig
+from fivefold.core.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.core.errors import UserError
-from fivefold.data.cache import Progress, cache_root, entry, key_of, say_aloud
+from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
-from fivefold.data.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.rows import PackedRows, Pool, RowIndex, build_index
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at

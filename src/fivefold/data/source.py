@@ -12,9 +12,9 @@ from pathlib import Path
 import yaml
 
 from fivefold.core import plain_yaml
+from fivefold.core.cache import file_digest
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
-from fivefold.data.cache import file_digest
 from fivefold.data.compression import ending, is_compressed, opened
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins

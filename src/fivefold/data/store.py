@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from fivefold.core.cache import Progress, entry, key_of, say_aloud
 from fivefold.core.errors import UserError
-from fivefold.data.cache import Progress, entry, key_of, say_aloud
-from fivefold.data.integrity import (
+from fivefold.core.integrity import (
     DamagedError,
     check_chunks,
     check_file,

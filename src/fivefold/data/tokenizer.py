@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fivefold.core import strict_json
+from fivefold.core.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import expanded
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
+from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data import tokenizer_probe
-from fivefold.data.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
-from fivefold.data.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.source import FileList
 
 if TYPE_CHECKING:

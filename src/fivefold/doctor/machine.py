@@ -170,7 +170,7 @@ def _rehearsal() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    from fivefold.data.cache import cache_root
+    from fivefold.core.cache import cache_root
 
     folder = cache_root()
     at = next(path for path in (folder, *folder.parents) if path.exists())

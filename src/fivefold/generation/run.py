@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
 from fivefold.checkpoint.model_folder import eos_token_ids
+from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.core.terminal import shown
-from fivefold.data.cache import cache_root
 from fivefold.data.tokenizer import Bos, find_tokenizer
 from fivefold.generation import GenerateRequest
 from fivefold.generation.decode import encode_prompt, pieces

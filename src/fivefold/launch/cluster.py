@@ -7,6 +7,8 @@ from fivefold.launch.memory import GIB, room
 from fivefold.planner.chips import chip_of_device
 from fivefold.planner.cluster import Cluster, nodes_of
 
+OWN_LAYOUT = "write a layout, such as layout.dp_shard: -1, or name a file of fivefold calibrate: layout.hardware"
+
 
 def cluster_here(kind: str, size: int, local_size: int, hardware: str = "") -> Cluster:
     """`size` workers, `local_size` of them on this machine; `kind`: cpu or cuda. Machines are taken to be alike.
@@ -16,7 +18,8 @@ def cluster_here(kind: str, size: int, local_size: int, hardware: str = "") -> C
     for a file of other devices.
     """
     name, memory = _gpu() if kind == "cuda" else ("cpu", _part_of_memory(local_size))
-    cluster = Cluster.parse(hardware or f"1x{_chip_of(name)}", nodes_of(size, local_size))
+    here = hardware or f"1x{'cpu' if kind == 'cpu' else chip_of_device(name, fix=OWN_LAYOUT).name}"
+    cluster = Cluster.parse(here, nodes_of(size, local_size))
     if cluster.chip.is_host != (kind == "cpu"):
         raise UserError(
             f"layout.hardware {hardware} is of {cluster.chip.name}, and this run is on {name}",
@@ -36,15 +39,3 @@ def _gpu() -> tuple[str, float]:
 
     found = torch.cuda.get_device_properties(0)
     return found.name, found.total_memory / GIB
-
-
-def _chip_of(device: str) -> str:
-    """The planner's name of it."""
-    chip = chip_of_device(device)
-    if device == "cpu" or chip is not None:
-        return "cpu" if chip is None else chip.name
-    raise UserError(
-        f"layout: auto: the planner does not know {device}",
-        fix="write a layout, such as layout.dp_shard: -1, or name a file of fivefold calibrate: layout.hardware",
-        more="docs/planner.md",
-    )

@@ -14,7 +14,7 @@ from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.legality import ModelLimits, refuse, violations
 from fivefold.core.nearby import runs
-from fivefold.core.shapes import shape_folder, shape_names
+from fivefold.core.shapes import no_model, shape_folder
 
 READ_MORE = "fivefold train --keys"
 
@@ -29,11 +29,7 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
     path = shape_folder(name) or expanded(name)
     if not path.exists():
         if not is_hub_id(name):
-            raise UserError(
-                f"model.name_or_path {name} is neither a folder nor a hub id",
-                fix=f"name a model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
-                more=runs(Path(name).parent) or READ_MORE,
-            )
+            raise no_model(name, key="model.name_or_path", more=runs(Path(name).parent) or READ_MORE)
         path, weights = config_file(name), False
     values = read_folder_config(path) | config.model.overrides
     limits, rows = ModelLimits.of_config(values, name), None if layout is None else config.train.global_batch_size

@@ -175,7 +175,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
+def set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
     """Set, before CUDA is started, what fits training there, where the user has not said otherwise."""
     # Segments that grow: blocks of unlike sizes otherwise leave a tenth to a third of what is reserved unused.
     if "PYTORCH_ALLOC_CONF" not in env:
@@ -206,7 +206,7 @@ def open_world(world: World | None = None) -> bool:
 
     if world is None and dist.is_initialized():
         return False
-    _set_for_cuda()
+    set_for_cuda()
     world = world or find_world() or alone()
     if world.device != "cpu":
         torch.cuda.set_device(world.device)

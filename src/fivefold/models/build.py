@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.folder_config import check_counts, read_folder_config
 from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
-from fivefold.core.shapes import shape_folder, shape_names
+from fivefold.core.shapes import no_model, shape_folder
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import hf_internals
@@ -213,10 +213,7 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
 
 def _check_hub_id(name: str) -> None:
     if not is_hub_id(name):
-        raise UserError(
-            f"{name} is neither a folder nor a hub id",
-            fix=f"name a run or model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}",
-        )
+        raise no_model(name)
 
 
 def _check_keys(overrides: Mapping[str, Any], known: set[str]) -> None:

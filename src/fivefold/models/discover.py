@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
-from fivefold.data.cache import key_of
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.build import build_meta

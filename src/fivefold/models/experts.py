@@ -42,14 +42,16 @@ def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int
     dropped one: it adds nothing to the output and nothing to any gradient."""
     count, top_k = index_NK.shape
     order_S, counts_E = sort_by_expert(index_NK, experts)
-    repeated_SD = hidden_ND.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
-    rows_SD = Permute.apply(repeated_SD, order_S)  # type: ignore[no-untyped-call]
+    # Rows are K times the hidden states: no name holds them longer than something needs them.
+    rows_SD = Permute.apply(hidden_ND.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1), order_S)  # type: ignore[no-untyped-call]
     if len(counts_E) > experts:  # those that are dropped stand last
         dropped = int(counts_E[experts])
         made_SD = F.pad(compute(rows_SD[: len(rows_SD) - dropped], counts_E[:experts]), (0, 0, 0, dropped))
     else:
         made_SD = compute(rows_SD, counts_E)
+    del rows_SD
     back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, top_k))  # type: ignore[no-untyped-call]
+    del made_SD
     return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)  # type: ignore[no-any-return]
 
 

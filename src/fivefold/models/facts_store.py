@@ -12,13 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.cache import cache_root, key_of, locked, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
-from fivefold.core.shapes import shape_folder
-from fivefold.data.cache import cache_root, key_of, locked, write_atomically
-from fivefold.data.integrity import read_signed, signed
+from fivefold.core.integrity import read_signed, signed
+from fivefold.core.shapes import no_model, shape_folder
 from fivefold.models.facts import ModelFacts
 
 SHIPPED = "facts.json"  # beside the config.json of a built-in shape
@@ -48,7 +48,9 @@ def facts_of_config(
 def config_values(name: str | Path) -> dict[str, Any]:
     """The config.json of a model's folder, of a file, a built-in shape or a hub id. Raises `UserError`."""
     path = shape_folder(str(name)) or expanded(str(name))
-    if not path.exists() and is_hub_id(str(name)):
+    if not path.exists():
+        if not is_hub_id(str(name)):
+            raise no_model(str(name))
         path = config_file(str(name))
     return read_folder_config(path)
 

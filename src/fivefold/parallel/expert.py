@@ -83,9 +83,9 @@ class ExpertParallel:
         sent = [int(part.sum()) for part in torch.split(counts_E.cpu(), held)]
         received = counts_nE.sum(1).tolist()
         order, counts = by_expert(counts_nE)
-        rows = all_to_all(rows_SD, received, sent, self.group)
-        made = self._made(module, Permute.apply(rows, order), counts)  # type: ignore[no-untyped-call]
-        back = Permute.apply(made, inverse(order))  # type: ignore[no-untyped-call]
+        # As in `routed`, rows in an order that is no longer needed are held by no name.
+        rows = Permute.apply(all_to_all(rows_SD, received, sent, self.group), order)  # type: ignore[no-untyped-call]
+        back = Permute.apply(self._made(module, rows, counts), inverse(order))  # type: ignore[no-untyped-call]
         return all_to_all(back, sent, received, self.group)
 
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ the real step on the real caching allocator are what it is held against (docs/pl
 of collectives between ranks, work space of kernels and what the allocator keeps.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,11 +29,12 @@ Bytes = Any  # a number, or an array of them: the planner adds up many layouts a
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of the embedding,
-    where it has a unit of its own here; of the model's own unit; of all. `matrix`: of the largest parameter of a
-    layer."""
+    """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of its own unit,
+    without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`: of
+    the largest parameter of a layer."""
 
     layer: tuple[int, int]
+    own: tuple[int, int]
     embedding: tuple[int, int]
     root: tuple[int, int]
     total: tuple[int, int]
@@ -134,15 +134,18 @@ def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
 
 def _units(plan: "ParallelPlan") -> Units:
     sizes = {unit.name: plan.padded_sizes(unit) for unit in plan.units}
-    of_layers = [_sum(size for name, size in sizes.items() if _is_of(name, layer)) for layer in plan.layers]
+    of_layers = [
+        (_sum(size for name, size in sizes.items() if _is_of(name, layer)), sizes[layer]) for layer in plan.layers
+    ]
+    layer, own = max(of_layers, default=((0, 0), (0, 0)))
     root, embedding = sizes[""], sizes.get(plan.anatomy.embedding, (0, 0))
     matrix = max((plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.layers)), default=0)
-    return Units(max(of_layers, default=(0, 0)), embedding, root, _sum(sizes.values()), matrix)
+    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix)
 
 
 def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    waits = plan.layout.schedule.splits_backward or len(plan.users(plan.units[-1])) > 1
-    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=waits)
+    is_shared = len(plan.users(plan.units[-1])) > 1
+    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=is_shared)
 
 
 def resting_bytes(
@@ -152,17 +155,20 @@ def resting_bytes(
     optimizer state and buffers of routers, all of them.
 
     Gradients are there from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and
-    in backward the next one beside it, but not the embedding, which a backward does not read; ZeRO-1 and 2 all units.
-    Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type in which
-    they are reduced; while a layer's activations are there, only its last matrix has one. ZeRO-1 keeps the sum of all
-    micro batches. `root_waits`: the model's own unit is not reduced after every backward, and its sum is kept as well.
+    in backward the next one beside it, without its experts; but not the embedding, which a backward does not read.
+    ZeRO-1 and 2 have gathered all units. Gradients wait for their reduction in the compute type, and are then copied
+    into one buffer in the type in which they are reduced. While a layer's activations are there, only its last matrix
+    has a gradient, and the buffer of the experts before it is free again. ZeRO-1 keeps the sum of all micro batches.
+    `root_waits`: two stages of the rank give to the model's own unit; between them only its sum is kept.
     """
-    layer, root, total, first = units.layer, units.root, units.total, max(units.embedding, units.layer)
+    layer, own, root, total = units.layer, units.own, units.root, units.total
+    first = max(units.embedding, layer)
     at_end = 0 if first == units.embedding else layer[0]
-    numbers = (root[0] + layer[0], root[0] + 2 * layer[0], root[0] + 2 * layer[0], root[0] + at_end)
+    in_backward, of_root = root[0] + layer[0] + own[0], 0 if root_waits else root[1]
+    numbers = (root[0] + layer[0], in_backward, in_backward, root[0] + at_end)
     waiting = (
-        0, (root[1] + units.matrix) * shape.compute_bytes,
-        (root[1] + units.matrix) * shape.compute_bytes + layer[1] * shape.reduce_bytes,
+        0, (of_root + units.matrix) * shape.compute_bytes,
+        (of_root + units.matrix) * shape.compute_bytes + own[1] * shape.reduce_bytes,
         (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes,
     )  # fmt: skip
     found = {}
@@ -254,6 +260,9 @@ def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> 
     return 2 * widest / plan.layout.tp + 2 * shape.hidden
 
 
+MORE = {"F": 1, "I": 0, "B": -1, "W": -1}  # micro batches in flight after a slot
+
+
 def under_way(order: Sequence[Slot], layers: Sequence[int], stage: int | None = None) -> dict[int, int]:
     """Stage of a rank whose slots come in `order` -> its micro batches in flight, between their forward and their
     backward, when the rank has the most. `layers`: of each stage of the pipeline. `stage`: only moments at which this
@@ -262,11 +271,12 @@ def under_way(order: Sequence[Slot], layers: Sequence[int], stage: int | None = 
     Where gradients of weights come apart, the inputs of linears and the gradients of their outputs wait for them: about
     as much as forward left.
     """
-    now = Counter[int]({slot.stage: 0 for slot in order})
-    most, full = dict(now), 0
+    now = dict.fromkeys((slot.stage for slot in order), 0)
+    most, full, layers_now = dict(now), 0, 0
     for slot in order:
-        now[slot.stage] += {"F": 1, "I": 0, "B": -1, "W": -1}[slot.kind]
-        layers_now = sum(layers[each] * count for each, count in now.items())
+        more = MORE[slot.kind]
+        now[slot.stage] += more
+        layers_now += more * layers[slot.stage]
         if slot.kind == "F" and stage in (None, slot.stage) and layers_now > full:
             most, full = dict(now), layers_now
     return most

@@ -57,12 +57,14 @@ class Progress:
     def __init__(self, micro_batches: int, own: Sequence[int], zero: int) -> None:
         self._zero = zero
         self._left = dict.fromkeys(own, micro_batches)
-        self._waiting = Counter[int]()
+        self._waiting = dict.fromkeys(own, 0)
 
     def note(self, slot: Slot) -> None:
         """A backward, or a part of one, is done."""
-        self._waiting[slot.stage] += DEFERRED.get(slot.kind, 0)
-        self._left[slot.stage] -= slot.kind in "BW"
+        if slot.kind in DEFERRED:
+            self._waiting[slot.stage] += DEFERRED[slot.kind]
+        if slot.kind in "BW":
+            self._left[slot.stage] -= 1
 
     def is_last(self, users: frozenset[int]) -> bool:
         """Whether no backward is left in the stages that give to a unit."""

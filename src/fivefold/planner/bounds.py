@@ -5,10 +5,12 @@ shorter than its bound, and without a pipeline none is longer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
 from fivefold.planner.estimate import (
@@ -30,7 +32,7 @@ from fivefold.planner.estimate import (
     runtime_bytes,
     transfer_seconds,
 )
-from fivefold.planner.flow import Flow, flow, span
+from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, span
 from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
 
@@ -51,6 +53,24 @@ class Bounds:
     def at(self, which: Which) -> "Bounds":
         """Some of them."""
         return Bounds(self.rows.at(which), self.needs[which], self.at_least[which])
+
+
+class Alike(NamedTuple):
+    """Rows of numbers, of which some are equal. `values`: those that differ. `first`: the first row of each. `of`: of
+    each row its place in `values`."""
+
+    values: list[list[int]]
+    first: Integers
+    of: Integers
+
+
+def distinct(*columns: Integers | NDArray[np.bool_]) -> Alike:
+    """Rows of columns of numbers from 0 up."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        key = key * (int(column.max()) + 1) + column
+    _, first, of = np.unique(key, return_index=True, return_inverse=True)
+    return Alike(np.stack([column[first] for column in columns], axis=1).tolist(), first, of)
 
 
 @dataclass(eq=False)
@@ -112,18 +132,15 @@ class Bounding:
         chip, prices = self.space.prices.cluster.chip, self.space.prices
         return np.array([runtime_bytes(chip, prices.grid(place)) for place in self.space.places])
 
-    def resting(
-        self, numbers: Integers, rows: Rows, contents: Sequence[Content]
-    ) -> Numbers:  # fmt: skip
+    def resting(self, rows: Rows, contents: Sequence[Content]) -> Numbers:
         """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
-        gradients that wait at any. `numbers`: in `_shards`."""
-        keys = np.stack((numbers, rows.zero, rows.micro_batches > 1))
-        distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
+        gradients that wait at any."""
+        alike = distinct(self.shards[rows.place], rows.zero, rows.micro_batches > 1)
         found = [
             [self._rest(number, zero, bool(several), each, rows.pipeline) for each in contents]
-            for number, zero, several in distinct.T.tolist()
+            for number, zero, several in alike.values
         ]
-        return np.array(found)[inverse]
+        return np.array(found)[alike.of]
 
     def _rest(self, number: int, zero: int, several: bool, content: Content, pipeline: Layout) -> Numbers:
         shards = self._shards[number]
@@ -137,10 +154,9 @@ class Bounding:
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
         """[layout, content]: seconds once a step."""
-        numbers, replicas = self.shards[places], self.replicas[places]
-        _, first, inverse = np.unique(numbers * 2**32 + replicas, return_index=True, return_inverse=True)
-        found = [[self._edge(int(places[each]), content) for content in contents] for each in first]
-        return Edges(*np.moveaxis(np.array(found)[inverse], -1, 0))
+        alike = distinct(self.shards[places], self.replicas[places])
+        found = [[self._edge(int(places[each]), content) for content in contents] for each in alike.first]
+        return Edges(*np.moveaxis(np.array(found)[alike.of], -1, 0))
 
     def _edge(self, place: int, content: Content) -> tuple[float, ...]:
         layout = self.space.places[place]
@@ -150,19 +166,17 @@ class Bounding:
             self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
         return self._edges[key]
 
-    def flow(self, rows: Rows) -> Flow:
+    def in_flight(self, rows: Rows) -> InFlight:
         """[layout, stage]."""
-        pairs, inverse = np.unique(np.stack((rows.zero, rows.micro_batches)), axis=1, return_inverse=True)
-        layers = self.space.prices.stages(rows.pipeline).sizes
-        flows = [flow(replace(rows.pipeline, zero=zero), count, layers) for zero, count in pairs.T.tolist()]
-        return Flow(
-            np.stack([each.in_flight for each in flows])[inverse],
-            np.stack([each.at_loss for each in flows])[inverse],
-            np.stack([each.forward for each in flows])[inverse],
-            np.stack([each.backward for each in flows])[inverse],
-            np.stack([each.reductions for each in flows])[inverse],
-            np.stack([each.left for each in flows])[inverse],
-        )
+        alike, layers = distinct(rows.micro_batches), self.space.prices.stages(rows.pipeline).sizes
+        found = [in_flight(rows.pipeline, count, layers) for (count,) in alike.values]
+        return InFlight(*(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(InFlight)))
+
+    def gathers(self, rows: Rows) -> Gathers:
+        """[layout, stage]."""
+        alike = distinct(rows.zero, rows.micro_batches)
+        found = [gathers(rows.pipeline, count, zero) for zero, count in alike.values]
+        return Gathers(*(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(Gathers)))
 
     def transfer(self, pp: int) -> Numbers:
         """Of hidden states between pipeline ranks, for each micro batch of `Space.works`."""
@@ -175,7 +189,7 @@ class Bounding:
 
     def _of(self, rows: Rows, stages: Stages, most: float) -> tuple[Numbers, Numbers]:
         """Bytes of the fullest rank, and the least seconds."""
-        needs = self._needs(rows, stages, self.flow(rows))
+        needs = self._needs(rows, stages)
         fitting, at_least = needs <= most, np.full(len(rows), np.inf)
         if fitting.any():
             at_least[fitting] = self._least(rows.at(fitting), stages)
@@ -183,30 +197,36 @@ class Bounding:
 
     def _least(self, rows: Rows, stages: Stages) -> Numbers:
         """Seconds that no step is shorter than."""
-        of = self.flow(rows)
-        forward, backward = self._passes(rows, stages, of)
-        transfer = self.transfer(rows.pp)[rows.work]
+        forward, backward = self._passes(rows, stages)
+        left, transfer = self.in_flight(rows).left, self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
         slots = durations(forward, backward, self.work.at(rows.work), stages)
-        least = least_span(slots, stages, of, rows.micro_batches, transfer, splits_backward=splits)
+        least = least_span(slots, stages, left, rows.micro_batches, transfer, splits_backward=splits)
         crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
         return least / crowding + self._after(rows, stages, forward, backward)
 
-    def _needs(self, rows: Rows, stages: Stages, of: Flow) -> Numbers:
-        work, number = self.work.at(rows.work), [stages.distinct.index(each) for each in stages.contents]
-        resting = self.resting(self.shards[rows.place], rows, stages.distinct)[:, number]
-        engine = self.space.prices.engine
-        under_way = passing(engine, work, stages, of, self.logits[rows.work])
-        moving = (sum(items.values()) for items in moving_bytes(engine, under_way).values())
-        tensors = (resting[..., :-1] + np.stack(tuple(moving), axis=-1)).max(axis=-1)
+    def _needs(self, rows: Rows, stages: Stages) -> Numbers:
+        engine, resting = self.space.prices.engine, self.resting(rows, stages.distinct)
+        tensors = (resting[..., :-1] + self._moving(rows, stages)).max(axis=-1)
         tensors += matmul_bytes(engine, self.space.prices.cluster.chip)
         reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
         found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found
 
-    def _passes(self, rows: Rows, stages: Stages, of: Flow) -> tuple[Numbers, Numbers]:
+    def _moving(self, rows: Rows, stages: Stages) -> Numbers:
+        """[layout, content, moment]: bytes that depend on the micro batch, of the rank of a content that has the most.
+        They are the same for many layouts."""
+        alike, engine = distinct(rows.work, rows.micro_batches), self.space.prices.engine
+        own = rows.at(alike.first)
+        under_way = passing(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
+        by_rank = np.stack([sum(items.values()) for items in moving_bytes(engine, under_way).values()], axis=-1)
+        ranks = [[each == content for each in stages.contents] for content in stages.distinct]
+        found: Numbers = np.stack([by_rank[:, own].max(axis=1) for own in ranks], axis=1)[alike.of]
+        return found
+
+    def _passes(self, rows: Rows, stages: Stages) -> tuple[Numbers, Numbers]:
         work, sent = self.work.at(rows.work), self.sent.at(self.shards[rows.place])
-        return passes(work, sent, stages, of, self.space.prices.engine)
+        return passes(work, sent, stages, self.gathers(rows), self.space.prices.engine)
 
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
         """Seconds of the busiest rank beside the passes."""
@@ -220,7 +240,7 @@ class Bounding:
     def seconds(self, rows: Rows) -> Numbers:
         """Of a step, with the pipeline run slot by slot. Numbers of micro batches differ by whole rounds at most."""
         pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
-        forward, backward = self._passes(rows, stages, self.flow(rows))
+        forward, backward = self._passes(rows, stages)
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)
         transfer = self.transfer(rows.pp)[rows.work]
         timings = np.stack([*np.concatenate(list(of_kind.values()), axis=1).T, transfer, rows.micro_batches])
@@ -230,3 +250,7 @@ class Bounding:
         crowding, own = self.space.prices.cluster.crowding, found[inverse.reshape(-1)]
         together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
         return together + self._after(rows, stages, forward, backward)
+
+
+def _names(record: type) -> list[str]:
+    return [each.name for each in fields(record)]

@@ -24,7 +24,7 @@ GIB = 2**30
 _DEFAULTS = {
     "aliases": [], "names": [], "step_fraction": 1.0,
     # Attention: 447 TFLOP/s of H200's 794 (ml-engineering, FA3). Tiles: of the large kernels of cuBLAS.
-    "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
+    "doubt": 1.0, "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
         "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0},
@@ -34,6 +34,7 @@ _DEFAULTS = {
 # Of numbers in a file of one's own: all others are between these. Beyond them, seconds and bytes are no numbers.
 _LEAST, _MOST = 1e-6, 1e9
 _MOST_DECAY = 1  # more nodes never have less than one of them
+_MOST_DOUBT = 10  # a factor of 5 on each side
 _WORDS = ("aliases", "names", "chips")  # lists of text; other lists are of whole numbers, as many as in the table
 _WHOLE = ("sms", "most_devices", "domain_devices", "cores", "rails", "tile_fill")
 _MAY_BE_ZERO = (
@@ -100,15 +101,16 @@ class Chip:
 
     `peak_tflops` by dtype: dense, by the data sheet, fp32 without TF32; a dtype that it lacks is absent (bf16 of V100).
     `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: of that, what
-    matmuls keep inside of a long step, where power and heat hold the clocks down. `attention_fraction`: of the matmul
-    rate, what attention reaches. `tile`: rows and columns of the outputs that a matmul computes at once; `tile_fill`:
-    inner products in which a tile gets going. `slack`: what the allocator has over what is allocated, where a run has
-    shown it; 0: as the trainer usually has. `host_scale`: how much longer Python and launches take than on the hosts
-    that trainers' seconds are of. `memory_gib`: all that the driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and
-    `memory_fraction` of it for large arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA,
-    or what ROCm says in its place. `launch_us`: host time of one kernel. `context_gib`: what context and libraries take
-    outside the allocator, `communicator_gib`: each communicator besides. `host_gbs`: to host memory, each way. `names`:
-    regular expressions for whole words of the name that CUDA or ROCm calls it by.
+    matmuls keep inside of a long step, where power and heat hold the clocks down. `doubt`: how many times as unsure its
+    seconds are as those of chips that were measured. `attention_fraction`: of the matmul rate, what attention reaches.
+    `tile`: rows and columns of the outputs that a matmul computes at once; `tile_fill`: inner products in which a tile
+    gets going. `slack`: what the allocator has over what is allocated, where a run has shown it; 0: as the trainer
+    usually has. `host_scale`: how much longer Python and launches take than on the hosts that trainers' seconds are of.
+    `memory_gib`: all that the driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large
+    arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place.
+    `launch_us`: host time of one kernel. `context_gib`: what context and libraries take outside the allocator,
+    `communicator_gib`: each communicator besides. `host_gbs`: to host memory, each way. `names`: regular expressions
+    for whole words of the name that CUDA or ROCm calls it by.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Chip:
     peak_tflops: Mapping[str, float]
     matmul_fraction: Mapping[str, float]
     step_fraction: float
+    doubt: float
     slack: float
     host_scale: float
     attention_fraction: float
@@ -136,6 +139,11 @@ class Chip:
     def is_host(self) -> bool:
         """Whether it is a CPU: it computes in the process that asks it to, one operation after the other."""
         return not any(self.capability)
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether nothing of it was measured."""
+        return self.doubt > 1
 
     @property
     def memory_bytes(self) -> int:
@@ -211,10 +219,13 @@ def overridden(base: Table, given: Table, place: str) -> Table:
     return merged
 
 
-def chip_of_device(device: str) -> Chip | None:
-    """The chip that CUDA or ROCm calls by this name, or None where there is no file of it."""
+def chip_of_device(device: str, *, fix: str) -> Chip:
+    """The chip that CUDA or ROCm calls by this name. Raises `UserError` where there is no file of it; `fix`: what the
+    user can do then."""
     found = _found(device)
-    return chip_of_table(found, _read_chip(found)) if isinstance(found, str) else None
+    if not isinstance(found, str):
+        raise UserError(f"the planner does not know {device}", fix=fix, more="docs/planner.md")
+    return chip_of_table(found, _read_chip(found))
 
 
 def bf16_peak(device: str) -> float | None:
@@ -269,7 +280,8 @@ def _fits(place: str, value: Any, old: Any) -> bool:
         return type(value) is type(old)
     if isinstance(value, bool) or not isinstance(value, int if place.endswith(_WHOLE) else int | float):
         return False
-    most = 1 if "fraction" in place else _MOST_DECAY if place.endswith("decay") else _MOST
+    own = {"decay": _MOST_DECAY, "doubt": _MOST_DOUBT}
+    most = 1 if "fraction" in place else own.get(place.split()[-1], _MOST)
     return _LEAST <= value <= most or (value == 0 and place.endswith(_MAY_BE_ZERO))
 
 

@@ -27,8 +27,9 @@ from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import traffic_seconds
+from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.engines import Engine
-from fivefold.planner.flow import Flow, flow, schedule_plan, span
+from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedule_plan, span
 from fivefold.planner.links import seconds
 from fivefold.planner.price import (
     ITEMS,
@@ -119,6 +120,21 @@ class Estimate:
         return sum(row.amount for row in self.rows if row.part == "memory" and row.item not in OUTSIDE)
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """Of the step, by item."""
+        return {row.item: row.amount for row in self.rows if row.part == "time"}
+
+    @property
+    def step_interval(self) -> Interval:
+        """Between these the seconds of a step lie in 80 % of cases."""
+        return step_interval(self.seconds, self.cluster.chip.doubt)
+
+    @property
+    def reserved_interval(self) -> Interval:
+        """Between these the bytes of a device that are taken lie in 80 % of cases."""
+        return memory_interval(self.reserved)
+
+    @property
     def memory_gib(self) -> float:
         """Of tensors, at the peak of a step: what `memory/peak_gib` of a run reports."""
         return self.allocated / GIB
@@ -164,7 +180,7 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
 # before it, if there are any, count layouts.
 
 
-def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Flow, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, overlaps: bool) -> tuple[Numbers, Numbers]:
     """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
     are taken to be alike: a layer's parameters are gathered while the one before it runs."""
     forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
@@ -234,7 +250,7 @@ class Sent:
         return Sent(self.gather[places], self.reduce[places])
 
 
-def passes(work: Work, sent: Sent, stages: Stages, of: Flow, engine: Engine) -> tuple[Numbers, Numbers]:
+def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) -> tuple[Numbers, Numbers]:
     """Seconds of a micro batch's forward and backward in each stage."""
     before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
     return (
@@ -264,23 +280,23 @@ def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.
 
 
 def least_span(
-    slots: Mapping[Kind, Numbers], stages: Stages, of: Flow, micro_batches: NDArray[np.int64] | int,
+    slots: Mapping[Kind, Numbers], stages: Stages, left: Numbers, micro_batches: NDArray[np.int64] | int,
     transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
     """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
     has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
-    while the rank can compute the gradients of weights that are left."""
+    while the rank can compute the gradients of weights that are `left`, of each stage."""
     forward, backward, weights = slots["F"], slots["B"], slots["W"]
     back = slots["I"] if splits_backward else backward
     hops = stages.first * np.expand_dims(transfer, -1)
     there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
     work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
-    found: Numbers = np.max(there + np.maximum(work, work - of.left * weights @ stages.ranks.T + again), axis=-1)
+    found: Numbers = np.max(there + np.maximum(work, work - left * weights @ stages.ranks.T + again), axis=-1)
     return found
 
 
 def passing(
-    engine: Engine, work: Work, stages: Stages, of: Flow, logits: Numbers | float
+    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float
 ) -> Passing:  # fmt: skip
     """Of each pipeline rank: what micro batches under way take. `logits`: of the loss."""
     each = work.kept @ stages.layers.T
@@ -289,10 +305,10 @@ def passing(
         each[..., :-1] += work.edges[..., 1:]
     has_head = np.array([content.has_head for content in stages.contents])
     return Passing(
-        saved=(each * of.in_flight) @ stages.ranks.T,
+        saved=(each * of.most) @ stages.ranks.T,
         at_loss=(each * of.at_loss) @ stages.ranks.T,
         layer=_most(work.kept, stages),
-        stage=np.max(np.where(stages.ranks, np.expand_dims(each, -2), 0.0), axis=-1),
+        stage=each[..., stages.own].max(axis=-1),
         working=_most(work.working, stages),
         loss=np.expand_dims(logits, -1) * has_head,
     )
@@ -360,9 +376,7 @@ class Step:
     def pipeline(self) -> Layout:
         """The layout's pipeline alone, under which stages and schedules are shared by many layouts."""
         own = self.layout
-        return Layout(
-            pp=own.pp, pp_schedule=own.pp_schedule, pp_virtual=own.pp_virtual, pp_split=own.pp_split, zero=own.zero
-        )
+        return Layout(pp=own.pp, pp_schedule=own.pp_schedule, pp_virtual=own.pp_virtual, pp_split=own.pp_split)
 
     @cached_property
     def micro_batches(self) -> int:
@@ -383,11 +397,15 @@ class Step:
 
     @cached_property
     def stages(self) -> Stages:
-        return self.price_list.stages(replace(self.pipeline, zero=3))
+        return self.price_list.stages(self.pipeline)
 
     @cached_property
-    def flow(self) -> Flow:
-        return flow(self.pipeline, self.micro_batches, self.stages.sizes)
+    def in_flight(self) -> InFlight:
+        return in_flight(self.pipeline, self.micro_batches, self.stages.sizes)
+
+    @cached_property
+    def gathers(self) -> Gathers:
+        return gathers(self.pipeline, self.micro_batches, self.layout.zero)
 
     @property
     def cluster(self) -> Cluster:
@@ -410,7 +428,7 @@ class Step:
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:
         """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
-        return passes(self.work, self.sent, self.stages, self.flow, self.engine)
+        return passes(self.work, self.sent, self.stages, self.gathers, self.engine)
 
     @cached_property
     def busiest(self) -> int:
@@ -422,7 +440,9 @@ class Step:
         found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
         for part, count in zip(self.prices.parts, layers, strict=True):
             found += (part.forward + part.backward) * count
-        before, after = data_seconds(self.work, self.sent, self.stages, self.flow, overlaps=self.engine.overlaps_data)
+        before, after = data_seconds(
+            self.work, self.sent, self.stages, self.gathers, overlaps=self.engine.overlaps_data
+        )
         found[ITEMS.index("data")] += self.stages.ranks[rank] @ (before + after)
         return found
 
@@ -435,7 +455,9 @@ class Step:
         """No step is shorter. Without a pipeline, none is longer."""
         splits = self.pipeline.schedule.splits_backward
         slots = durations(*self.passes, self.work, self.stages)
-        span = least_span(slots, self.stages, self.flow, self.micro_batches, self.transfer, splits_backward=splits)
+        span = least_span(
+            slots, self.stages, self.in_flight.left, self.micro_batches, self.transfer, splits_backward=splits
+        )
         return float(span) / (self.cluster.crowding if self.layout.pp > 1 else 1) + self.after
 
     @cached_property
@@ -467,21 +489,22 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        alone = float(span(replace(self.pipeline, zero=3), self.micro_batches, self.durations, self.transfer))
+        of_kind = {kind: each[:, np.newaxis] for kind, each in self.durations.items()}
+        alone = float(span(self.pipeline, np.array([self.micro_batches]), of_kind, np.array([self.transfer]))[0])
         return float(crowded(alone, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
     @cached_property
-    def durations(self) -> dict[Kind, list[float]]:
+    def durations(self) -> dict[Kind, Numbers]:
         """Seconds of a slot of each kind, by stage."""
-        return {kind: each.tolist() for kind, each in durations(*self.passes, self.work, self.stages).items()}
+        return durations(*self.passes, self.work, self.stages)
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The pipeline's slots, in seconds, with so many micro batches."""
 
         def duration(slot: Slot) -> float:
-            return self.durations[slot.kind][slot.stage]
+            return float(self.durations[slot.kind][slot.stage])
 
-        return schedule_plan(replace(self.pipeline, zero=3), micro_batches).simulate(duration, transfer=self.transfer)
+        return schedule_plan(self.pipeline, micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
         """The items of the busiest rank, and what it waits."""
@@ -550,7 +573,7 @@ class Step:
         ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
         ends |= {own[-1]} if content.has_head else set()
         users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
-        order = schedule_plan(replace(self.pipeline, zero=3), self.micro_batches).orders[rank]
+        order = schedule_plan(self.pipeline, self.micro_batches).orders[rank]
         return of_slots(order, users, self.micro_batches, own, self.layout.zero)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -562,7 +585,7 @@ class Step:
             self.price_list, self.shards, content, self.layout.zero, several=several,
             waits=root_waits(self.shards, content, self.pipeline),
         )  # fmt: skip
-        under_way = passing(self.engine, self.work, self.stages, self.flow, self.prices.logits)
+        under_way = passing(self.engine, self.work, self.stages, self.in_flight, self.prices.logits)
         moving = moving_bytes(self.engine, under_way)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
@@ -629,10 +652,8 @@ def resting_bytes(
 
 
 def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
-    """Whether the model's own unit is not reduced after every backward: two stages give to it, or gradients of weights
-    come apart."""
-    is_shared = bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
-    return pipeline.schedule.splits_backward or is_shared
+    """Whether the model's own unit is not reduced after every backward: two stages give to it."""
+    return bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
 
 
 def _units(shards: Shards, content: Content) -> Units:
@@ -640,10 +661,13 @@ def _units(shards: Shards, content: Content) -> Units:
         pairs = tuple(units)
         return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)
 
-    layers = [size((unit, 1) for unit in shards.layers[kind].units) for kind, _ in content.kinds]
+    units = [shards.layers[kind].units for kind, _ in content.kinds]
+    of_layers = [(size((unit, 1) for unit in each), size([(each[-1], 1)])) for each in units]
+    layer, own = max(of_layers, default=((0, 0), (0, 0)))
     embedding = shards.embedding.units if content.has_embedding else ()
     return Units(
-        layer=max(layers, default=(0, 0)),
+        layer=layer,
+        own=own,
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),

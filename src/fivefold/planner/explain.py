@@ -9,9 +9,11 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.chips import GIB
-from fivefold.planner.estimate import Estimate, Item, Step, Workload
+from fivefold.planner.doubt import LIKELY, spread
+from fivefold.planner.estimate import TIGHT, Estimate, Item, Step, Workload
 from fivefold.planner.inverse import lean_step, longest_sequence
 from fivefold.planner.price import PriceList
+from fivefold.planner.search import NEAR
 
 USEFUL = ("matmuls", "attention")  # what a model cannot be trained without
 MOST_CURES = 3
@@ -42,23 +44,34 @@ def slower_by(estimate: Estimate, other: Estimate) -> tuple[Difference, ...]:
     return tuple(Difference(item, more, more / whole) for item, more in sorted(found, key=lambda each: -each[1]))
 
 
+def tied(one: Estimate, other: Estimate) -> bool:
+    """Whether nobody can say which of two steps is shorter: they are near, or differ by less than their difference is
+    sure. What both do alike is wrong in both alike, and does not count."""
+    differs = {each.item: each.seconds for each in slower_by(one, other)}
+    unsure = LIKELY * spread(differs, other.cluster.chip.doubt)
+    return abs(one.step_seconds - other.step_seconds) <= max(NEAR * other.step_seconds, unsure)
+
+
 def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
     """The changes that would make a layout fit, at most three: those of its neighbours that fit, the fastest first.
 
     A neighbour differs in one option, or has twice the degree of one dimension at the cost of data parallelism. Where
-    none fits, neighbours of neighbours are asked, and theirs. None where a layout that fits is further off.
+    fewer than three fit, neighbours of neighbours are asked, and theirs. Tight ones count where all that fit are tight.
+    None where a layout that fits is further off.
     """
-    seen, asked = {estimate.layout}, [estimate.layout]
+    has, seen, asked = prices.cluster.chip.memory_bytes, {estimate.layout}, [estimate.layout]
+    fitting, easily = list[Step](), list[Step]()
     for _ in range(3):
         asked = [each for layout in asked for each in neighbours(prices, layout, estimate) if each not in seen]
         asked = list(dict.fromkeys(asked))
         seen |= set(asked)
-        steps = [Step(prices, layout, estimate.workload) for layout in asked]
-        fitting = [step for step in steps if step.needs <= prices.cluster.chip.memory_bytes]
-        if fitting:
-            return tuple(step.estimate() for step in sorted(fitting, key=lambda step: step.seconds)[:MOST_CURES])
-        asked = [step.layout for step in sorted(steps, key=lambda step: step.needs)[:MOST_CURES]]
-    return ()
+        steps = sorted((Step(prices, layout, estimate.workload) for layout in asked), key=lambda step: step.needs)
+        fitting += [step for step in steps if step.needs <= has]
+        easily = [step for step in fitting if step.needs <= has * TIGHT]
+        if len(easily) >= MOST_CURES:
+            break
+        asked = [step.layout for step in steps if step.needs > has * TIGHT][:MOST_CURES]
+    return tuple(step.estimate() for step in sorted(easily or fitting, key=lambda step: step.seconds)[:MOST_CURES])
 
 
 def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[Layout]:
@@ -113,7 +126,9 @@ def too_large(prices: PriceList, workload: Workload, closest: Estimate | None) -
 
 
 def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iterator[str]:
-    """Shorter rows, and more nodes, as far as either helps."""
+    """Shorter rows, and more nodes, as far as either helps; what is known of the devices, where that is little."""
+    if closest.cluster.chip.is_guess:
+        yield "measure this machine, of whose memory the table is a guess: fivefold calibrate"
     with suppress(UserError):
         shorter = longest_sequence(prices, workload, closest.layout).seq_length
         yield f"rows of {shorter:,} tokens fit, with {closest.layout}"

@@ -6,38 +6,32 @@ what is counted in the last of these rounds is counted as often as there are mor
 long as the one before it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import takewhile
-from typing import Any
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import Kind, SchedulePlan, Slot, Walked, walked
+from fivefold.core.schedule import Kind, SchedulePlan, Slot
 from fivefold.parallel.memory import under_way
 from fivefold.parallel.unshards import of_slots
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
-Seconds = Any  # of one layout a number, of many an array
-Durations = Mapping[Kind, Sequence[Seconds]]
-STEADY = 1e-12  # of a round's time, by which the next one may differ
+Durations = Mapping[Kind, Numbers]  # [stage, layout]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+STEADY = 1e-13  # of the time so far, by which what is equal may differ
 
 
 @lru_cache(maxsize=256)
 def schedule_plan(pipeline: Layout, micro_batches: int) -> SchedulePlan:
     """Of a layout that says its pipeline alone. It keeps what it has computed."""
     return SchedulePlan.of(pipeline, micro_batches)
-
-
-@lru_cache(maxsize=4096)
-def _order(pipeline: Layout, micro_batches: int, rank: int) -> tuple[Slot, ...]:
-    """The slots of one rank."""
-    plan = schedule_plan(pipeline, micro_batches)
-    return tuple(plan.record.order(plan, rank))
 
 
 def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
@@ -54,124 +48,173 @@ def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
-    """How micro batches pass a pipeline's stages. `in_flight`: of each stage, those that wait for their backward
-    when its rank has the most; `at_loss`: when the rank has run the last stage forward.
-    `forward`, `backward`, `reductions`: how often FSDP gathers a unit of each stage in a forward and in a backward, and
-    reduces it: as a mean over micro batches. `left`: of each stage, the gradients of weights that its rank computes
-    after its last other slot.
-    """
+class InFlight:
+    """Micro batches of each stage that wait for their backward: `most`, when its rank has the most; `at_loss`, when the
+    rank has run the last stage forward. `left`: gradients of weights that its rank computes after its last other
+    slot."""
 
-    in_flight: Numbers
+    most: Numbers
     at_loss: Numbers
-    forward: Numbers
-    backward: Numbers
-    reductions: Numbers
     left: Numbers
 
 
 @lru_cache(maxsize=16384)
-def flow(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> Flow:
-    """Of a pipeline, and its ZeRO stage. `layers`: of each stage."""
-    alone = replace(pipeline, zero=3)
-    of_round, beyond = rounds_beyond(alone, micro_batches)
-    shown = micro_batches - max(0, beyond - 1) * of_round
-    times = _times(alone, shown, pipeline.zero)
-    if shown < micro_batches:
-        times = times + (times - _times(alone, shown - of_round, pipeline.zero)) * (beyond - 1)
-    forward, backward, reductions = times / micro_batches
-    in_flight, at_loss, left = _in_flight(alone, micro_batches - beyond * of_round, layers)
-    return Flow(in_flight, at_loss, forward, backward, reductions, left)
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(pipeline: Layout, count: int, layers: tuple[int, ...]) -> tuple[Numbers, Numbers, Numbers]:
-    """Of each stage: micro batches in flight when its rank has the most, and at the loss; gradients of weights that are
-    left to the end."""
-    found, at_loss, left = np.zeros((3, pipeline.stages))
-    for rank in range(pipeline.pp):
-        order = _order(pipeline, count, rank)
+def in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> InFlight:
+    """Of a pipeline. `layers`: of each stage."""
+    of_round, beyond = rounds_beyond(pipeline, micro_batches)
+    if beyond:
+        return in_flight(pipeline, micro_batches - beyond * of_round, layers)
+    most, at_loss, left = np.zeros((3, pipeline.stages))
+    for order in schedule_plan(pipeline, micro_batches).orders:
         last = next((slot.stage for slot in order if slot.stage == pipeline.stages - 1), None)
-        for numbers, counts in ((found, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
-            for stage, most in counts.items():
-                numbers[stage] = most
+        for numbers, counts in ((most, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
+            for stage, count in counts.items():
+                numbers[stage] = count
         for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
             left[slot.stage] += 1
-    return found, at_loss, left
+    return InFlight(most, at_loss, left)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathers:
+    """How often FSDP gathers a unit of each stage in a forward and in a backward, and reduces it: as a mean over micro
+    batches."""
+
+    forward: Numbers
+    backward: Numbers
+    reductions: Numbers
+
+
+@lru_cache(maxsize=16384)
+def gathers(pipeline: Layout, micro_batches: int, zero: int) -> Gathers:
+    """Of a pipeline under a ZeRO stage. Of whole backwards, FSDP does the same in every stage as without a pipeline."""
+    alone = pipeline if pipeline.schedule.splits_backward else Layout()
+    of_round, beyond = rounds_beyond(alone, micro_batches)
+    shown = micro_batches - max(0, beyond - 1) * of_round
+    times = _times(alone, shown, zero)
+    if shown < micro_batches:
+        times = times + (times - _times(alone, shown - of_round, zero)) * (beyond - 1)
+    return Gathers(*np.broadcast_to(times / micro_batches, (3, pipeline.stages)))
 
 
 @lru_cache(maxsize=16384)
 def _times(pipeline: Layout, micro_batches: int, zero: int) -> Numbers:
     """[forward, backward, reductions; stage]: how often FSDP gathers and reduces a unit that one stage uses."""
     plan, found = schedule_plan(pipeline, micro_batches), np.zeros((3, pipeline.stages))
-    is_alike = not pipeline.schedule.splits_backward  # of whole backwards, FSDP does the same in every stage
-    for rank in range(1 if is_alike else pipeline.pp):
-        own = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-        users = {str(stage): frozenset((stage,)) for stage in (own[:1] if is_alike else own)}
-        times = of_slots(_order(pipeline, micro_batches, rank), users, micro_batches, own, zero)
-        for stage, each in times.items():
+    for order in plan.orders:
+        own = tuple(dict.fromkeys(slot.stage for slot in order))
+        users = {str(stage): frozenset((stage,)) for stage in own}
+        for stage, each in of_slots(order, users, micro_batches, own, zero).items():
             found[:, int(stage)] = each.forward, each.backward, each.reductions
-    return np.repeat(found[:, :1], pipeline.stages, axis=1) if is_alike else found
+    return found
 
 
 # ---- how long all take -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A part of a schedule. `slots`: each behind those that it needs; they name what they need by its place in what is
-    known before the part, and behind it in the part itself. `keeps`: places of what the next part knows."""
+class Level:
+    """Slots of different ranks that do not wait for each other. Arrays, one number for each slot.
 
-    slots: Walked
-    keeps: tuple[int, ...] = ()
-
-    def run(self, seconds: Durations, transfer: Seconds, state: Sequence[Seconds], ranks: int) -> list[Seconds]:
-        """The state behind the part, of the state before it: when each rank is free, and when each slot has ended that
-        is known."""
-        larger = np.maximum if isinstance(transfer, np.ndarray) else max
-        free, ended = list(state[:ranks]), list(state[ranks:])
-        for rank, slot, needs in self.slots:
-            start = free[rank]
-            for need, is_sent in needs:
-                start = larger(start, ended[need] + transfer if is_sent else ended[need])
-            free[rank] = start + seconds[slot[1]][slot[0]]
-            ended.append(free[rank])
-        return free + [ended[place] for place in self.keeps]
-
-
-def span(pipeline: Layout, micro_batches: Integers | int, seconds: Durations, transfer: Seconds) -> Seconds:
-    """Seconds from the first slot to the end of the last, of one layout (numbers) or of many (arrays).
-
-    `seconds`: of a slot of each kind, by stage; `transfer`: of what is sent between ranks. Numbers of micro batches of
-    many layouts differ by whole rounds beyond the first ones.
+    Times of ends have places: first those when each rank is free, then those that are known before the part, then one
+    for each slot. `before`: the place of what the rank did last. `sent`: of the slot whose result comes from another
+    rank; `before` where none does, and `hops` is then 0, else 1. `took`: the row of its duration.
     """
-    of_round, beyond = rounds_beyond(pipeline, int(np.max(micro_batches)))
-    first = int(np.max(micro_batches)) - beyond * of_round
-    rounds, ranks = (np.asarray(micro_batches) - first) // of_round, pipeline.pp
+
+    before: Integers
+    sent: Integers
+    hops: Numbers
+    took: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a schedule. `keeps`: the places of what is known behind it."""
+
+    levels: tuple[Level, ...]
+    keeps: Integers
+
+    def run(self, seconds: Numbers, transfer: Numbers, known: Numbers) -> Numbers:
+        """[place, layout]: when each slot has ended that is known behind the part, of those known before it.
+        `seconds`: [kind and stage, layout]."""
+        slots = sum(len(level.took) for level in self.levels)
+        ends, done = np.concatenate((known, np.empty((slots, known.shape[1])))), len(known)
+        for level in self.levels:
+            start = np.maximum(ends[level.before], ends[level.sent] + level.hops * transfer)
+            ends[done : done + len(start)] = start + seconds[level.took]
+            done += len(start)
+        return ends[self.keeps]
+
+
+def span(pipeline: Layout, micro_batches: Integers, seconds: Durations, transfer: Numbers) -> Numbers:
+    """[layout]: seconds from the first slot to the end of the last.
+
+    `seconds`: [stage, layout] of a slot of each kind; `transfer`: [layout] of what is sent between ranks. Numbers of
+    micro batches differ by whole rounds beyond the first ones.
+    """
+    of_round, beyond = rounds_beyond(pipeline, int(micro_batches.max()))
+    first = int(micro_batches.max()) - beyond * of_round
+    of_slot = np.concatenate([seconds[kind] for kind in KINDS])
+
+    def run(part: Part, known: Numbers) -> Numbers:
+        return part.run(of_slot, transfer, known)
+
+    ends = np.zeros((pipeline.pp, len(transfer)))
     if not beyond:
-        whole = Part(schedule_plan(pipeline, first).walk)
-        return _last(whole.run(seconds, transfer, [transfer * 0] * ranks, ranks))
-    begin, middle, end = parts(pipeline, first, of_round)
-    state = begin.run(seconds, transfer, [transfer * 0] * ranks, ranks)
-    found = np.array(state)
-    for done in range(1, beyond + 1):
-        before, state = np.array(state), middle.run(seconds, transfer, state, ranks)
-        grown = np.array(state) - before
-        is_steady = np.ptp(grown, axis=0) <= STEADY * grown[0] * done
-        left = np.where(is_steady, rounds - done, 0)
-        found = np.where(rounds >= done, np.array(state) + left * grown, found)
-        if np.all(is_steady | (rounds <= done)):
-            break
-    return _last(end.run(seconds, transfer, list(found) if found.ndim > 1 else found.tolist(), ranks))
-
-
-def _last(free: Sequence[Seconds]) -> Seconds:
-    found: Seconds = np.max(free, axis=0)
+        ends = run(_whole(pipeline, first), ends)
+    else:
+        begin, middle, end = _parts(pipeline, first, of_round)
+        rounds = (micro_batches - first) // of_round
+        looks = max(1, pipeline.pp // of_round)
+        ends = run(end, _after(rounds, run(begin, ends), partial(run, middle), pipeline.pp, looks))
+    found: Numbers = ends[: pipeline.pp].max(axis=0)
     return found
 
 
+def _after(
+    rounds: Integers, known: Numbers, of_round: Callable[[Numbers], Numbers], longest: int, looks: int
+) -> Numbers:
+    """[place, layout]: what is known after so many rounds of each layout, of what was known before them.
+
+    A round soon finds what another found some rounds before, all later by as much: then all later ones do. Such a
+    period has one round or several: of 1F1B as many as there are ranks, `longest`, where the slowest way round the
+    pipeline has as many micro batches on it. It is looked for every `looks` rounds.
+    """
+    states, found = deque([known], maxlen=longest + 1), known.copy()
+    for done in range(1, int(rounds.max()) + 1):
+        states.append(of_round(states[-1]))
+        found = np.where(rounds == done, states[-1], found)
+        if done % looks == 0:
+            period, grown = _periods(states)
+            if np.all((period > 0) | (rounds <= done)):
+                periods, more = np.divmod(np.maximum(rounds - done, 0), np.maximum(period, 1))
+                kept = np.stack(states)[more - period - 1, :, np.arange(len(rounds))].T
+                return np.where(rounds > done, kept + (periods + 1) * grown, found)
+    return found
+
+
+def _periods(states: Sequence[Numbers]) -> tuple[Integers, Numbers]:
+    """[layout]: the rounds of its period, 0 where there is none yet; how much later each period ends than the one
+    before. `states`: behind the last rounds."""
+    *before, now = states
+    grown = now - np.stack(before[::-1])
+    least, most = grown.min(axis=1), grown.max(axis=1)
+    is_alike = most - least <= STEADY * now.max(axis=0)
+    shortest = is_alike.argmax(axis=0)
+    each = np.arange(len(shortest))
+    return np.where(is_alike[shortest, each], shortest + 1, 0), most[shortest, each]
+
+
 @lru_cache(maxsize=256)
-def parts(pipeline: Layout, first: int, of_round: int) -> tuple[Part, Part, Part]:
+def _whole(pipeline: Layout, micro_batches: int) -> Part:
+    """A step."""
+    plan = schedule_plan(pipeline, micro_batches)
+    levels, _, last = _levels(plan, plan.orders)
+    return Part(levels, np.array(last))
+
+
+@lru_cache(maxsize=256)
+def _parts(pipeline: Layout, first: int, of_round: int) -> tuple[Part, Part, Part]:
     """The beginning of every step of `first` micro batches and whole rounds, a round, and the end.
 
     The slots of a rank in a step with one round more are the same up to a place; there they have the slots of a round
@@ -186,14 +229,42 @@ def parts(pipeline: Layout, first: int, of_round: int) -> tuple[Part, Part, Part
         begin.append(long[:cut])
         middle.append(long[cut:back])
         end.append(short[cut:])
-    walk, places = walked(more, begin)
-    needed = {need for orders in (middle, end) for order in orders for slot in order for need in more.needs(slot)}
-    known = sorted((slot for slot in needed if slot in places), key=lambda slot: places[slot])
-    keeps = tuple(places[slot] for slot in known)
-    around, after = walked(more, middle, known)
-    again = tuple(after[_later(slot, of_round)] for slot in known)
-    return Part(walk, keeps), Part(around, again), Part(walked(more, end, known)[0])
+    of_begin, places, last = _levels(more, begin)
+    needed = {more.sent(slot) for order in (*middle, *end) for slot in order}
+    known = tuple(slot for slot in places if slot in needed)
+    around, after, last_of_round = _levels(more, middle, known)
+    to_end, _, last_of_all = _levels(more, end, known)
+    again = [after[_later(slot, of_round)] for slot in known]
+    return (
+        Part(of_begin, np.array([*last, *(places[slot] for slot in known)])),
+        Part(around, np.array([*last_of_round, *again])),
+        Part(to_end, np.array(last_of_all)),
+    )
 
 
 def _later(slot: Slot, micro_batches: int) -> Slot:
     return Slot(slot.stage, slot.kind, slot.micro_batch + micro_batches)
+
+
+def _levels(
+    plan: SchedulePlan, orders: Sequence[Sequence[Slot]], known: Sequence[Slot] = ()
+) -> tuple[tuple[Level, ...], dict[Slot, int], list[int]]:
+    """The slots of all ranks as levels, the place of each that another rank may wait for, and that of each rank's last
+    one. `orders`: of each rank those that are asked. `known`: slots that came before."""
+    ranks, places = plan.ranks, {slot: plan.ranks + number for number, slot in enumerate(known)}
+    last, count, levels = list(range(ranks)), ranks + len(known), list[Level]()
+    left = {rank: [(slot, plan.sent(slot)) for slot in reversed(order)] for rank, order in enumerate(orders) if order}
+    while left:
+        ready = [rank for rank, slots in left.items() if (need := slots[-1][1]) is None or need in places]
+        assert ready, f"{plan} waits for itself"
+        level, before = [left[rank].pop() for rank in ready], [last[rank] for rank in ready]
+        sent = [each if need is None else places[need] for each, (_, need) in zip(before, level, strict=True)]
+        hops = [[float(need is not None)] for _, need in level]
+        took = [KINDS.index(slot.kind) * plan.stages + slot.stage for slot, _ in level]
+        levels.append(Level(np.array(before), np.array(sent), np.array(hops), np.array(took)))
+        for rank, (slot, _) in zip(ready, level, strict=True):
+            places[slot._replace(kind="I") if slot.kind == "B" else slot] = last[rank] = count
+            count += 1
+            if not left[rank]:
+                del left[rank]
+    return tuple(levels), places, last

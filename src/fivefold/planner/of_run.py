@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.auto import facts_of_run, workload_of
 from fivefold.planner.chips import chip_of_device
@@ -22,9 +21,10 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
     """
     own = Layout.parse(layout)
     cluster = cluster_of(own.world, device, about, config.hardware)
-    facts = facts_of_run(config, (about.get("data") or {}).get("vocabulary"))
+    facts = facts_of_run(config, vocabulary_of(about))
     found = estimate(PriceList(facts, cluster, ENGINES["fivefold"]), own, workload_of(config))
-    return Expected(found.step_seconds, found.memory_gib, cluster.text)
+    guess = ", whose table is a guess: fivefold calibrate measures it" if cluster.chip.is_guess else ""
+    return Expected(found.step_seconds, found.memory_gib, f"{cluster.text}{guess}", found.step_interval)
 
 
 def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:
@@ -32,7 +32,11 @@ def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str 
     size = nodes_of(world, int(about.get("devices_per_node") or world))
     if hardware or device == "cpu":
         return Cluster.parse(hardware or "1xcpu", size)
-    known = chip_of_device(str(about.get("device")))
-    if known is None:
-        raise UserError(f"the planner does not know {about.get('device')}")
+    known = chip_of_device(str(about.get("device")), fix="name a file of fivefold calibrate: layout.hardware")
     return Cluster.parse(f"1x{known.name}", size)
+
+
+def vocabulary_of(about: Mapping[str, Any]) -> int | None:
+    """Tokens of a run's tokenizer, as its newest start says; None where it does not."""
+    found = (about.get("data") or {}).get("vocabulary")
+    return found if isinstance(found, int) else None

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from fivefold.core.units import human
 from fivefold.planner.chips import GIB
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.report import PlanReport
+from fivefold.planner.report import CURES, PlanReport, bound
 from fivefold.planner.sweeps import Sweeps
 from fivefold.report.figures import BAR, LANE, WIDTH, Box, Figure, timeline
 from fivefold.report.plot import LEFT, Axes, Linear, label, nice, svg
@@ -33,7 +33,7 @@ def page(report: PlanReport, beside: Sweeps | None = None) -> str:
     first = report.estimates[0]
     limit = first.cluster.chip.memory_gib * GIB
     return render(
-        "page.html.j2", "fivefold.planner", [], {}, report=report,
+        "page.html.j2", "fivefold.planner", [], {}, report=report, would_fit=CURES.capitalize(), bound=bound(first),
         time=_stacks(report.estimates, "time", "s", 1.0, None),
         memory=_stacks(report.estimates, "memory", "GiB", 1 / GIB, limit),
         pipeline=_pipeline(report.timeline), items=_table(report.estimates), sweeps=_sweeps(beside),

@@ -2,14 +2,15 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.core.files import put
+from fivefold.core.files import expanded, put
 from fivefold.core.layout import DEGREES, Layout
+from fivefold.core.shapes import shape_folder
 from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import config_values, facts_of_config
@@ -73,17 +74,24 @@ def planned(
     if not found.best and asked is None:
         raise too_large(prices, workload, found.closest)
     estimates = (*([asked] if asked else []), *found.best)
-    first = found.best[0] if found.best else estimates[0]
-    notes = [can_run]
-    if asked and not asked.fits:
-        notes.append(report.told(cures(prices, asked)))
+    best = found.best[0] if found.best else None
+    notes, cured = [can_run, *_positions_told(model, workload.seq_length)], tuple[Estimate, ...]()
+    if asked:
+        notes.insert(0, report.judged(asked, best))
+        cured = cures(prices, asked) if asked.verdict != "fits" else ()
+    if asked and not asked.fits and not cured:
+        none = too_large(prices, workload, found.closest) if found.closest else None
+        notes.insert(1, f"{none.what}: {none.fix}" if none else "no small change of it fits")
+    goes_on = best or (asked if asked and asked.fits else None)
+    first = goes_on or estimates[0]
     return report.PlanReport(
         title=report.title(_named(model, prices), prices.cluster, workload),
         rows=tuple(report.ranked(each, first) for each in estimates),
         ok=asked.fits if asked else True,
         estimates=estimates,
         notes=tuple(notes),
-        closing=f"\n{report.assumptions(first)}\nnext: fivefold train ... layout={first.layout}",
+        cures=tuple(report.ranked(each, first) for each in cured),
+        closing=f"\n{report.assumptions(first)}" + (f"\nnext: {_command(model, goes_on)}" if goes_on else ""),
         details=report.details(estimates),
         timeline=_timeline(Step(prices, estimates[0].layout, workload)),
     )
@@ -97,18 +105,14 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     prices = price_list(model, cluster)
     found = longest_sequence(prices, workload, None if layout is None else Layout.parse(layout))
     best = found.estimate
-    notes, longer = [f"the longest rows that fit have {found.seq_length:,} tokens"], ""
-    if (positions := _positions(model)) and found.seq_length > positions:
-        notes.append(f"the model has positions for {positions:,} (max_position_embeddings)")
-        longer = f" model.overrides.max_position_embeddings={found.seq_length}"
-    command = f"next: fivefold train ... data.seq_length={found.seq_length} layout={best.layout}{longer}"
+    notes = [f"the longest rows that fit have {found.seq_length:,} tokens", *_positions_told(model, found.seq_length)]
     return report.PlanReport(
         title=report.title(_named(model, prices), prices.cluster, best.workload),
         rows=(report.ranked(best, best),),
         ok=True,
         estimates=(best,),
         notes=tuple(notes),
-        closing=f"\n{report.assumptions(best)}\n{command}",
+        closing=f"\n{report.assumptions(best)}\nnext: {_command(model, best)}",
         details=report.details((best,)),
         timeline=_timeline(Step(prices, best.layout, best.workload)),
     )
@@ -134,17 +138,39 @@ def _timeline(step: Step) -> Mapping[str, Any] | None:
 def run_file(model: str, best: Estimate, name: str) -> str:
     """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's. `name`: of the
     run, so that runs of two plans do not share a folder."""
-    layout, workload, longer = best.layout, best.workload, ""
-    if (positions := _positions(model)) and workload.seq_length > positions:
-        longer = f", overrides: {{max_position_embeddings: {workload.seq_length}}}"
+    layout, workload, start, wanted = best.layout, best.workload, "", ""
+    if _is_longer(model, best):
+        start = f", overrides: {{max_position_embeddings: {workload.seq_length}}}"
+    if not has_weights(model):
+        start += ", init: random"
+    if lacks_tokenizer(model):
+        wanted = "# tokenizer: {name_or_path: a folder or hub id, or train:32k for one of your own text}\n"
     return (
         f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / GIB:.1f} GiB a device\n"
-        f"model: {{name_or_path: {json.dumps(model)}{longer}}}\n"
-        f"data: {{seq_length: {workload.seq_length}}}\n"
+        f"model: {{name_or_path: {json.dumps(model)}{start}}}\n{wanted}"
+        f"data: {{seq_length: {workload.seq_length}}}  # add train: your files\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
         f"layout: {layout}\n"
         f"run: {{name: {json.dumps(name)}}}\n"
     )
+
+
+def has_weights(model: str) -> bool:
+    """Whether training can start from a model's own weights: a hub id is taken to have some."""
+    path = shape_folder(model) or expanded(model)
+    return not path.exists() or any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
+def lacks_tokenizer(model: str) -> bool:
+    """Whether what lies here of a model has no tokenizer."""
+    path = shape_folder(model) or expanded(model)
+    return path.exists() and not any(path.glob("tokenizer*"))
+
+
+def to_add(model: str) -> str:
+    """What its owner adds to a run file, in words."""
+    random = "" if has_weights(model) else "; the model has no weights here, and starts from random ones"
+    return f"add your data{' and a tokenizer' * lacks_tokenizer(model)}{random}"
 
 
 def write_run_file(path: str, model: str, best: Estimate) -> None:
@@ -152,6 +178,25 @@ def write_run_file(path: str, model: str, best: Estimate) -> None:
     if Path(path).exists():
         raise UserError(f"{path} is there already", fix="name another file: --write FILE")
     put(Path(path), run_file(model, best, Path(path).stem).encode(), instead="name another file: --write FILE")
+
+
+def _command(model: Model, best: Estimate) -> str:
+    """What trains with a layout and its batch."""
+    workload = best.workload
+    batch = f"data.seq_length={workload.seq_length} train.global_batch_size={workload.global_batch_size}"
+    longer = f" model.overrides.max_position_embeddings={workload.seq_length}" if _is_longer(model, best) else ""
+    return f"fivefold train RUN.yaml layout={best.layout} {batch}{longer}"
+
+
+def _positions_told(model: Model, length: int) -> Iterator[str]:
+    """That rows are longer than the model's positions, if they are."""
+    if (positions := _positions(model)) and length > positions:
+        yield f"the model has positions for {positions:,} (max_position_embeddings)"
+
+
+def _is_longer(model: Model, best: Estimate) -> bool:
+    """Whether rows are longer than the model's positions."""
+    return any(_positions_told(model, best.workload.seq_length))
 
 
 def _positions(model: Model) -> int | None:

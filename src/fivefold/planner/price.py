@@ -162,6 +162,11 @@ class Stages:
         return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
 
     @cached_property
+    def own(self) -> NDArray[np.int64]:
+        """[rank, number]: the stages of each rank."""
+        return np.array([np.flatnonzero(rank) for rank in self.ranks])
+
+    @cached_property
     def distinct(self) -> tuple[Content, ...]:
         """Contents that differ."""
         return tuple(dict.fromkeys(self.contents))

@@ -10,65 +10,92 @@ from typing import TYPE_CHECKING, Any
 from fivefold.core.units import many
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
+from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
-from fivefold.planner.explain import slower_by
+from fivefold.planner.explain import USEFUL, binds, slower_by, tied
 from fivefold.report.table import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 BAR = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
+CURES = "would make it fit, the fastest first:"
+INTERVALS = (
+    "±, and what stands in brackets: the truth in 80 % of cases. Layouts are off together, so that their order is surer"
+)
 
 
 @dataclass(frozen=True)
 class Ranked:
     """One line of the ranking. `memory_gib`: of tensors at the peak of the fullest rank; `reserved_gib`: of the device,
-    all in all. `behind`: what it loses most to the first, in words."""
+    all in all. Intervals hold the truth in 80 % of cases. `behind`: what it loses most to the best, in words."""
 
     layout: str
     memory_gib: float
     reserved_gib: float
+    reserved_gib_interval: Interval
     verdict: str
     step_seconds: float
+    step_seconds_interval: Interval
     tokens_per_second_per_device: float
     mfu_pct: float
     behind: str = ""
 
+    @property
+    def step(self) -> str:
+        """`1.31 ±13%`: its seconds, and how far 80 % of cases are from that."""
+        return f"{seconds_text(self.step_seconds)} ±{self.step_seconds_interval[1] / self.step_seconds - 1:.0%}"
+
+    @property
+    def says(self) -> str:
+        """Whether it fits, unless it does, and what it loses."""
+        return "; ".join(filter(None, ("" if self.verdict == "fits" else self.verdict, self.behind)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[Ranked]):
-    """`estimates`: those of the rows, in order. `notes`: sentences about all. `timeline`: the slots of the first one's
-    pipeline, as `Timeline.to_json` has them; None where it has none."""
+    """`estimates`: those of the rows, in order. `notes`: sentences about all. `cures`: what would make the first one
+    fit, where it does not. `timeline`: the slots of the first one's pipeline, as `Timeline.to_json` has them; None
+    where it has none."""
 
     estimates: tuple[Estimate, ...] = ()
     notes: tuple[str, ...] = ()
+    cures: tuple[Ranked, ...] = ()
     timeline: Mapping[str, Any] | None = None
 
     def show(self, console: "Console") -> None:
         """The ranking, and under it the first layout item by item."""
-        from rich.table import Table
         from rich.text import Text
 
         console.print(Text(self.title, style="bold"))
         for note in self.notes:
-            console.print(note, highlight=False, style="dim")
-        table = Table(box=None, header_style="dim", pad_edge=False)
-        texts = [_folded(row.layout) for row in self.rows]
-        widest = max((len(line) for text in texts for line in text.splitlines()), default=0)
-        table.add_column("layout", overflow="fold", min_width=min(LAYOUT, widest))
-        for name in ("GiB", "s/step", "tokens/s\na device", "MFU\n%"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", overflow="fold", style="dim")
-        for row, text in zip(self.rows, texts, strict=True):
-            says = row.behind if row.verdict == "fits" else f"{row.verdict}; {row.behind}".rstrip("; ")
-            speed = seconds_text(row.step_seconds), f"{row.tokens_per_second_per_device:,.0f}"
-            table.add_row(text, f"{row.reserved_gib:.1f}", *speed, f"{row.mfu_pct:.1f}", says)
-        console.print(table)
+            console.print(note, highlight=False, markup=False)
+        for title, rows in ((CURES, self.cures), ("", self.rows)):
+            if rows:
+                console.print(f"\n{title}".rstrip(" "), highlight=False, end="\n" * bool(title))
+                console.print(_table(rows))
         for line in _itemised(self.estimates[0]) if self.estimates else ():
             console.print(line, highlight=False, no_wrap=True, overflow="ellipsis")
         console.print(self.closing, highlight=False, markup=False)
+
+
+def _table(rows: Sequence[Ranked]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+    texts = [_folded(row.layout) for row in rows]
+    widest = max(len(line) for text in texts for line in text.splitlines())
+    table.add_column("layout", overflow="fold", min_width=min(LAYOUT, widest))
+    for name in ("GiB", "s/step", "tokens/s\na device", "MFU\n%"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for row, text in zip(rows, texts, strict=True):
+        speed = f"{row.tokens_per_second_per_device:,.0f}", f"{row.mfu_pct:.1f}"
+        table.add_row(text, f"{row.reserved_gib:.1f}", row.step, *speed, row.says)
+    return table
 
 
 def _folded(layout: str) -> str:
@@ -89,11 +116,13 @@ def seconds_text(seconds: float) -> str:
 
 def _itemised(estimate: Estimate) -> Iterator[str]:
     """The first layout's time and memory, each item with its share as a bar."""
-    whole = estimate.cluster.chip.memory_gib
+    low, high = map(seconds_text, estimate.step_interval)
+    least, most = (size / GIB for size in estimate.reserved_interval)
+    of_rank = f", of pipeline rank {estimate.pp_rank}" * (estimate.layout.pp > 1)
+    taken = f"{estimate.reserved / GIB:.1f} ({least:.1f} to {most:.1f})"
     heads = {
-        "time": f"a step of {estimate.layout}: {seconds_text(estimate.step_seconds)} s",
-        "memory": f"the fullest device: {estimate.reserved / GIB:.1f} of {whole:g} GiB"
-        + f", of pipeline rank {estimate.pp_rank}" * (estimate.layout.pp > 1),
+        "time": f"a step of {estimate.layout}: {seconds_text(estimate.step_seconds)} s ({low} to {high})",
+        "memory": f"the fullest device: {taken} of {estimate.cluster.chip.memory_gib:g} GiB{of_rank}",
     }  # fmt: skip
     for part, head in heads.items():
         rows = [row for row in estimate.rows if row.part == part]
@@ -103,6 +132,14 @@ def _itemised(estimate: Estimate) -> Iterator[str]:
         for row in sorted(rows, key=lambda row: -row.amount):
             if row.amount >= total / 1000:
                 yield _line(row, total)
+        if part == "time":
+            yield f"  {bound(estimate)}"
+
+
+def bound(estimate: Estimate) -> str:
+    """What a step takes its time for, in words: what the model needs, and what binds it besides."""
+    own = sum(estimate.seconds.get(item, 0.0) for item in USEFUL) / estimate.step_seconds
+    return f"{own:.0%} is {' and '.join(USEFUL)}; of the rest, most is {binds(estimate).item}"
 
 
 def _line(row: Item, total: float) -> str:
@@ -114,31 +151,50 @@ def _line(row: Item, total: float) -> str:
 def behind(first: Estimate, other: Estimate) -> str:
     """What costs another layout the most against the first: the item of time that grows most."""
     if other is first:
-        return "first"
+        return "best"
     more = other.step_seconds / first.step_seconds - 1
-    if more < 0:
-        return f"{-more:.1%} faster, less simple"
-    return "as fast" if more < 5e-4 else f"+{more:.1%}: {slower_by(other, first)[0].item}"
+    if tied(other, first):
+        return f"tied, {more:+.1%}"
+    return f"{more:+.1%}" + f": {slower_by(other, first)[0].item}" * (more > 0)
 
 
 def ranked(estimate: Estimate, first: Estimate) -> Ranked:
-    """An estimate as a line of the ranking."""
+    """An estimate as a line of the ranking. What does not fit is not held against the first."""
+    low, high = (size / GIB for size in estimate.reserved_interval)
     return Ranked(
-        str(estimate.layout), round(estimate.memory_gib, 3), round(estimate.reserved / GIB, 3), estimate.verdict,
-        estimate.step_seconds, estimate.tokens_per_second_per_device, 100 * estimate.mfu, behind(first, estimate),
+        str(estimate.layout), round(estimate.memory_gib, 3), round(estimate.reserved / GIB, 3),
+        (round(low, 3), round(high, 3)), estimate.verdict, estimate.step_seconds, estimate.step_interval,
+        estimate.tokens_per_second_per_device, 100 * estimate.mfu, behind(first, estimate) if estimate.fits else "",
     )  # fmt: skip
+
+
+def judged(asked: Estimate, best: Estimate | None) -> str:
+    """Whether a layout fits, and what it loses to the best, in a sentence."""
+    has, needs = (f"{size / GIB:.1f}" for size in (asked.cluster.chip.memory_bytes, asked.reserved))
+    if not asked.fits:
+        most = max((row for row in asked.rows if row.part == "memory"), key=lambda row: row.amount)
+        return f"{asked.layout} does not fit: {needs} of {has} GiB, {most.amount / GIB:.1f} of them {most.item}"
+    tight = f"is tight: {needs} of {has} GiB, near enough to the end for the allocator to free and ask again"
+    fits = tight if asked.verdict == "tight" else f"fits: {needs} of {has} GiB"
+    return f"{asked.layout} {fits}{_against(asked, best)}"
+
+
+def _against(asked: Estimate, best: Estimate | None) -> str:
+    if best is None or best.layout == asked.layout:
+        return "; it is the best" if best else ""
+    more = asked.step_seconds / best.step_seconds - 1
+    if tied(asked, best):
+        return f"; tied with {best.layout} within error ({more:+.1%})"
+    if more < 0:
+        return f"; {-more:.1%} faster than {best.layout}"
+    terms = ", ".join(f"{each.item} {each.share:+.1%}" for each in slower_by(asked, best)[:3] if each.share > 1e-3)
+    return f"; {more:.1%} slower than {best.layout}: {terms}"
 
 
 def title(model: str, cluster: Cluster, workload: Workload) -> str:
     """What is planned."""
     rows, tokens = many(workload.global_batch_size, "row"), many(workload.seq_length, "token")
     return f"{model} on {cluster.text}, {rows} of {tokens} a step"
-
-
-def told(cures: Sequence[Estimate]) -> str:
-    """What would make a layout fit, the cheapest change first."""
-    ways = ", ".join(f"{each.layout} ({each.reserved / GIB:.1f} GiB, {each.step_seconds:.3g} s)" for each in cures)
-    return f"would fit: {ways}" if ways else "no small change of it fits"
 
 
 def assumptions(estimate: Estimate) -> str:
@@ -149,7 +205,8 @@ def assumptions(estimate: Estimate) -> str:
     if cluster.nodes > 1:
         links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second(), 1e9)} GB/s a device"
     matmuls = f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s"
-    return f"assumed: {matmuls}, {links}; rows of one document; even routing"
+    guess = f"; what a {chip.name} does is a guess, fivefold calibrate measures it" if chip.is_guess else ""
+    return f"assumed: {matmuls}, {links}; rows of one document; even routing{guess}\n{INTERVALS}"
 
 
 def _rate(a_second: float, unit: float) -> str:

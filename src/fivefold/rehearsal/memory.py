@@ -16,10 +16,10 @@ from fivefold.core.text import any_layer
 from fivefold.rehearsal.request import Item
 
 SHOWN = 12  # items of a peak
-# Part of a file's name, or of a function's in it -> what it allocates.
+# Part of a file's name, and of a function's in it -> what it allocates.
 _KNOWN = (
-    ("_fsdp_collectives.py", "foreach_reduce", "gradients on their way (FSDP)"),
-    ("_fsdp_collectives.py", "", "gathered parameters (FSDP)"),
+    ("_fsdp_collectives.py", "foreach_reduce", "gradients (FSDP)"),
+    ("_fsdp_collectives.py", "foreach_all_gather", "gathered parameters (FSDP)"),
     ("_fsdp_param.py", "all_gather_outputs", "gathered parameters (FSDP)"),
     ("_fsdp_param.py", "accumulated_grad", "gradients of several micro batches (FSDP)"),
     ("torch/optim/", "_init_group", "optimizer state"),

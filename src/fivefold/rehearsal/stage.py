@@ -16,7 +16,9 @@ from typing import NoReturn
 
 from fivefold import torch_internals
 from fivefold.config import parse_config
+from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
+from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import Stopped
 from fivefold.data.prepare import prepare
 from fivefold.launch.worker import die_with_parent
@@ -47,6 +49,8 @@ def rehearse(request: Request) -> Seen:
     except Exception as error:
         if watch.is_out_of_memory(error):
             return watch.seen()
+        if isinstance(error, OSError) and is_users(error):  # compilers write there, and to the folder of the request
+            return watch.seen(failed=cannot_write(f"{cache_root()} or {request.folder}", error).what)
         traceback.print_exc()
         return watch.seen(failed=f"{type(error).__name__}: {error}")
     return watch.seen()

@@ -17,8 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from runpy import run_path
 
+from fivefold.core.cache import cache_root, entry, key_of
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.data.cache import cache_root, entry, key_of
+from fivefold.launch.world import set_for_cuda
 from fivefold.planner.chips import GIB, Chip
 from fivefold.rehearsal.symbols import undefined
 
@@ -193,7 +194,9 @@ def environment(chip: Chip, devices: int, *, base: Mapping[str, str] = os.enviro
         "TRITON_CACHE_DIR": path.with_name("triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": 1,
     }
-    return {**base, **{name: str(value) for name, value in own.items()}}
+    env = {**base, **{name: str(value) for name, value in own.items()}}
+    set_for_cuda(env)  # already here: a rank is watched, which starts CUDA, before it joins its world
+    return env
 
 
 # Bytes of shared memory of an SM, by compute capability (CUDA C programming guide, "Technical Specifications").

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fivefold.core.files import put, writing
+from fivefold.core.files import put
 from fivefold.core.version import versions
 from fivefold.report.slices import SliceMap
 
@@ -46,7 +46,5 @@ def _policy(script: str) -> str:
 
 
 def write(html: str, path: Path, *, instead: str) -> None:
-    """Write a page to `path`, whose folder is made where it is missing; see `put`."""
-    with writing(path, instead=instead):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a page; see `put`."""
     put(path, html.encode(), instead=instead)

@@ -113,10 +113,19 @@ def _run_of(file: Path) -> str:
 
 
 def page(config: RunConfig, run: Path, rows: Rows, planned: Planned | None = None) -> str:
-    """The HTML of a run. `rows`: its metrics."""
+    """The HTML of a run. `rows`: its metrics. Where the history says what it cannot, the page does without it."""
+    past = history.load(run)
+    try:
+        return _page(config, run, rows, past, planned or Planned())
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{run / history.NAME} says what no start says ({type(error).__name__}: {first_line(error)})"
+        return _page(config, run, rows, history.History(damaged=[*past.damaged, why]), planned or Planned())
+
+
+def _page(config: RunConfig, run: Path, rows: Rows, past: history.History, planned: Planned) -> str:
     spread, torn = _spread(run / "spread.json")
     slices = slice_map(spread.get("holds", {}), spread.get("layout", ""))
-    past, samples = history.load(run), read(run / "samples.jsonl")
+    samples = read(run / "samples.jsonl")
     newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
     seen, marks, spans = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows), story.spans(past, rows)
     damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
@@ -124,7 +133,7 @@ def page(config: RunConfig, run: Path, rows: Rows, planned: Planned | None = Non
         "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past, spans), slices=slices,
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
-        spans=spans, planned=planned or Planned(),
+        spans=spans, planned=planned,
         data=story.data_facts(config, newest, seen), sources=story.sources(newest, seen), damaged=damaged,
         timelines=_timelines(spread.get("timeline", {})), heat=heat(rows), sent=_sent(spread.get("collectives", [])),
         changed=_changed(config), config=config.to_yaml(), samples=[_sample(row) for row in samples.rows[-SAMPLES:]],

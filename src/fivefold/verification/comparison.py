@@ -131,9 +131,3 @@ def _of_all_ranks(kind: str, distances: Distances) -> list[Distances]:
 def _recorded_as(key: str) -> str:
     """A raw gradient is held to the reduced one."""
     return key.replace("raw", "gradient", 1) if kind_of(key) == "raw" else key
-
-
-def relative_number(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; infinite for what is not a number."""
-    error = abs(found - expected) / max(abs(expected), 1e-300)
-    return error if math.isfinite(error) else math.inf

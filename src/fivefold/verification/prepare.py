@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fivefold.parallel.plan import lower
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
 from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
-from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative
+from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative, relative_number
 
 
 def prepare(case: ProofCase, precision: str, path: Path, device: str, *, fp8: str = "none") -> None:
@@ -42,7 +43,8 @@ def prepare(case: ProofCase, precision: str, path: Path, device: str, *, fp8: st
     floors: dict[str, float] = {}
     for each in (other, noisy):
         for key, floor in distances(each.tensors, reference.tensors, case).items():
-            floors[key] = max(floors.get(key, 0.0), floor)
+            # A distance that is no number says nothing of rounding: it allows nothing.
+            floors[key] = max(floors.get(key, 0.0), floor if math.isfinite(floor) else 0.0)
     signs = flips(reference.tensors, floors, case.steps) if precision != "fp64" else {}
     chance = left_to_chance(reference.tensors["margins"], floors["logits, mean error of top 5"])
     for key, floor in (*rounding(reference.tensors).items(), *signs.items(), ("tokens, continuations", chance)):
@@ -137,6 +139,10 @@ def watched_routers(case: ProofCase) -> list[str]:
     return [each.router for each in experts] if all(each.has_logits for each in experts) else []
 
 
+def _relative_numbers(found: Tensor, expected: Tensor) -> list[float]:
+    return [relative_number(*each) for each in zip(found.flatten().tolist(), expected.flatten().tolist(), strict=True)]
+
+
 def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: ProofCase) -> dict[str, float]:
     """How far one run of the reference is from another, by key, as the rows of a proof measure it."""
     totals: dict[str, float] = {}
@@ -148,13 +154,11 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case:
             floor = SMALL * totals[kind_of(key)] ** 0.5
             errors[key] = relative(Distance().add(found[key], tensor), float(tensor.double().norm()), floor)
     for what in ("losses", "norms"):
-        steps = (found[what] - expected[what]).abs() / expected[what].abs().clamp(min=1e-300)
-        largest = torch.cummax(steps, 0).values  # an error that has been made stays possible
-        errors |= {f"{what}/{step}": float(error) for step, error in enumerate(largest)}
-    errors["loss, evaluated"] = float((found["evaluated"] - expected["evaluated"]).abs() / expected["evaluated"].abs())
+        largest = accumulate(_relative_numbers(found[what], expected[what]), max)  # an error once made stays possible
+        errors |= {f"{what}/{step}": error for step, error in enumerate(largest)}
+    (errors["loss, evaluated"],) = _relative_numbers(found["evaluated"], expected["evaluated"])
     if "balance" in expected:
-        both = (found["balance"] - expected["balance"]).abs() / expected["balance"].abs().clamp(min=1e-300)
-        errors["losses of routers"] = float(both.max())
+        errors["losses of routers"] = max(_relative_numbers(found["balance"], expected["balance"]))
     errors["loss"], errors["gradient norm"] = errors["losses/0"], errors["norms/0"]
     real = torch.tensor([[t < tokens_of(row) for t in range(case.row_length)] for row in case.documents(0)])
     errors |= logit_distances(found["logits"][real], expected["logits"][real])

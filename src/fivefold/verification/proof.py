@@ -33,12 +33,12 @@ from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import local_gradients
-from fivefold.verification.comparison import Comparison, relative_number
+from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
 from fivefold.verification.proof_case import LEARNING_RATE, ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
-from fivefold.verification.results import CONTROL, Distance, LayoutResult, Row
+from fivefold.verification.results import CONTROL, Distance, LayoutResult, Row, relative_number
 
 PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
 

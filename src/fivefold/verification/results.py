@@ -179,6 +179,12 @@ def relative(distance: Distance, norm: float, floor: float) -> float:
     return distance.squares**0.5 / scale if scale else float(distance.squares > 0)
 
 
+def relative_number(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; infinite for what is not a number."""
+    error = abs(found - expected) / max(abs(expected), 1e-300)
+    return error if math.isfinite(error) else math.inf
+
+
 def judge(
     key: str, per_rank: Sequence[Distance | None], norm: float, floor: float, tolerance: float, layout: Layout
 ) -> Row:

@@ -3,7 +3,10 @@
 A shape is a folder of this package that holds a `config.json`; adding a folder adds a name.
 """
 
+from difflib import get_close_matches
 from pathlib import Path
+
+from fivefold.core.errors import UserError
 
 _HERE = Path(__file__).parent
 
@@ -16,3 +19,11 @@ def shape_names() -> list[str]:
 def shape_folder(name: str) -> Path | None:
     """The folder of a built-in shape, or None when no shape has that name."""
     return _HERE / name if name in shape_names() else None
+
+
+def no_model(name: str, *, key: str = "", more: str | None = None) -> UserError:
+    """The error for a name of nothing that is here, nor a hub id. `key`: of the run file, where the name is from it."""
+    near = get_close_matches(name.lower(), shape_names(), n=3)
+    places = f"name a run or model folder, a hub id (org/name), or a built-in shape: {', '.join(shape_names())}"
+    fix = f"did you mean {' or '.join(near)}?" if near else places
+    return UserError(f"{f'{key} ' * bool(key)}{name} is neither a folder nor a hub id", fix=fix, more=more)

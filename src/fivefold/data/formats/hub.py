@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from fivefold.core.cache import entry, key_of, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
-from fivefold.data.cache import entry, key_of, write_atomically
 from fivefold.data.records import Records
 from fivefold.data.source import HUB, Source
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
-from fivefold.data.cache import key_of
+from fivefold.core.cache import key_of
 
 CHUNK = 2**20  # bytes under one checksum of a large file
 _TRUSTED_FROM = 2**30  # bytes
