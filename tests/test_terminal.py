@@ -131,6 +131,17 @@ def test_a_read_only_place_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert ended.value.code == 2 and "cannot write /ro/x" in said and "bug" not in said
 
 
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("libtorch.so: failed to map segment from shared object")])
+def test_too_little_memory_is_no_bug(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fivefold.cli.app", failing(error))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and "memory" in said and "ulimit -v" in said and "bug" not in said
+
+
 def test_pages_and_exports_that_cannot_be_written_are_the_users(tmp_path: Path) -> None:
     from fivefold.report.render import write
 

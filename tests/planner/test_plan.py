@@ -149,6 +149,22 @@ def test_the_longest_rows_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert fits == ["fits", "tight"]
 
 
+def test_the_fewest_devices_and_what_tokens_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--seq-length", "4k", "--global-batch-size", "16", "--fewest-devices", "--price", "2.5", "--top", "2")
+    assert run("llama-3.1-8b", "--cluster", "4x8xA100-40", *asked, "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["title"].startswith("llama-3.1-8b on 1x4xA100-40") and set(found["items"]) == set(
+        found["cost_per_million_tokens"]
+    )
+    for row in found["rows"]:
+        cost, low, high = found["cost_per_million_tokens"][row["layout"]]
+        assert low < cost < high and cost == pytest.approx(2.5 / 3600 * 1e6 / row["tokens_per_second_per_device"])
+    assert run("llama-3.1-8b", "--cluster", "4x8xA100-40", *asked) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the fewest of 4x8xA100-40 that train it are 4 devices" in shown and "at 2.5 a device-hour, " in shown
+    assert run("llama-3.1-8b", "--cluster", "4x8xA100-40", *asked, "--layout", "tp8") == 2
+
+
 def test_longer_rows_than_the_model_has_positions_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.2-1b", "--cluster", "8xH100", "--max-seq-length", "--layout", "cp8+full") == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -20,6 +20,9 @@ from fivefold.core.interrupts import INTERRUPTED
 from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
 from fivefold.core.terminal import say
 
+# What is said where the system gives no more memory, besides by `MemoryError`.
+NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread")
+
 # Listed in this order; the first line of the docstring is the verb's line.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
@@ -122,6 +125,8 @@ def _unexpected(error: Exception) -> UserError:
         return UserError("the folder that this command was started in has been removed", fix="cd to one that is there")
     if isinstance(error, OSError) and error.filename is not None and is_users(error):
         return cannot_write(error.filename, error, instead="choose another place")
+    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+        return RunFailed("the memory that this process may have is used up", fix="free some, or raise ulimit -v")
     first_line = (str(error).strip().splitlines() or [""])[0]
     failure = RunFailed(f"{type(error).__name__}: {first_line}", fix="this is a bug of fivefold; --debug shows where")
     failure.__cause__ = error

@@ -23,6 +23,13 @@ def plan(
     max_seq_length: Annotated[
         bool, typer.Option("--max-seq-length", help="The longest rows that fit instead.")
     ] = False,
+    fewest_devices: Annotated[
+        bool, typer.Option("--fewest-devices", help="On as few devices of the cluster as can train it.")
+    ] = False,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="X", help="Of a device for an hour: says what tokens cost.", show_default=False),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write_to: Annotated[
         str | None,
@@ -32,6 +39,7 @@ def plan(
     ] = None,
     json: Json = None,
     html: Html = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Search anew what was asked before.")] = False,
     debug: Debug = False,
 ) -> None:
     """Find the layout for a cluster, with its memory and time, before anything runs.
@@ -51,10 +59,16 @@ def plan(
         workload = Workload(parse_length(seq_length), rows)
     except ValueError:
         raise UserError(f"--seq-length {seq_length} is no number of tokens", fix="write 8192, or 8k") from None
+    if fewest_devices and (max_seq_length or layout):
+        raise UserError("--fewest-devices asks for layouts itself", fix="leave --layout and --max-seq-length out")
     if max_seq_length:
         report = planner.longest(model, cluster, workload, layout=layout)
+    elif fewest_devices:
+        report = planner.fewest(model, cluster, workload, top=top)
     else:
-        report = planner.planned(model, cluster, workload, layout=layout, top=top)
+        report = planner.planned(model, cluster, workload, layout=layout, top=top, anew=no_cache)
+    if price is not None:
+        report = planner.priced(report, price)
     if write_to:
         planner.write_run_file(write_to, model, report.estimates[0])
         wrote = (
@@ -65,6 +79,7 @@ def plan(
     if html:
         from fivefold.planner.page import write_page
 
-        write_page(report, html, None if max_seq_length else planner.sweeps_of(model, cluster, workload))
+        where = report.estimates[0].cluster
+        write_page(report, html, None if max_seq_length else planner.sweeps_of(model, where, workload, anew=no_cache))
     if not report.ok:
         raise typer.Exit(1)

@@ -10,14 +10,15 @@ from fivefold.core.layout import SAID
 from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config
+from fivefold.planner.answers import answer
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.explain import too_large
 from fivefold.planner.price import PriceList
-from fivefold.planner.report import behind, seconds_text
-from fivefold.planner.search import Found, search
+from fivefold.planner.report import GUESS, behind, seconds_text
+from fivefold.planner.search import Found
 from fivefold.planner.space import PLACED
 
 # Fields of the layout that a run file may set beside `layout: auto`; the search has no other values of the rest.
@@ -32,7 +33,7 @@ def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
     """
     prices = PriceList(facts_of_run(config), cluster, ENGINES["fivefold"])
     workload = workload_of(config)
-    found = search(prices, workload, top=2, given=_given(config))
+    found = answer(prices, workload, top=2, given=_given(config))
     if not found.best:
         raise too_large(prices, workload, found.closest)
     return config.with_layout(found.best[0].layout), _words(found)
@@ -72,8 +73,11 @@ def _given(config: RunConfig) -> dict[str, Any]:
 def _words(found: Found) -> list[str]:
     """Lines of at most 80 columns."""
     best, *others = found.best
-    expected = f"{seconds_text(best.step_seconds)} s a step, {best.reserved / GIB:.1f} of"
-    device = f"{expected} {best.cluster.chip.memory_gib:.1f} GiB a device"
+    low, high = map(seconds_text, best.step_interval)
+    expected = f"{seconds_text(best.step_seconds)} s a step ({low} to {high})"
+    device = f"{best.reserved / GIB:.1f} of {best.cluster.chip.memory_gib:.1f} GiB a device"
     nearest = f"; next is {others[0].layout} ({behind(best, others[0])})" if others else ""
-    said = f"layout: auto: {best.layout}, about {device}: the best of {many(found.fitting, 'layout')} that fit{nearest}"
+    guess = f"; {GUESS.format(best.cluster.chip.name)}" if best.cluster.chip.is_guess else ""
+    of = f"the best of {many(found.fitting, 'layout')} that fit"
+    said = f"layout: auto: {best.layout}, about {expected}, {device}: {of}{nearest}{guess}"
     return wrap(said, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -124,9 +124,10 @@ def _smaller(cluster: Cluster) -> Iterator[Cluster]:
         yield replace(cluster, nodes=nodes)
 
 
-def cost_per_million_tokens(estimate: Estimate, per_device_hour: float) -> float:
-    """What training on a million tokens costs, in the currency of `per_device_hour`."""
-    device_hours = estimate.layout.world * estimate.step_seconds / 3600
+def cost_per_million_tokens(estimate: Estimate, per_device_hour: float, seconds: float | None = None) -> float:
+    """What training on a million tokens costs, in the currency of `per_device_hour`. `seconds`: of a step, where they
+    are not the estimate's own."""
+    device_hours = estimate.layout.world * (estimate.step_seconds if seconds is None else seconds) / 3600
     return per_device_hour * device_hours / estimate.workload.tokens * 1e6
 
 

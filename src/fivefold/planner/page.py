@@ -45,7 +45,8 @@ def _stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, 
     full."""
     by_item = [{row.item: row.amount for row in each.rows if row.part == part} for each in estimates]
     names = sorted(
-        {name for items in by_item for name in items}, key=lambda name: -max(i.get(name, 0) for i in by_item)
+        dict.fromkeys(name for items in by_item for name in items),
+        key=lambda name: -max(i.get(name, 0) for i in by_item),
     )
     fills = {name: FILLS[number] if number < len(FILLS) else "many" for number, name in enumerate(names)}
     longest = max([*(sum(items.values()) for items in by_item), limit or 0])

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,17 @@ from fivefold.core.units import many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import config_values, facts_of_config
 from fivefold.planner import report
+from fivefold.planner.answers import answer
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
 from fivefold.planner.explain import cures, too_large
-from fivefold.planner.inverse import longest_sequence
+from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, longest_sequence
 from fivefold.planner.price import PriceList
-from fivefold.planner.search import Found, search
+from fivefold.planner.report import BEST
+from fivefold.planner.search import Found
 from fivefold.planner.sweeps import Sweeps, sweeps
 
 Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the values of a config.json
@@ -42,7 +44,7 @@ def plan(
 ) -> list[Estimate]:
     """The best layouts, best first: see `search`. Raises `UserError` where none fits."""
     prices, asked = price_list(model, cluster), _workload(workload)
-    found = search(prices, asked, top=top)
+    found = answer(prices, asked, top=top)
     if not found.best:
         raise too_large(prices, asked, found.closest)
     return list(found.best)
@@ -57,13 +59,19 @@ def estimate(
 
 
 def planned(
-    model: Model, cluster: str, workload: Workload, *, layout: str | None = None, top: int = 10
+    model: Model,
+    cluster: Cluster | str,
+    workload: Workload,
+    *,
+    layout: str | None = None,
+    top: int = 10,
+    anew: bool = False,
 ) -> report.PlanReport:
     """What `fivefold plan` shows. With `layout`, that layout is first, before the best ones."""
     prices = price_list(model, cluster)
     asked = None if layout is None else estimate_layout(prices, Layout.parse(layout), workload)
     try:
-        found = search(prices, workload, top=top)
+        found = answer(prices, workload, top=top, anew=anew)
     except UserError as error:  # the search leaves some layouts out; one that is named may run all the same
         if asked is None:
             raise
@@ -118,9 +126,33 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     )
 
 
-def sweeps_of(model: Model, cluster: str, workload: Workload) -> Sweeps:
+def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10) -> report.PlanReport:
+    """What `fivefold plan --fewest-devices` shows: the ranking on the fewest devices of the cluster that train the
+    model, a part of a node or whole nodes. Raises `UserError` where all of them are too few."""
+    prices = price_list(model, cluster)
+    smallest = fewest_devices(prices, workload).cluster
+    devices = f"{many(smallest.world, 'device')}, {smallest.text}"
+    found = planned(model, smallest, workload, top=top)
+    return replace(found, notes=(f"the fewest of {prices.cluster.text} that train it are {devices}", *found.notes))
+
+
+def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanReport:
+    """With what a million tokens cost, in the currency of `per_device_hour`: of the best in a sentence, and of each
+    layout, with the interval of 80 %, in JSON."""
+    costs = {
+        str(each.layout): [cost_per_million_tokens(each, per_device_hour, seconds) for seconds in
+                           (each.step_seconds, *each.step_interval)]
+        for each in found.estimates
+    }  # fmt: skip
+    best = next((row for row in found.rows if row.behind == BEST), found.rows[0])
+    cost, low, high = (f"{each:.3g}" for each in costs[best.layout])
+    said = f"at {per_device_hour:g} a device-hour, a million tokens cost {cost} ({low} to {high}) with {best.layout}"
+    return replace(found, notes=(*found.notes, said), details={**found.details, "cost_per_million_tokens": costs})
+
+
+def sweeps_of(model: Model, cluster: Cluster | str, workload: Workload, *, anew: bool = False) -> Sweeps:
     """What the page shows beside the ranking: throughput over devices and over the length of rows."""
-    return sweeps(price_list(model, cluster), workload)
+    return sweeps(price_list(model, cluster), workload, anew=anew)
 
 
 def _named(model: Model, prices: PriceList) -> str:

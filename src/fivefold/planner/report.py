@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 BAR = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
+BEST = "best"  # of the ranking
 CURES = "would make it fit, the fastest first:"
+GUESS = "what a {} does is a guess, fivefold calibrate measures it"
 INTERVALS = (
     "±, and what stands in brackets: the truth in 80 % of cases. Layouts are off together, so that their order is surer"
 )
@@ -151,7 +153,7 @@ def _line(row: Item, total: float) -> str:
 def behind(first: Estimate, other: Estimate) -> str:
     """What costs another layout the most against the first: the item of time that grows most."""
     if other is first:
-        return "best"
+        return BEST
     more = other.step_seconds / first.step_seconds - 1
     if tied(other, first):
         return f"tied, {more:+.1%}"
@@ -205,7 +207,7 @@ def assumptions(estimate: Estimate) -> str:
     if cluster.nodes > 1:
         links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second(), 1e9)} GB/s a device"
     matmuls = f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s"
-    guess = f"; what a {chip.name} does is a guess, fivefold calibrate measures it" if chip.is_guess else ""
+    guess = f"; {GUESS.format(chip.name)}" if chip.is_guess else ""
     return f"assumed: {matmuls}, {links}; rows of one document; even routing{guess}\n{INTERVALS}"
 
 

@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fivefold.core.errors import UserError
+from fivefold.planner.answers import answer
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.price import PriceList
-from fivefold.planner.search import search
 
 FEWER, MORE = 4, 1  # halvings and doublings of the devices that are asked for
 SHORTER, LONGER = 3, 5  # and of the rows
@@ -26,14 +26,14 @@ class Sweeps:
     lengths: tuple[Estimate, ...]
 
 
-def sweeps(prices: PriceList, workload: Workload) -> Sweeps:
-    """Around a cluster and a workload."""
+def sweeps(prices: PriceList, workload: Workload, *, anew: bool = False) -> Sweeps:
+    """Around a cluster and a workload. `anew`: see `answer`."""
     clusters = [each for each in scaled(prices.cluster) if each == prices.cluster or each.world <= MOST_DEVICES]
     few = SHORTER if prices.cluster.world <= MOST_DEVICES else 1
     workloads = [_with_rows(workload, times) for times in range(-few, LONGER + 1)]
     return Sweeps(
-        _best((prices.repriced(each, prices.engine), workload) for each in clusters),
-        _best((prices, each) for each in workloads if each.seq_length >= LEAST_LENGTH),
+        _best(((prices.repriced(each, prices.engine), workload) for each in clusters), anew),
+        _best(((prices, each) for each in workloads if each.seq_length >= LEAST_LENGTH), anew),
     )
 
 
@@ -54,9 +54,9 @@ def _with_rows(workload: Workload, times: int) -> Workload:
     return Workload(length, max(1, workload.tokens // length))
 
 
-def _best(asked: Iterable[tuple[PriceList, Workload]]) -> tuple[Estimate, ...]:
+def _best(asked: Iterable[tuple[PriceList, Workload]], anew: bool) -> tuple[Estimate, ...]:
     found = list[Estimate]()
     for prices, workload in asked:
         with suppress(UserError):  # none is legal
-            found += search(prices, workload, top=1).best
+            found += answer(prices, workload, top=1, anew=anew).best
     return tuple(found)
