@@ -47,6 +47,11 @@ class Recipe:
     input_grad: Pair
     weight_grad: Pair | None
 
+    @property
+    def block(self) -> int:
+        """Numbers of the summed dimension that have one scale; 1 where it is all of them."""
+        return self.output[0].region[1] or 1
+
 
 # Product -> the dimensions M, N, K of its operands [M, K] and [N, K].
 DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {

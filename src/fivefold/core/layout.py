@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from math import prod
+from math import lcm, prod
 from typing import Any, Literal, get_args
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
+from fivefold.core.fp8 import RECIPES
 from fivefold.core.schedule import SCHEDULES, Schedule
 
 # Text name of each degree, in the order of the text form.
@@ -232,8 +233,11 @@ class Layout:
 
     @property
     def row_multiple(self) -> int:
-        """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`."""
-        return 2 * self.cp * self.tp
+        """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`. Under cp, fp8 in blocks takes blocks of
+        tokens that no rank has a part of."""
+        unit = 2 * self.cp * self.tp
+        block = 1 if self.fp8 == "none" or self.cp == 1 else RECIPES[self.fp8].block
+        return lcm(unit, 2 * self.cp * block)
 
     def padded(self, tokens: int) -> int:
         """The length of a row of `tokens` tokens, padding included. Under cp2.tp2, 100 tokens take 104."""
