@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
-from fivefold.core.fp8 import RECIPES
+from fivefold.core.fp8 import RECIPES, WITH_KERNEL
 from fivefold.core.layout import Layout
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
-from fivefold.ops.fp8 import DTYPES, Float8, casts, restored
+from fivefold.ops.fp8 import DTYPES, Float8, casts, is_served, restored, scaled_matmul
 from fivefold.ops.linear import Linears
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.plan import lower
@@ -108,15 +108,27 @@ def test_fp64_is_rounded_once(form: Any) -> None:
     x = torch.cat([middle, middle * (1 + 1e-12), middle * (1 - 1e-12), table])[None] / table[-1]
     cast = next(c for c in (RECIPES["tensorwise"].input_grad[0], RECIPES["tensorwise"].output[0]) if c.form == form)
     (values, scale), _ = casts("output", RECIPES["tensorwise"].__class__((cast, cast), (cast, cast), None), {}, x, x)
-    assert torch.equal(restored(values, scale), fp8_by_hand.cast(x, cast))
+    assert torch.equal(restored(values, scale, scale.dtype), fp8_by_hand.cast(x, cast))
 
 
 def test_a_rounding_leaves_what_three_bits_leave() -> None:
     x = torch.randn(64, 64)
     (values, scale), _ = casts("output", RECIPES["rowwise"], {}, x, x)
     assert values.dtype == torch.float8_e4m3fn
-    error = (restored(values, scale) - x).abs() / x.abs().clamp(min=1e-2)
+    error = (restored(values, scale, scale.dtype) - x).abs() / x.abs().clamp(min=1e-2)
     assert 2**-6 < float(error.max()) <= 2**-4
+
+
+@pytest.mark.parametrize("which", ["output", "input_grad"])
+@pytest.mark.parametrize("recipe", WITH_KERNEL)
+def test_the_kernel_multiplies_what_is_emulated(recipe: str, which: Any) -> None:
+    """PyTorch has its scaled matmul on a CPU too."""
+    pair = getattr(RECIPES[recipe], which)
+    a, b = torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(64, 48, dtype=torch.bfloat16)
+    (x, of_x), (y, of_y) = casts(which, RECIPES[recipe], {}, a, b)
+    expected = restored(x, of_x, torch.float32) @ restored(y, of_y, torch.float32).T
+    found = scaled_matmul(x, of_x, y, of_y, torch.bfloat16, fast=False)
+    assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-2) and not is_served(a, b, pair)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

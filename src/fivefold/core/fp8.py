@@ -53,6 +53,11 @@ class Recipe:
         return self.output[0].region[1] or 1
 
 
+# Recipes whose products PyTorch's scaled matmul computes, on devices with fp8 units. The others are emulated.
+WITH_KERNEL = ("tensorwise", "rowwise", "rowwise_gw_hp")
+FP8_UNITS = (8, 9)  # the compute capability of the first NVIDIA GPUs that have some
+ALIGNED = 16  # what the scaled matmul needs K and N to be a multiple of
+
 # Product -> the dimensions M, N, K of its operands [M, K] and [N, K].
 DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {
     "output": ("tokens", "outputs", "inputs"),  # activations, weight
@@ -75,10 +80,12 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def by_row(recipe: Recipe) -> Recipe:
-    """The recipe of experts: activations and gradients that it casts as whole tensors are cast row by row."""
+    """The recipe of experts: activations and gradients that it casts as whole tensors are cast row by row, and scales
+    are powers of 2, so that 16 bits hold what a cast number stands for."""
 
     def rows(pair: Pair) -> Pair:
-        return replace(pair[0], region=(1, pair[0].region[1])), pair[1]
+        region = (1, pair[0].region[1])
+        return replace(pair[0], region=region, is_power_of_2=True), replace(pair[1], is_power_of_2=True)
 
     return Recipe(rows(recipe.output), rows(recipe.input_grad), None)
 

@@ -3,8 +3,8 @@
 Example: a row (1.0, -3.0, 0.1) has the largest value 3. Its scale is 448 / 3 = 149.3, or 128 as a power of two. With
 128 it is cast to (128, -384, 13), which stands for (1.0, -3.0, 0.1016).
 
-Where the device has no fp8 units, the same cast operands are multiplied in fp32 (fp64 for proofs): the effect on the
-loss is the same, and nothing is faster.
+Where the device has no fp8 units, or PyTorch's scaled matmul does not take a recipe, the same cast operands are
+multiplied in a type that holds them: the effect on the loss is the same, and nothing is faster.
 
 Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.fp8 import DIMS, Cast, Dim, Format, Product, Recipe, by_row, shared_dims
+from fivefold.core.fp8 import ALIGNED, DIMS, FP8_UNITS, Cast, Dim, Format, Pair, Product, Recipe, by_row, shared_dims
 from fivefold.ops.linear import Dense, Grouped
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -109,7 +109,11 @@ class Float8:
     def _product(self, which: Product, a_MK: Tensor, b_NK: Tensor) -> Tensor:
         """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
         (a, of_a), (b, of_b) = casts(which, self.recipe, self.agree, a_MK, b_NK)
-        return (restored(a, of_a) @ restored(b, of_b).T).to(a_MK.dtype)
+        pair: Pair = getattr(self.recipe, which)
+        if is_served(a_MK, b_NK, pair):
+            return scaled_matmul(a, of_a, b, of_b, a_MK.dtype, fast=which == "output")
+        dtype = held_in(a_MK.dtype, pair)
+        return (restored(a, of_a, dtype) @ restored(b, of_b, dtype).T).to(a_MK.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +141,8 @@ class Float8Grouped:
 
     def _product(self, which: Product, rows_SK: Tensor, weight_ENK: Tensor) -> Tensor:
         (rows, of_rows), (weight, of_weight) = casts(which, by_row(self.recipe), {}, rows_SK, weight_ENK)
-        plain = Grouped(self.counts_E, False, False)
-        return plain.output(restored(rows, of_rows), restored(weight, of_weight)).to(rows_SK.dtype)
+        plain, dtype = Grouped(self.counts_E, False, self.is_served), rows_SK.dtype
+        return plain.output(restored(rows, of_rows, dtype), restored(weight, of_weight, dtype))
 
 
 def casts(
@@ -153,6 +157,37 @@ def casts(
     return found
 
 
-def restored(values: Tensor, scale: Tensor) -> Tensor:
-    """What the numbers of eight bits stand for, in the dtype of the scale."""
-    return values.to(scale.dtype) / scale
+def restored(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the numbers of eight bits stand for."""
+    return (values.to(scale.dtype) / scale).to(dtype)
+
+
+def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
+    """The type in which emulated operands are multiplied: `dtype` where it holds what they stand for (bf16 does, where
+    scales are powers of 2), else a wider one."""
+    return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)
+
+
+def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair) -> bool:
+    """Whether PyTorch's scaled matmul takes these operands: on a device with fp8 units, one scale a row or a tensor,
+    aligned."""
+    if a_MK.device.type != "cuda" or a_MK.dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
+        return False
+    sizes = (*b_NK.shape, a_MK.shape[1])
+    return torch.cuda.get_device_capability(a_MK.device) >= FP8_UNITS and not any(size % ALIGNED for size in sizes)
+
+
+def scaled_matmul(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and their scales, one a row or a tensor.
+    `fast`: sums are kept in fewer bits inside a tile, which is enough in forward."""
+    by_tensor = of_a.numel() == of_b.numel() == 1
+    scaling = F.ScalingType.TensorWise if by_tensor else F.ScalingType.RowWise
+    scales = [1 / scale for scale in (of_a, of_b)]
+    if by_tensor:
+        scale_a, scale_b = (scale.reshape(()) for scale in scales)
+    else:
+        scale_a, scale_b = scales[0].expand(len(a_MK), 1).contiguous(), scales[1].expand(len(b_NK), 1).contiguous().T
+    return F.scaled_mm(
+        a_MK.contiguous(), b_NK.contiguous().T, scale_a, scaling, scale_b, scaling, output_dtype=dtype,
+        use_fast_accum=fast,
+    )  # fmt: skip
