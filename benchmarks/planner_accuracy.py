@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.cluster import Cluster
+from fivefold.planner.doubt import Interval, step_interval
 from fivefold.planner.engines import ENGINES, Engine
 from fivefold.planner.estimate import OUTSIDE, Step, Workload
 from fivefold.planner.price import PriceList
@@ -38,6 +39,7 @@ FREE = {
     "nanotron": (
         "matmul", "attention", "traffic", "logit_bytes", "host_seconds", "host_across", "host_power", "step_seconds",
         "overlaps_tensor", "tensor_seconds", "tensor_across", "sum_bytes", "between.fraction", "between.latency_us",
+        "between.decay",
     ),
     "megatron": ("matmul", "attention", "traffic", "host_seconds", "host_across", "tensor_seconds", "step_seconds"),
     "megatron-2022": (
@@ -51,13 +53,20 @@ FREE = {
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row and what the planner says of it. `memory_gib`: what the row's is of, without and with the sequence split
-    over tp where the row does not say. `needs_gib`: of the fullest rank, all in all, at the least."""
+    """A row and what the planner says of it. `likely`: its interval of tokens per second. `memory_gib`: what the row's
+    is of, without and with the sequence split over tp where the row does not say. `needs_gib`: of the fullest rank, all
+    in all, at the least."""
 
     row: Measured
     tokens_per_second: float
     memory_gib: tuple[float, ...]
     needs_gib: float
+    likely: Interval = (0.0, math.inf)
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether the planner's own interval holds the truth."""
+        return self.likely[0] <= (self.row.tokens_per_second or 0.0) <= self.likely[1]
 
     @property
     def fits(self) -> bool:
@@ -93,17 +102,22 @@ class Planner:
         """None where the planner cannot make stages of the layout: more of them than layers."""
         try:
             step = self.step(row)
-            took = math.inf
+            took, likely = math.inf, (0.0, math.inf)
             if not row.failed:
-                took = sum(item.amount for item in step.time(steady_span(step) if simulated else closed_span(step)))
+                items = step.time(steady_span(step) if simulated else closed_span(step))
+                seconds = {item.item: item.amount for item in items}
+                took, likely = sum(seconds.values()), step_interval(seconds, row.cluster.chip.doubt)
+            each_device = row.workload.tokens / row.layout.world
             if not simulated:
-                return Predicted(row, row.workload.tokens / took / row.layout.world, (), 0.0)
+                return Predicted(row, each_device / took, (), 0.0)
             modes = [step]
             if row.unsure:
-                modes.append(self.step(row, replace(row.layout, sequence_parallel=True)))
+                other = replace(row.layout, sequence_parallel=not row.layout.sequence_parallel)
+                modes.append(self.step(row, other))
             return Predicted(
-                row, row.workload.tokens / took / row.layout.world,
-                tuple(memory_of(each, row) for each in modes), min(each.needs for each in modes) / 2**30,
+                row, each_device / took, tuple(memory_of(each, row) for each in modes),
+                min(each.needs for each in modes) / 2**30,
+                (each_device / likely[1], each_device / likely[0] if likely[0] else math.inf),
             )  # fmt: skip
         except (UserError, IndexError, ValueError):
             return None
@@ -153,7 +167,7 @@ def changed(engine: Engine, cluster: Cluster, change: Mapping[str, float]) -> tu
 
 # Regimes of the rows that constants are fitted to: without those of C, which their readers found to be sick.
 FITTED = {"nanotron": ("A", "B"), "megatron": ("",), "megatron-2022": ("",), "fsdp1": ("",), "torchtitan": ("",)}
-SCALE = 0.05  # of the Cauchy loss: errors far above 5 % pull no more than this one
+SCALE = 0.03  # of the Cauchy loss: errors far above 3 % pull no more than this one
 
 
 def constants(rows: Sequence[Measured], names: Sequence[str]) -> dict[str, float]:
@@ -359,6 +373,9 @@ def tell(name: str, found: Sequence[Predicted], unmade: int) -> dict[str, Any]:
             f"  failures that look like memory: {fails.recall:.1%} of {fails.shaped} foretold; false alarms "
             f"{fails.false_alarms:.1%} of {fails.worked}; {fails.others} failures look otherwise"
         )
+    if timed:
+        tree["own intervals"] = {"held": float(np.mean([each.is_likely for each in timed]))}
+        print(f"  the planner's own intervals of 80 % hold {tree['own intervals']['held']:.0%}")
     if len(halves["fitted half"]) > 9 and halves["reported half"]:
         spread = float(np.quantile([abs(math.log1p(speed_error(each))) for each in halves["fitted half"]], 0.8))
         held = within(halves["reported half"], spread)

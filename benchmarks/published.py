@@ -53,6 +53,7 @@ NETWORKS = (
     (r"EFA \(HF", "hf-efa"), (r"Omni-Path", "jean-zay"), (r"800 Gbps per node", "vtrain"), (r"TCPX", "a3"),
     (r"200 ?Gb/s|200 Gbps HDR|1600 Gbps", "selene"),
 )  # fmt: skip
+MIXED = ("nanotron",)  # trainers whose rows do not say whether the sequence was split over tp, and were run both ways
 SPLITS = {"yes": True, "1": True, "no": False, "0": False}  # the sequence over tp
 PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "amp_bf16": "bf16"}
 # Words of a model with experts -> its class of transformers, and what no column says: the values of its config.json.
@@ -221,14 +222,17 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
     cluster, workload = _cluster(row), Workload(_whole(row, "seq_len"), batch)
     regime = match[1] if (match := re.search(r"regime=(\w)", notes)) else ""
     trainer = engine.partition("-")[0]  # a row stays in its half whatever version of a trainer it is priced as
-    what = repr((shape, layout, workload, row["gpu"], row["num_gpus"], trainer, speed, memory, failed))
+    unsaid = layout.tp > 1 and not row["sp"]
+    unsure = unsaid and (engine in MIXED or ENGINES[engine].sequence_parallel is None)
+    said = replace(layout, sequence_parallel=layout.sequence_parallel and not unsure)  # so that a row stays in its half
+    what = repr((shape, said, workload, row["gpu"], row["num_gpus"], trainer, speed, memory, failed))
     return Measured(
         source=_source(f"{row['source']} {file}") + _kind(shape, layout),
         shape=shape, cluster=cluster, layout=layout, workload=workload,
         engine=engine, tokens_per_second=speed, memory_gb=memory, failed=failed, regime=regime, notes=notes,
         of_rank=next((rank for pattern, rank in LOGGED if re.search(pattern, words)), None),
         beside=next((items for pattern, items in READINGS if re.search(pattern, words)), ()),
-        unsure=layout.tp > 1 and not row["sp"] and ENGINES[engine].sequence_parallel is None,
+        unsure=unsure,
         key=hashlib.sha256(what.encode()).hexdigest(),
     )  # fmt: skip
 

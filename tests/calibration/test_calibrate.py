@@ -71,7 +71,7 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
     assert mine.chip.memory_bytes_per_second == pytest.approx(slow.chip.memory_bytes_per_second, rel=0.01)
     assert (mine.chip.attention_fraction, mine.chip.launch_us) == (pytest.approx(0.4, rel=0.01), 21.0)
     inside = mine.node.inside
-    assert inside.bytes_per_second() == pytest.approx(slow.node.inside.bytes_per_second(), rel=0.02)
+    assert inside.bytes_per_second == pytest.approx(slow.node.inside.bytes_per_second, rel=0.02)
     assert inside.latency_us == pytest.approx(55, rel=0.02)
 
 

@@ -22,7 +22,7 @@ def test_a_chip_file_is_whole(name: str) -> None:
     assert 4 <= chip.memory_gib <= 300 and chip.memory_bytes == int(chip.memory_gib * 2**30)
     assert chip.memory_bandwidth_gbs <= 8000 and len(chip.capability) == 2
     assert chip.context_gib + chip.communicator_gib < chip.memory_gib / 5
-    assert inside.bytes_per_second() > between.bytes_per_second() * 0.9 and inside.latency_us <= between.latency_us
+    assert inside.bytes_per_second > between.bytes_per_second * 0.9 and inside.latency_us <= between.latency_us
     assert 0 <= between.decay < 1 and inside.decay == 0
 
 
@@ -73,11 +73,9 @@ def test_a_type_of_nodes_replaces_links(kind: str, chip: str) -> None:
     assert other.node.between != usual.node.between and Cluster.parse(f"2x8x{chip}@dgx") == usual
 
 
-def test_bandwidth_decays_over_nodes() -> None:
-    link = Cluster.parse("64x8xH100@p5").node.between
-    assert link.bytes_per_second() == pytest.approx(50e9 * 0.74)
-    assert link.bytes_per_second(32) == pytest.approx(50e9 * 0.74 / 32**0.6)
-    assert Cluster.parse("64x8xH100").node.between.bytes_per_second(64) == 40e9
+def test_bandwidth_of_a_device() -> None:
+    assert Cluster.parse("64x8xH100@p5").node.between.bytes_per_second == pytest.approx(50e9 * 0.74)
+    assert Cluster.parse("64x8xH100").node.between.bytes_per_second == 40e9
 
 
 @pytest.mark.parametrize(

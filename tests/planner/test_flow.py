@@ -62,8 +62,9 @@ def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
             stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
             users = {str(stage): frozenset((stage,)) for stage in stages}
             times = of_slots(order, users, count, stages, zero)
-            for stage, flying in under_way(order, layers).items():
-                each = times[str(stage)]
-                assert held.most[stage] == flying
+            of = under_way(order, layers)
+            for stage, each in ((stage, times[str(stage)]) for stage in of.most):
+                waits = held.most[stage], held.at_loss[stage], held.later[stage], held.later_at_loss[stage]
+                assert waits == (of.most[stage], of.at_loss[stage], of.later[stage], of.later_at_loss[stage])
                 found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
                 assert found == pytest.approx((each.forward, each.backward, each.reductions)), (zero, count, stage)

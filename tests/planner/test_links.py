@@ -10,10 +10,10 @@ from fivefold.planner.cluster import Cluster, Span
 from fivefold.planner.links import seconds
 
 
-def cluster(text: str = "2x4xH100", rails: int = 0) -> Cluster:
+def cluster(text: str = "2x4xH100", rails: int = 0, decay: float = 0.0) -> Cluster:
     usual = Cluster.parse(text)
     inside = replace(usual.node.inside, gbs=100.0, fraction=1.0, latency_us=10.0, decay=0.0, rails=0)
-    between = replace(usual.node.between, gbs=10.0, fraction=1.0, latency_us=100.0, decay=0.0, rails=rails)
+    between = replace(usual.node.between, gbs=10.0, fraction=1.0, latency_us=100.0, decay=decay, rails=rails)
     return replace(usual, node=replace(usual.node, inside=inside, between=between))
 
 
@@ -48,7 +48,18 @@ def test_a_ring_has_as_many_network_links_as_it_can_use() -> None:
     assert microseconds(of, "all_gather", of.tier_of([0, 4])) == pytest.approx(100 + 400)
 
 
+def test_a_ring_carries_less_over_more_nodes() -> None:
+    """Of 100 GB/s 25 over 4 nodes: less than 4 links of 10, and more than the one of a rank a node."""
+    of = cluster("4x4xH100", decay=1.0)
+    assert microseconds(of, "all_gather", of.tier_of(range(16))) == pytest.approx(12 * 10 + 300 + 15 / 16 * 320)
+    assert microseconds(of, "all_gather", of.tier_of(range(0, 16, 4))) == pytest.approx(300 + 3 / 4 * 800)
+
+
 def test_processes_on_a_cpu_reduce_and_scatter_by_an_all_reduce() -> None:
+    """Each collective waits until all have come; a send does not."""
     of = cluster("4xcpu")
-    assert microseconds(of, "reduce_scatter", of.tier_of(range(4))) == pytest.approx(2 * (30 + 60))
-    assert microseconds(of, "all_gather", of.tier_of(range(4))) == pytest.approx(30 + 60)
+    meet = of.node.inside.meet_us
+    assert meet > 0
+    assert microseconds(of, "reduce_scatter", of.tier_of(range(4))) == pytest.approx(meet + 2 * (30 + 60))
+    assert microseconds(of, "all_gather", of.tier_of(range(4))) == pytest.approx(meet + 30 + 60)
+    assert microseconds(of, "send", of.tier_of(range(4))) == pytest.approx(10 + 80)

@@ -70,6 +70,7 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
         (("llama-3.2-1b", "--cluster", "4xH100", "--layout", "tp3"), "3 does not divide 4, tp 2 or 4 does"),
         (("qwen2.5-7b", "--cluster", "8xH100", "--layout", "tp8"), "try tp 1, 2, 4\n"),  # of 28 heads, 28 would fit too
         (("qwen2.5-72b", "--cluster", "8xH100"), "did you mean qwen2.5-7b"),
+        (("llama-3.1-8b", "--cluster", "8xH100", "--layout", "ep2"), "LlamaForCausalLM has no experts"),
         (("mixtral-8x7b", "--cluster", "3xH100", "--layout", "ep2"), "adds none: shard3\n"),
         (("llama-3.2-1b", "--cluster", "4xH100", "--layout", "shrd4"), "did you mean shard4?"),
         (("llama-3.2-1b", "--cluster", "2xH1000"), "H100"),

@@ -10,7 +10,17 @@ from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
-from fivefold.planner.estimate import Estimate, Item, Workload, crowded, estimate, matmul_bytes, runtime_bytes
+from fivefold.planner.estimate import (
+    BUFFERS,
+    Estimate,
+    Item,
+    Step,
+    Workload,
+    crowded,
+    estimate,
+    matmul_bytes,
+    runtime_bytes,
+)
 from fivefold.planner.price import ITEMS, LayerPrice, PriceList, Prices
 
 TOKENS = 4096
@@ -92,8 +102,23 @@ def test_what_lies_beside_tensors() -> None:
     grid = price_list.grid(Layout.parse("shard4.tp2"))
     several = sum(axis.size > 1 for axis in grid.axes.values())
     assert several >= 2 and runtime_bytes(chip, grid) == (1.0 + 0.25 * (several + 1)) * GIB
-    assert matmul_bytes(ENGINES["fivefold"], chip) == 64 * 2**20
-    assert matmul_bytes(ENGINES["fivefold"], Cluster.parse("8xA100-80").chip) == 2 * 8320 * 2**10
+    assert matmul_bytes(ENGINES["fivefold"], price_list.cluster) == 64 * 2**20
+    assert matmul_bytes(ENGINES["fivefold"], Cluster.parse("8xA100-80")) == 2 * 8320 * 2**10
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"), [("shard2", 2), ("shard2+zero2", 1.5), ("shard2+zero1", 1.5), ("tp2", 0)]
+)
+def test_gloo_holds_copies_of_what_fsdp_sends(layout: str, layers: float) -> None:
+    """A gather is copied once, beside the copy of the gradients that were reduced before it. ZeRO-1 and 2 gather
+    nothing in backward: a layer's gradients are copied, and half of their sum is added up. On GPUs there are none."""
+    facts, work = facts_of_config("llama-3.2-1b"), Workload(256, 8)
+    numbers = facts.size - facts.only(facts.anatomy.layers[1:]).size
+    price_list = PriceList(facts, Cluster.parse("2xcpu"), ENGINES["fivefold"])
+    items = Step(price_list, Layout.parse(f"{layout}+fp32"), work).fullest[1]
+    assert items.get(BUFFERS, 0) == pytest.approx(4 * layers * numbers, rel=1e-3)
+    gpus = PriceList(facts, Cluster.parse("2xH100"), ENGINES["fivefold"])
+    assert BUFFERS not in Step(gpus, Layout.parse(layout), work).fullest[1]
 
 
 def test_processes_that_share_cores_take_as_long_as_all_their_work() -> None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal import changes, stand_in
 from fivefold.rehearsal.stand_in import SOURCE, Torch
 from fivefold.rehearsal.symbols import undefined
@@ -69,6 +70,13 @@ def test_source_that_does_not_compile_is_said(tmp_path: Path) -> None:
     (tmp_path / "wrong.c").write_text("int wrong( {\n")
     with pytest.raises(RunFailed, match=r"does not compile: .*error"):
         stand_in.compile_library([str(tmp_path / "wrong.c")], tmp_path / "wrong.so")
+
+
+def test_a_rank_allocates_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it joins its world, which is when training says it: a rank that is watched has started CUDA by then."""
+    monkeypatch.setattr(stand_in, "library", lambda: Path("/cache/libcuda.so.1"))
+    found = stand_in.environment(Cluster.parse("8xH100").chip, 8, base={})
+    assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:

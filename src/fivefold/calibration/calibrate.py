@@ -94,8 +94,9 @@ def _rows(mine: Cluster, table: Cluster) -> Iterator[Measured]:
     yield row("host of one operation, us", lambda each: each.chip.launch_us)
     yield row("device memory, GiB", lambda each: each.chip.memory_gib)
     yield row("before anything is made, GiB", lambda each: each.chip.context_gib)
-    yield row("links of a device, GB/s", lambda each: each.node.inside.bytes_per_second() / 1e9)
+    yield row("links of a device, GB/s", lambda each: each.node.inside.bytes_per_second / 1e9)
     yield row("a hop, us", lambda each: each.node.inside.latency_us)
+    yield row("until ranks have met, us", lambda each: each.node.inside.meet_us)
 
 
 def _tflops(cluster: Cluster, dtype: str) -> float:

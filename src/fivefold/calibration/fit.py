@@ -47,6 +47,7 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
     node: Table = {"cores": cluster.devices_per_node} if chip.is_host else {}
     if all_at_once.collectives:
         node["inside"] = link(cluster, all_at_once.collectives)
+        node["inside"] |= {"meet_us": _short(all_at_once.meeting * 1e6)} if chip.is_host else {}
     return {"chip": fields, "node": node}
 
 
@@ -65,6 +66,7 @@ def _joined(found: Sequence[Found]) -> Found:
         memory=min(one.memory for one in found),
         context=max(one.context for one in found),
         host=min(one.host for one in found),
+        meeting=max(one.meeting for one in found),
     )
 
 
@@ -134,7 +136,8 @@ def link(cluster: Cluster, found: Sequence[Collective]) -> Table:
 
 
 def _priced(cluster: Cluster, inside: Link, of: Collective) -> float:
-    there = replace(cluster, node=replace(cluster.node, inside=inside))
+    """Behind another collective, where all ranks are there."""
+    there = replace(cluster, node=replace(cluster.node, inside=replace(inside, meet_us=0.0)))
     kind, size, _ = of
     return seconds(there, there.tier_of(range(there.world)), Call(axis="", kind=kind, bytes=size, phase="forward"))
 

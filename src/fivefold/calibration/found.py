@@ -44,7 +44,8 @@ class Sizes:
 class Found:
     """Of one worker, or of all together. `traffic`: bytes a second of element-wise work. `launch`: seconds of the host
     for an operation. `memory`, `context`: bytes of the device, and what is taken of it before anything is made.
-    `host`: bytes a second to host memory, each way; 0 on a CPU."""
+    `host`: bytes a second to host memory, each way; 0 on a CPU. `meeting`: seconds that a collective takes more between
+    computations than behind another, on a CPU."""
 
     matmuls: list[Matmul]
     attention: list[Attention]
@@ -54,6 +55,7 @@ class Found:
     memory: int
     context: int
     host: float
+    meeting: float = 0.0
 
     @staticmethod
     def load(file: Path) -> "Found":

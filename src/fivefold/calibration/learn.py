@@ -130,7 +130,8 @@ def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
     node: Table = dict(tree.get("node", {}))
     for side in ("inside", "between"):
         link = getattr(cluster.node, side)
-        own = {"gbs": _short(link.gbs / slower["links"]), "latency_us": _short(link.latency_us * slower["links"])}
+        waits = {key: _short(getattr(link, key) * slower["links"]) for key in ("latency_us", "meet_us")}
+        own = {"gbs": _short(link.gbs / slower["links"]), **waits}
         node[side] = {**node.get(side, {}), **own}
     return {"cluster": tree["cluster"], "chip": fields, "node": node}
 

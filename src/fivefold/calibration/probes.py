@@ -41,6 +41,7 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
         memory=memory,
         context=context,
         host=_host(timer, sizes.traffic) if device.type == "cuda" else 0.0,
+        meeting=_meeting(timer, sizes, world.size) if device.type == "cpu" else 0.0,
     )
     Path(request["out"], FOUND.format(world.rank)).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
@@ -59,8 +60,10 @@ class Timer:
         is_alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         return (replace(self, clock=time.thread_time) if is_alone else self).seconds(work)
 
-    def seconds(self, work: Callable[[], object], *, together: bool = False) -> float:
-        """Of one call. `together`: all ranks repeat it equally often."""
+    def seconds(
+        self, work: Callable[[], object], *, together: bool = False, pick: Callable[[list[float]], float] | None = None
+    ) -> float:
+        """Of one call. `together`: all ranks repeat it equally often. `pick`: of several blocks of repeats."""
         self.block(work, 1)  # what the first call sets up
         repeats = max(1, min(1000, int(self.least / max(self.block(work, 1), 1e-6))))
         if together:
@@ -68,7 +71,7 @@ class Timer:
             dist.all_reduce(most, dist.ReduceOp.MIN)
             repeats = int(most)
         # A collective takes as long as its slowest rank: of what else runs on the machine, the least counts.
-        pick = min if together else median
+        pick = pick or (min if together else median)
         return pick([self.block(work, repeats) for _ in range(BLOCKS)]) / repeats
 
     def block(self, work: Callable[[], object], repeats: int) -> float:
@@ -150,19 +153,40 @@ def _collectives(timer: Timer, messages: tuple[int, ...], ranks: int) -> Iterato
     if ranks == 1:
         return
     for size in messages:
-        numbers = max(size // 4 // ranks, 1)
-        part = torch.zeros(numbers, device=timer.device)
-        whole, other = (torch.zeros(numbers * ranks, device=timer.device) for _ in range(2))
-        work: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
-            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),  # type: ignore[misc]
-            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),  # type: ignore[misc]
-            "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole),  # type: ignore[misc]
-            "send": lambda whole=whole, other=other: _pass_on(whole, other),  # type: ignore[misc]
-        }
-        for kind, issue in work.items():
+        for kind, whole, issue in _issues(timer.device, size, ranks):
             dist.barrier()
-            yield kind, whole.numel() * 4, timer.seconds(issue, together=True)
+            yield kind, whole, timer.seconds(issue, together=True)
+
+
+def _issues(device: torch.device, size: int, ranks: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Each kind of collective of about `size` bytes: its name, its bytes, and what issues it."""
+    numbers = max(size // 4 // ranks, 1)
+    part = torch.zeros(numbers, device=device)
+    whole, other = (torch.zeros(numbers * ranks, device=device) for _ in range(2))
+    work: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send": lambda: _pass_on(whole, other),
+    }
+    yield from ((kind, whole.numel() * 4, issue) for kind, issue in work.items())
+
+
+def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
+    """Seconds that a collective takes more behind a matmul, as training issues it, than behind the one before: ranks
+    come at different times, and what waits has lost its core. The median over kinds and some sizes."""
+    if ranks == 1:
+        return 0.0
+    width, found = sizes.widths[len(sizes.widths) // 2], []
+    weight, x = (torch.zeros(rows, width) for rows in (width, sizes.rows[-1]))
+    for size in sizes.messages[::3]:
+        for kind, _, issue in _issues(timer.device, size, ranks):
+            work = (lambda: F.linear(x, weight)), issue, (lambda issue=issue: (F.linear(x, weight), issue()))
+            dist.barrier()
+            alone, behind, both = (timer.seconds(each, together=True, pick=median) for each in work)
+            found += [both - alone - behind] * (kind != "send")
+    return max(0.0, median(found))
 
 
 def _pass_on(mine: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ collectives that a run is recorded to issue. A planner needs the calls one by on
 whether compute can hide it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -26,11 +26,21 @@ if TYPE_CHECKING:
 
 def calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
     """Of one optimizer step. Along an axis of one rank nothing is sent."""
+    return _calls(plan, shape, _of_units, _of_stages, *IN_LAYERS, _of_world, _of_full_matrices)
+
+
+def layer_calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
+    """Those of `calls` that layers and the model's ends make themselves, and what goes with them once a step."""
+    return _calls(plan, shape, *IN_LAYERS)
+
+
+def unit_calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
+    """Those of `calls` that FSDP makes."""
+    return _calls(plan, shape, _of_units)
+
+
+def _calls(plan: "ParallelPlan", shape: StepShape, *parts: Callable[["_Step"], Iterator[Call]]) -> Iterator[Call]:
     step = _Step(plan, shape)
-    parts = (
-        _of_units, _of_stages, _of_tensor_parallel, _of_fp8, _of_loss, _of_attention, _of_experts, _of_routers,
-        _of_world, _of_full_matrices,
-    )  # fmt: skip
     for part in parts:
         yield from (call for call in part(step) if plan.grid.size(call.axis) > 1)
 
@@ -343,3 +353,6 @@ def _of_full_matrices(step: _Step) -> Iterator[Call]:
         for numbers in each.numbers:
             size = numbers * step.shape.compute_bytes
             yield Call(axis="world", kind="all_to_all", bytes=size, phase="step")
+
+
+IN_LAYERS = (_of_tensor_parallel, _of_fp8, _of_loss, _of_attention, _of_experts, _of_routers)

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 # Forward passes are done, and the loss of the last one is computed with its gradients. The last layer's backward runs;
 # then the one before it, while the last one's gradients are reduced. The first layer's, and all gradients are there.
-MOMENTS = ("the loss", "a backward begins", "a layer later", "a backward ends")
+# Before a step's first backward has ended, there are no gradients: three moments come once more without.
+FIRST = {
+    "the first loss": "the loss",
+    "the first backward begins": "a backward begins",
+    "a layer later in it": "a layer later",
+}
+MOMENTS = (*FIRST.values(), "a backward ends", *FIRST)
 Bytes = Any  # a number, or an array of them: the planner adds up many layouts at once
 
 
@@ -31,7 +37,8 @@ Bytes = Any  # a number, or an array of them: the planner adds up many layouts a
 class Units:
     """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of its own unit,
     without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`: of
-    the largest parameter of a layer."""
+    the largest parameter of a layer. `ahead`: what backward gathers of a layer while the one behind it runs: its own
+    unit, or 0 where this rank has it whole."""
 
     layer: tuple[int, int]
     own: tuple[int, int]
@@ -39,20 +46,24 @@ class Units:
     root: tuple[int, int]
     total: tuple[int, int]
     matrix: int
+    ahead: int
 
 
 @dataclass(frozen=True)
 class Passing:
     """Bytes of micro batches under way.
 
-    `saved`: what forward passes leave for backward. `at_loss`: the same, when the last stage has run forward. `layer`,
-    `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what the
-    backward of a layer has besides, with all that recompute makes again. `loss`: one chunk of the loss with its
+    `saved`: what forward passes leave for backward. `at_loss`: the same, when the last stage has run forward. `later`,
+    `later_at_loss`: the same, once there are gradients; 0 where no backward, or no loss, comes after the first one.
+    `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what
+    the backward of a layer has besides, with all that recompute makes again. `loss`: one chunk of the loss with its
     gradients; 0 where another rank has it.
     """
 
     saved: Bytes
     at_loss: Bytes
+    later: Bytes
+    later_at_loss: Bytes
     layer: Bytes
     stage: Bytes
     working: Bytes
@@ -60,10 +71,13 @@ class Passing:
 
     def at(self) -> dict[str, dict[str, Bytes]]:
         """Of each moment, by kind."""
-        kept = (self.at_loss, self.saved, self.saved - self.layer, self.saved - self.stage)
-        nothing = 0 * self.saved
-        working = (nothing, self.working, self.working, nothing)
-        loss = (self.loss, nothing, nothing, nothing)
+        nothing, later, has_loss = 0 * self.saved, self.later - self.layer, self.later_at_loss > 0
+        kept = (
+            self.later_at_loss, self.later, later * (later > 0), self.saved - self.stage,
+            self.at_loss, self.saved, self.saved - self.layer,
+        )  # fmt: skip
+        working = (nothing, self.working, self.working, nothing, nothing, self.working, self.working)
+        loss = (self.loss * has_loss, nothing, nothing, nothing, self.loss, nothing, nothing)
         return {
             moment: {"saved activations": own, "working memory": more, "loss": logits}
             for moment, own, more, logits in zip(MOMENTS, kept, working, loss, strict=True)
@@ -140,7 +154,9 @@ def _units(plan: "ParallelPlan") -> Units:
     layer, own = max(of_layers, default=((0, 0), (0, 0)))
     root, embedding = sizes[""], sizes.get(plan.anatomy.embedding, (0, 0))
     matrix = max((plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.layers)), default=0)
-    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix)
+    sent = (unit for unit in plan.units if unit.name in plan.layers and plan.grid.fsdp_shards(unit.over) > 1)
+    ahead = max((sizes[unit.name][0] for unit in sent), default=0)
+    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead)
 
 
 def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -155,25 +171,26 @@ def resting_bytes(
     optimizer state and buffers of routers, all of them.
 
     Gradients are there from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and
-    in backward the next one beside it, without its experts; but not the embedding, which a backward does not read.
-    ZeRO-1 and 2 have gathered all units. Gradients wait for their reduction in the compute type, and are then copied
-    into one buffer in the type in which they are reduced. While a layer's activations are there, only its last matrix
-    has a gradient, and the buffer of the experts before it is free again. ZeRO-1 keeps the sum of all micro batches.
+    in backward the next one beside it, without its experts (what a rank has whole is copied when its turn comes); but
+    not the embedding, which a backward does not read. ZeRO-1 and 2 have gathered all units.
+
+    Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type in which
+    they are reduced. While a layer's activations are there, only its last matrix has a gradient, and the buffer of the
+    experts before it is free again. ZeRO-1 keeps the sum of all micro batches.
     `root_waits`: two stages of the rank give to the model's own unit; between them only its sum is kept.
     """
     layer, own, root, total = units.layer, units.own, units.root, units.total
     first = max(units.embedding, layer)
     at_end = 0 if first == units.embedding else layer[0]
-    in_backward, of_root = root[0] + layer[0] + own[0], 0 if root_waits else root[1]
-    numbers = (root[0] + layer[0], in_backward, in_backward, root[0] + at_end)
-    waiting = (
-        0, (of_root + units.matrix) * shape.compute_bytes,
-        (of_root + units.matrix) * shape.compute_bytes + own[1] * shape.reduce_bytes,
-        (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes,
-    )  # fmt: skip
+    at_loss, in_backward = root[0] + layer[0], root[0] + layer[0] + units.ahead
+    at_begin = ((0 if root_waits else root[1]) + units.matrix) * shape.compute_bytes
+    a_layer_later = at_begin + own[1] * shape.reduce_bytes
+    last = (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes
+    numbers = (at_loss, in_backward, in_backward, root[0] + at_end, at_loss, in_backward, in_backward)
+    waiting = (0, at_begin, a_layer_later, last, 0, at_begin, a_layer_later)
     found = {}
     for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
-        is_there = shape.micro_batches > 1 or moment == MOMENTS[-1]
+        is_there = moment not in FIRST
         summed = (total[1] if zero == 1 else root[1] * root_waits) * shape.reduce_bytes * is_there
         found[moment] = {
             **state,
@@ -187,9 +204,8 @@ def resting_bytes(
 def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Passing]:
     """By layer, what its micro batches in flight keep for backward; and all that is under way. With recompute a layer
     keeps only its input."""
-    order, end = plan.schedule(shape.micro_batches).orders[plan.coords.pp], plan.stages.count - 1
     layers = [last - first for first, last in plan.stages.splits]
-    in_flight, at_loss = under_way(order, layers), under_way(order, layers, end if plan.has_ends[1] else None)
+    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     kept, saved, stages, working = dict[str, int](), dict[str, int](), dict[int, int](), [0]
     for stage in plan.own_stages:
@@ -197,17 +213,23 @@ def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Pa
         for layer in own:
             of_layer = layer_bytes(plan, costs[layer], shape, is_again=shape.recompute.wraps(layer))
             kept[layer], more = of_layer.kept, of_layer.working
-            saved[layer] = in_flight[stage] * kept[layer]
+            saved[layer] = counts.most[stage] * kept[layer]
             working.append(more)
         edges = edge_bytes(plan, shape)
         between = edges[0] * (stage > 0) + edges[1] * (stage < plan.stages.count - 1)
-        saved[own[0]] += in_flight[stage] * between
+        saved[own[0]] += counts.most[stage] * between
         stages[stage] = sum(kept[layer] for layer in own) + between
-    last = max(kept.values(), default=0)
+
+    def added(numbers: Mapping[int, int]) -> int:
+        of_heads = edge_bytes(plan, shape)[2] * max(0, numbers.get(plan.stages.count - 1, 0) - 1)
+        return sum(size * numbers[stage] for stage, size in stages.items()) + of_heads
+
     found = Passing(
-        saved=sum(saved.values()),
-        at_loss=sum(size * at_loss[stage] for stage, size in stages.items()),
-        layer=last,
+        saved=added(counts.most),
+        at_loss=added(counts.at_loss),
+        later=added(counts.later),
+        later_at_loss=added(counts.later_at_loss),
+        layer=max(kept.values(), default=0),
         stage=max(stages.values(), default=0),
         working=max(working),
         loss=logit_bytes(plan, shape),
@@ -245,41 +267,58 @@ def exchanged_numbers(plan: "ParallelPlan", cost: LayerCost) -> float:
     return heads / plan.layout.tp
 
 
-def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int]:
+def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
     """What a pipeline holds of a micro batch in a stage, beside what layers keep: the input, which a layer keeps itself
-    where it is compiled or computed again, and the output."""
+    where it is compiled or computed again, and the output. In the last stage, for each micro batch behind the first of
+    those that have their loss: the gradients of the head and of its input."""
     size = shape.hidden_bytes // (plan.layout.tp if plan.splits_sequence else 1)
     keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.anatomy.layers)
-    return 0 if keeps else size, size
+    return 0 if keeps else size, size, plan.vocabulary * shape.hidden * shape.compute_bytes + shape.hidden_bytes
 
 
 def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
-    tensor and of what it was made of, and of the hidden states."""
+    tensor and of what it was made of, and of the hidden states. Experts: the gradient of what they have made, and of
+    the same weighted, which is in fp32."""
     widest = max(max(each.inputs, each.outputs) * each.times for each in cost.matmuls)
-    return 2 * widest / plan.layout.tp + 2 * shape.hidden
+    experts = max(each.times for each in cost.matmuls)
+    weighted = shape.hidden * experts * max(4, shape.compute_bytes) / shape.compute_bytes if experts > 1 else 0
+    return (widest + max(widest, weighted)) / plan.layout.tp + 2 * shape.hidden
 
 
-MORE = {"F": 1, "I": 0, "B": -1, "W": -1}  # micro batches in flight after a slot
+@dataclass(frozen=True)
+class UnderWay:
+    """Stage of a rank -> its micro batches between their forward and their backward, when the rank has the most.
+    `at_loss`: of the moments at which the last stage has run forward, where this rank has it. `later`, `later_at_loss`:
+    once a backward has left gradients; nothing is under way where no such moment comes."""
+
+    most: Mapping[int, int]
+    at_loss: Mapping[int, int]
+    later: Mapping[int, int]
+    later_at_loss: Mapping[int, int]
 
 
-def under_way(order: Sequence[Slot], layers: Sequence[int], stage: int | None = None) -> dict[int, int]:
-    """Stage of a rank whose slots come in `order` -> its micro batches in flight, between their forward and their
-    backward, when the rank has the most. `layers`: of each stage of the pipeline. `stage`: only moments at which this
-    one has run forward count.
+def under_way(order: Sequence[Slot], layers: Sequence[int]) -> UnderWay:
+    """Of a rank whose slots come in `order`. `layers`: of each stage of the pipeline.
 
     Where gradients of weights come apart, the inputs of linears and the gradients of their outputs wait for them: about
     as much as forward left.
     """
-    now = dict.fromkeys((slot.stage for slot in order), 0)
-    most, full, layers_now = dict(now), 0, 0
+    now, last, count = dict.fromkeys((slot.stage for slot in order), 0), len(layers) - 1, 0
+    found, full, is_later = [dict(now) for _ in range(4)], [0] * 4, False
     for slot in order:
-        more = MORE[slot.kind]
-        now[slot.stage] += more
-        layers_now += more * layers[slot.stage]
-        if slot.kind == "F" and stage in (None, slot.stage) and layers_now > full:
-            most, full = dict(now), layers_now
-    return most
+        if slot.kind == "F":
+            now[slot.stage] += 1
+            count += layers[slot.stage]
+        has_loss = slot.kind == "F" and slot.stage == (last if last in now else slot.stage)
+        for which, is_such in enumerate((True, has_loss, is_later, is_later and has_loss)):
+            if is_such and count > full[which]:
+                found[which], full[which] = dict(now), count
+        if slot.kind in "BW":
+            now[slot.stage] -= 1
+            count -= layers[slot.stage]
+            is_later = True
+    return UnderWay(*found)
 
 
 def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:

@@ -22,12 +22,13 @@ from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import Found, search
 
+TOP = 10  # layouts that are asked for where nobody says how many
 MOST_FILES = 1000  # of about a kilobyte each: the oldest go first
 CODE = ("core", "models", "parallel", "planner")  # packages that an answer depends on
 
 
 def answer(
-    prices: PriceList, workload: Workload, *, top: int = 10, given: Mapping[str, Any] | None = None, anew: bool = False
+    prices: PriceList, workload: Workload, *, top: int = TOP, given: Mapping[str, Any] | None = None, anew: bool = False
 ) -> Found:
     """What `search` finds: read where it is known, else found and kept. `anew`: what is known is not read. A cache that
     is read-only or full keeps nothing: nothing depends on it."""

@@ -59,7 +59,7 @@ class Alike(NamedTuple):
     """Rows of numbers, of which some are equal. `values`: those that differ. `first`: the first row of each. `of`: of
     each row its place in `values`."""
 
-    values: list[list[int]]
+    values: list[tuple[int, ...]]
     first: Integers
     of: Integers
 
@@ -70,7 +70,8 @@ def distinct(*columns: Integers | NDArray[np.bool_]) -> Alike:
     for column in columns:
         key = key * (int(column.max()) + 1) + column
     _, first, of = np.unique(key, return_index=True, return_inverse=True)
-    return Alike(np.stack([column[first] for column in columns], axis=1).tolist(), first, of)
+    values = zip(*(column[first].tolist() for column in columns), strict=True)
+    return Alike(list(values), first, of)
 
 
 @dataclass(eq=False)
@@ -80,7 +81,7 @@ class Bounding:
     space: Space
     _shards: list[Shards] = field(init=False, default_factory=list)
     _transfer: dict[int, Numbers] = field(init=False, default_factory=dict)
-    _resting: dict[tuple[int, int, bool, bool, Content], Numbers] = field(init=False, default_factory=dict)
+    _resting: dict[tuple[Content, bool], dict[tuple[int, ...], Numbers]] = field(init=False, default_factory=dict)
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
@@ -135,22 +136,21 @@ class Bounding:
     def resting(self, rows: Rows, contents: Sequence[Content]) -> Numbers:
         """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
         gradients that wait at any."""
-        alike = distinct(self.shards[rows.place], rows.zero, rows.micro_batches > 1)
-        found = [
-            [self._rest(number, zero, bool(several), each, rows.pipeline) for each in contents]
-            for number, zero, several in alike.values
-        ]
-        return np.array(found)[alike.of]
+        alike = distinct(self.shards[rows.place], rows.zero)
+        found = [self._rest(each, rows.pipeline, alike.values) for each in contents]
+        return np.array(found).swapaxes(0, 1)[alike.of]
 
-    def _rest(self, number: int, zero: int, several: bool, content: Content, pipeline: Layout) -> Numbers:
-        shards = self._shards[number]
-        waits = root_waits(shards, content, pipeline)
-        key = number, zero, several, waits, content
-        if key not in self._resting:
-            found = resting_bytes(self.space.prices, shards, content, zero, several=several, waits=waits)
-            tensors = [float(sum(items.values())) for items in found.values()]
-            self._resting[key] = np.array([*tensors, max(items[WAITING] for items in found.values())])
-        return self._resting[key]
+    def _rest(self, content: Content, pipeline: Layout, keys: Sequence[tuple[int, ...]]) -> list[Numbers]:
+        """Of each (number in `_shards`, ZeRO stage)."""
+        waits = root_waits(self._shards[0], content, pipeline)
+        known = self._resting.setdefault((content, waits), {})
+        for key in keys:
+            if key not in known:
+                number, zero = key
+                items = resting_bytes(self.space.prices, self._shards[number], content, zero, waits=waits).values()
+                waiting = max(each[WAITING] for each in items)
+                known[key] = np.array([*(float(sum(each.values())) for each in items), waiting])
+        return [known[key] for key in keys]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
         """[layout, content]: seconds once a step."""
@@ -208,7 +208,7 @@ class Bounding:
     def _needs(self, rows: Rows, stages: Stages) -> Numbers:
         engine, resting = self.space.prices.engine, self.resting(rows, stages.distinct)
         tensors = (resting[..., :-1] + self._moving(rows, stages)).max(axis=-1)
-        tensors += matmul_bytes(engine, self.space.prices.cluster.chip)
+        tensors += matmul_bytes(engine, self.space.prices.cluster)
         reserved = tensors * engine.slack + engine.kept_back * resting[..., -1]
         found: Numbers = reserved.max(axis=-1) + self.runtime[rows.place]
         return found
@@ -219,7 +219,8 @@ class Bounding:
         alike, engine = distinct(rows.work, rows.micro_batches), self.space.prices.engine
         own = rows.at(alike.first)
         under_way = passing(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
-        by_rank = np.stack([sum(items.values()) for items in moving_bytes(engine, under_way).values()], axis=-1)
+        moments = moving_bytes(engine, self.space.prices.cluster.chip, under_way)
+        by_rank = np.stack([sum(items.values()) for items in moments.values()], axis=-1)
         ranks = [[each == content for each in stages.contents] for content in stages.distinct]
         found: Numbers = np.stack([by_rank[:, own].max(axis=1) for own in ranks], axis=1)[alike.of]
         return found

@@ -4,7 +4,6 @@ A file of `hardware/chips/` is one chip; a new file is a new chip. `like` takes 
 chip. `hardware/nodes.toml` has types of nodes, `hardware/peaks.toml` devices known by their peak alone. No torch.
 """
 
-import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ _DEFAULTS = {
     "doubt": 1.0, "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
-        "inside": {"decay": 0, "rails": 0}, "between": {"decay": 0, "rails": 0},
+        "inside": {"decay": 0, "rails": 0, "meet_us": 0}, "between": {"decay": 0, "rails": 0, "meet_us": 0},
     },
 }  # fmt: skip
 
@@ -43,6 +42,7 @@ _MAY_BE_ZERO = (
     "cores",
     "tile_fill",
     "latency_us",
+    "meet_us",
     "decay",
     "rails",
     "launch_us",
@@ -58,8 +58,10 @@ class Link:
     """What carries bytes between devices.
 
     `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
-    ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of a bandwidth that falls as nodes^-p; 0 for
-    a fabric that does not block. `rails`: how many devices' links of a node one ring can use; 0 for all of them.
+    ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of what a ring through nodes carries at
+    most, which is what links inside a node carry times nodes^-p; 0 for a fabric that does not block. `rails`: how many
+    devices' links of a node one ring can use; 0 for all of them. `meet_us`: what a collective takes besides, until the
+    last rank has come and all have woken up.
     """
 
     kind: str
@@ -68,13 +70,12 @@ class Link:
     latency_us: float
     decay: float
     rails: int = 0
+    meet_us: float = 0.0
 
-    def bytes_per_second(self, nodes: int = 1) -> float:
-        """What one device sends in a large collective over this many nodes.
-
-        450 GB/s at .82 are 3.69e11; 50 GB/s at .74 with p = .6 are 3.7e10 on one node and 1.06e10 on 8.
-        """
-        return self.gbs * 1e9 * self.fraction * math.pow(nodes, -self.decay)
+    @property
+    def bytes_per_second(self) -> float:
+        """What one device sends in a large collective: 450 GB/s at .82 are 3.69e11."""
+        return self.gbs * 1e9 * self.fraction
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,11 @@ class Cluster:
         return max(1.0, self.devices_per_node / self.node.cores) if self.node.cores else 1.0
 
     @property
+    def threads(self) -> int:
+        """How many cores a device has where devices are processes; else 1."""
+        return max(1, self.node.cores // self.devices_per_node)
+
+    @property
     def text(self) -> str:
         """`16x8xH100`, or `16x8xH100@p5`: what `parse` reads, less what a file of one's own changed."""
         type_of_nodes = "" if self.node.name == "dgx" else f"@{self.node.name}"
@@ -137,9 +142,11 @@ def _shared_out(cluster: Cluster) -> Cluster:
     On 2 cores: 1 process computes twice as fast as a core; each of 4 half as fast, and sends half as fast.
     """
     node, crowding = cluster.node, cluster.crowding
-    threads = max(1, node.cores // cluster.devices_per_node)
-    chip = cluster.chip.times(threads / crowding)
-    inside = replace(node.inside, gbs=node.inside.gbs / crowding, latency_us=node.inside.latency_us * crowding)
+    chip = cluster.chip.times(cluster.threads / crowding)
+    inside = replace(
+        node.inside, gbs=node.inside.gbs / crowding, latency_us=node.inside.latency_us * crowding,
+        meet_us=node.inside.meet_us * crowding,
+    )  # fmt: skip
     return replace(cluster, chip=replace(chip, launch_us=chip.launch_us * crowding), node=replace(node, inside=inside))
 
 

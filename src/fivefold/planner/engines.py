@@ -90,8 +90,8 @@ class Engine:
     `sum_bytes`: traffic for a weight in each micro batch, where its gradient is added to the sum of those before.
     `cast_bytes`: traffic for a number of a matmul in fp8 that is cast first; 0 where norms and activations write fp8.
     `overlaps_data`: FSDP's collectives run beside compute. `overlaps_context`: those of cp that may. `overlaps_tensor`:
-    the part of tp's that does. `overlaps_sums`: the part of a step's last backward that hides sums of gradients over
-    replicas.
+    the part of tp's that does, as far as matmuls last. `overlaps_sums`: the part of a step's last backward that hides
+    sums of gradients over replicas.
     `tensor_seconds`: of each of tp's collectives, to launch it and to meet. `tensor_across`: more of them for each
     doubling of nodes.
     `step_seconds`: of a step, whatever its size. `split`: the layers of each pipeline stage.
@@ -211,12 +211,14 @@ ENGINES = {
             name="fsdp1", matmul=0.83, attention=0.74, traffic=4.8, logit_bytes=48, host_seconds=4e-3,
             overlaps_data=True, slack=1.2, step_seconds=0.02, logit_memory=10,
         ),
-        # nanotron: eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most.
+        # nanotron: eager kernels, bf16 parameters, gradients summed in fp32, ZeRO-1 at most. Its scaling scripts split
+        # the sequence over tp, and run tp's collectives beside matmuls.
         Engine(
             name="nanotron", shards="optimizer", reduces_in_place=True, gathers_again=True, split=dealt_until_full,
-            matmul=0.87, attention=0.76, traffic=7.0, logit_bytes=49, host_seconds=4.5e-3, host_across=2.1e-3,
-            host_power=0.35, meet=12, overlaps_data=False, overlaps_sums=0.5, sum_bytes=8.6, overlaps_tensor=0.84,
-            tensor_seconds=0.15e-3, tensor_across=1.3e-3, slack=1.04, step_seconds=0.047, logit_memory=14,
+            sequence_parallel=True, matmul=0.92, attention=0.65, traffic=8.5, logit_bytes=52, host_seconds=4.5e-3,
+            host_across=2.1e-3, host_power=0.364, meet=32, overlaps_data=False, overlaps_sums=0.69, sum_bytes=10.3,
+            overlaps_tensor=0.46, tensor_seconds=0.072e-3, tensor_across=0.7e-3, slack=1.04, step_seconds=0.064,
+            logit_memory=14,
             saved_scale=1.12,
         ),
     )

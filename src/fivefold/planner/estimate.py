@@ -33,6 +33,7 @@ from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedul
 from fivefold.planner.links import seconds
 from fivefold.planner.price import (
     ITEMS,
+    NO_UNIT,
     Content,
     LayerPrice,
     Numbers,
@@ -50,6 +51,7 @@ AT_ONCE = "all at once"  # the one moment of another trainer's memory
 Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
 ROUNDING = 1e-9  # of sums in another order
 MEET = 4  # how sharply the two bounds of a crowded pipeline's time take turns: judgement
+PACKED_BYTES = 15 * 2**19  # of a thread of MKL: 7.3 to 7.8 MiB of fp32 in matmuls of 256 to 1024 rows, measured
 UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
 
@@ -161,15 +163,26 @@ class Estimate:
 
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
-MATMULS, WAITING = "work space of matmuls", "unreduced gradients"
+MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
+GATHERED = "gathered parameters"
+
+# Processes on a CPU compute nothing while they exchange. FSDP's collectives beside a backward: kind, and moment.
+LATER = ("a layer later", "a layer later in it")
+EXCHANGES = {
+    f"{kind} as {moment}": (kind, moment)
+    for kind, moments in (
+        ("a gather", ("a backward begins", "the first backward begins", *LATER)), ("a reduction", LATER)
+    )
+    for moment in moments
+}  # fmt: skip
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
-    world = prices.cluster.world
+    world, limits = prices.cluster.world, limits_of(prices.facts)
+    legality.refuse(legality.of_experts(layout, limits))  # first: where shards go does not help a model without experts
     legality.refuse(legality.of_world(layout, world, prices.cluster.text))
     layout = layout.resolve(world)
-    limits = limits_of(prices.facts)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
     return Step(prices, prices.engine.laid(layout), workload).estimate()
 
@@ -199,7 +212,7 @@ def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, ove
 class Work:
     """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights, on the device; seconds
     of the host for a forward and for a backward; bytes kept until backward, and those that a backward has besides.
-    `edges`: of a stage's input and output, which a pipeline holds."""
+    `edges`: of a stage's input and output, which a pipeline holds, and of the head's gradients."""
 
     forward: Numbers
     backward: Numbers
@@ -302,11 +315,18 @@ def passing(
     each = work.kept @ stages.layers.T
     if engine.moments:
         each[..., 1:] += work.edges[..., :1]
-        each[..., :-1] += work.edges[..., 1:]
-    has_head = np.array([content.has_head for content in stages.contents])
+        each[..., :-1] += work.edges[..., 1:2]
+    has_head, of_head = np.array([content.has_head for content in stages.contents]), work.edges[..., 2:]
+
+    def added(numbers: Numbers) -> Numbers:
+        found: Numbers = (each * numbers) @ stages.ranks.T
+        return found + of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head if engine.moments else found
+
     return Passing(
-        saved=(each * of.most) @ stages.ranks.T,
-        at_loss=(each * of.at_loss) @ stages.ranks.T,
+        saved=added(of.most),
+        at_loss=added(of.at_loss),
+        later=added(of.later),
+        later_at_loss=added(of.later_at_loss),
         layer=_most(work.kept, stages),
         stage=each[..., stages.own].max(axis=-1),
         working=_most(work.working, stages),
@@ -320,10 +340,12 @@ def _most(parts: Numbers, stages: Stages) -> Numbers:
     return found
 
 
-def moving_bytes(engine: Engine, of: Passing) -> dict[str, dict[str, Numbers]]:
+def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str, Numbers]]:
     """Moment -> item -> bytes of each pipeline rank; of another trainer all moments at once."""
     if engine.moments:
-        return of.at()
+        found = of.at()
+        beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
+        return found | beside if chip.is_host else found
     return {AT_ONCE: {"saved activations": of.saved, "working memory": of.working, "loss": of.loss}}
 
 
@@ -580,20 +602,18 @@ class Step:
 
     def memory_of(self, rank: int) -> dict[str, float]:
         """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
-        content, several = self.stages.contents[rank], self.micro_batches > 1
-        resting = resting_bytes(
-            self.price_list, self.shards, content, self.layout.zero, several=several,
-            waits=root_waits(self.shards, content, self.pipeline),
-        )  # fmt: skip
+        content, chip = self.stages.contents[rank], self.cluster.chip
+        waits = root_waits(self.shards, content, self.pipeline)
+        resting = resting_bytes(self.price_list, self.shards, content, self.layout.zero, waits=waits)
         under_way = passing(self.engine, self.work, self.stages, self.in_flight, self.prices.logits)
-        moving = moving_bytes(self.engine, under_way)
+        moving = moving_bytes(self.engine, chip, under_way)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
         found = max(moments, key=lambda items: sum(items.values()))
-        found |= {MATMULS: matmul_bytes(self.engine, self.cluster.chip)}
+        found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
-        found["runtime"] = runtime_bytes(self.cluster.chip, self.grid)
+        found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 
     @cached_property
@@ -627,11 +647,10 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, several: bool, waits: bool
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool
 ) -> Mapping[str, Mapping[str, float]]:
-    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `several`: micro batches.
-    `waits`: see `root_waits`."""
-    shape, of_rank = replace(shards.shape, micro_batches=1 + several), shards.of(content)
+    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`."""
+    shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     state = {
@@ -641,14 +660,48 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if price_list.engine.moments:
-        return memory.resting_bytes(state, _units(shards, content), zero, shape, root_waits=waits)
+        sizes = _units(shards, content)
+        moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
+        if not price_list.cluster.chip.is_host:
+            return moments
+        in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)
+        sent = max(in_layers, key=lambda unit: unit.gathered, default=NO_UNIT)
+        return {**moments, **_exchanges(moments, sizes, sent, zero, shape)}
     gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
-    found: dict[str, float] = {**state, "gathered parameters": gathered, "unreduced gradients": waiting}
+    found: dict[str, float] = {**state, GATHERED: gathered, WAITING: waiting}
     if price_list.engine.reduces_in_place:
         found["gradients"] = 0
     if price_list.engine.spares:
         found["spare gradients"] = spare_bytes(shards, content)
     return {AT_ONCE: found}
+
+
+def _exchanges(
+    moments: Mapping[str, Mapping[str, float]], units: Units, sent: UnitPrice, zero: int, shape: StepShape
+) -> dict[str, dict[str, float]]:
+    """What is there while FSDP sends a unit of a layer beside a backward. `sent`: the largest that it sends.
+
+    gloo gathers into a buffer as large as what is gathered, and then copies it. It reduces a copy of all gradients, and
+    its thread may let go of the copy only after the next gather has begun.
+    """
+    compute, reduce, own = shape.compute_bytes, shape.reduce_bytes, units.ahead
+    found: dict[str, dict[str, float]] = {}
+    for moment, (kind, beside) in EXCHANGES.items():
+        at_work, is_later = moments[beside], beside in LATER
+        if kind == "a gather":
+            gathered, waiting = max(units.layer[0], 2 * own), own * is_later
+            buffers = (sent.gathered * compute + waiting * reduce) * (zero == 3)
+        else:
+            gathered, waiting = units.layer[0] - sent.gathered + own, sent.reduced
+            buffers = (sent.reduced + sent.trained) * reduce
+        computing = units.matrix * compute + units.own[1] * reduce * is_later
+        found[moment] = {
+            **at_work,
+            WAITING: at_work[WAITING] - computing + waiting * reduce,
+            GATHERED: (units.root[0] + gathered) * compute if zero == 3 else at_work[GATHERED],
+            BUFFERS: buffers,
+        }
+    return found
 
 
 def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
@@ -671,7 +724,8 @@ def _units(shards: Shards, content: Content) -> Units:
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
-        matrix=max((unit.largest for kind, _ in content.kinds for unit in shards.layers[kind].units), default=0),
+        matrix=max((unit.largest for each in units for unit in each), default=0),
+        ahead=max((each[-1].gathered for each in units if each[-1].is_sent), default=0),
     )
 
 
@@ -752,11 +806,15 @@ def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
     return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
 
 
-def matmul_bytes(engine: Engine, chip: Chip) -> int:
+def matmul_bytes(engine: Engine, cluster: Cluster) -> int:
     """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
-    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.)"""
-    if not engine.moments or chip.is_host:
+    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.) On a CPU, what MKL packs
+    matrices into, and keeps, for each thread."""
+    chip = cluster.chip
+    if not engine.moments:
         return 0
+    if chip.is_host:
+        return cluster.threads * PACKED_BYTES
     return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
 
 

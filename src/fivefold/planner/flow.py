@@ -49,12 +49,13 @@ def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """Micro batches of each stage that wait for their backward: `most`, when its rank has the most; `at_loss`, when the
-    rank has run the last stage forward. `left`: gradients of weights that its rank computes after its last other
-    slot."""
+    """Micro batches of each stage that wait for their backward, as `UnderWay` counts them. `left`: gradients of weights
+    that its rank computes after its last other slot."""
 
     most: Numbers
     at_loss: Numbers
+    later: Numbers
+    later_at_loss: Numbers
     left: Numbers
 
 
@@ -64,15 +65,15 @@ def in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> 
     of_round, beyond = rounds_beyond(pipeline, micro_batches)
     if beyond:
         return in_flight(pipeline, micro_batches - beyond * of_round, layers)
-    most, at_loss, left = np.zeros((3, pipeline.stages))
+    most, at_loss, later, later_at_loss, left = np.zeros((5, pipeline.stages))
     for order in schedule_plan(pipeline, micro_batches).orders:
-        last = next((slot.stage for slot in order if slot.stage == pipeline.stages - 1), None)
-        for numbers, counts in ((most, under_way(order, layers)), (at_loss, under_way(order, layers, last))):
-            for stage, count in counts.items():
-                numbers[stage] = count
+        of = under_way(order, layers)
+        for stage in of.most:
+            most[stage], at_loss[stage] = of.most[stage], of.at_loss[stage]
+            later[stage], later_at_loss[stage] = of.later[stage], of.later_at_loss[stage]
         for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
             left[slot.stage] += 1
-    return InFlight(most, at_loss, left)
+    return InFlight(most, at_loss, later, later_at_loss, left)
 
 
 @dataclass(frozen=True, eq=False)

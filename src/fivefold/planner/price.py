@@ -17,6 +17,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
+from fivefold.parallel.calls import layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.memory import edge_bytes, layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, lower
@@ -60,6 +61,14 @@ class UnitPrice:
     reduce_seconds: float
     largest: int = 0
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether other ranks have parts of it."""
+        return "all_gather" in self.calls
+
+
+NO_UNIT = UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class LayerPrice:
@@ -96,8 +105,8 @@ class Prices:
     logits: int
 
     @property
-    def edges(self) -> tuple[int, int]:
-        """Bytes of a stage's input and output that a pipeline holds."""
+    def edges(self) -> tuple[int, int, int]:
+        """Bytes of a stage's input and output that a pipeline holds, and of the head's gradients."""
         return edge_bytes(self.plan, self.shape)
 
     @property
@@ -196,9 +205,11 @@ class _Pricing:
     def chip(self) -> Chip:
         return self.prices.cluster.chip
 
-    @property
+    @cached_property
     def calls(self) -> tuple[Call, ...]:
-        return self.prices.calls(self.plan, self.shape)
+        """Those of a micro batch, without FSDP's."""
+        calls = self.prices.layer_calls(self.plan, self.shape)
+        return tuple(call for call in calls if call.axis in AXES and call.phase != "step")
 
     @property
     def dtype(self) -> str:
@@ -319,26 +330,31 @@ class _Pricing:
         return engine.host_seconds + engine.host_across * tp * float(nodes**engine.host_power)
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
-        """Add a layer's collectives in a micro batch, but for FSDP's. Those that may run beside compute are exposed as
-        far as they outlast attention."""
+        """Add a layer's collectives in a micro batch, but for FSDP's. Those of cp that may run beside compute are
+        exposed as far as they outlast attention. A part of tp's runs beside the matmuls, and no longer than they."""
         beside = {"forward": 0.0, "backward": 0.0}
-        own = [call for call in self.calls if call.axis in AXES and call.phase != "step" and _is_of(call.layer, layer)]
+        tensor = {"forward": 0.0, "backward": 0.0}
+        own = [call for call in self.calls if _is_of(call.layer, layer)]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
+            where = forward if call.phase == "forward" else backward
             if call.overlaps and self.engine.overlaps_context:
                 beside[call.phase] += took / 2  # a send and a receive go at once
+            elif axis == "tp":
+                tensor[call.phase] += took + call.times * self._meeting(call)
+                where[ITEMS.index("tp")] += call.times * self.engine.tensor_seconds
             else:
-                if axis == "tp":
-                    took = took * (1 - self.engine.overlaps_tensor) + call.times * self._meeting(call)
-                (forward if call.phase == "forward" else backward)[ITEMS.index(axis)] += took
-        for where, took in ((forward, beside["forward"]), (backward, beside["backward"])):
-            where[ITEMS.index("cp")] += max(0.0, took - where[ITEMS.index("attention")])
+                where[ITEMS.index(axis)] += took
+        for phase, where in (("forward", forward), ("backward", backward)):
+            where[ITEMS.index("cp")] += max(0.0, beside[phase] - where[ITEMS.index("attention")])
+            hidden = min(self.engine.overlaps_tensor * tensor[phase], float(where[ITEMS.index("matmuls")]))
+            where[ITEMS.index("tp")] += tensor[phase] - hidden
         return tuple(own)
 
     def _meeting(self, call: Call) -> float:
-        """Seconds that one of tp's collectives takes besides what it sends."""
+        """Seconds that ranks on several nodes wait for each other in one of tp's collectives."""
         nodes = self.prices.span(self.plan.grid.axes[call.axis]).nodes
-        return self.engine.tensor_seconds + self.engine.tensor_across * log2(nodes)
+        return self.engine.tensor_across * log2(nodes)
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
@@ -374,6 +390,10 @@ class _Pricing:
 class _Sharding(_Pricing):
     """What shards are computed from."""
 
+    @cached_property
+    def unit_calls(self) -> tuple[Call, ...]:
+        return tuple(unit_calls(self.plan, self.shape))
+
     def shard(self, modules: Sequence[str]) -> Shard:
         """The parameters of modules that have units of their own."""
         names = [name for name in self.plan.shards if is_within(name, modules)]
@@ -392,8 +412,7 @@ class _Sharding(_Pricing):
         gathered, reduced = self.plan.padded_sizes(unit)
         held = sum(self.plan.held_bytes(name, 1) for name in unit.parameters)
         frozen = sum(self.plan.held_bytes(name, 1) for name in unit.frozen)
-        own = (call for call in self.calls if call.layer == unit.name and call.axis in OF_UNITS)
-        calls = {call.kind: replace(call, times=1) for call in own}
+        calls = {call.kind: replace(call, times=1) for call in self.unit_calls if call.layer == unit.name}
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
         )
@@ -519,11 +538,11 @@ class PriceList:
             self._plans[layout] = lower(self.short, layout, 0)
         return self._plans[layout]
 
-    def calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
-        """Of a step of one of these plans."""
+    def layer_calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
+        """Of a step of one of these plans, those that layers make."""
         key = plan.layout, plan.rank, shape
         if key not in self._calls:
-            self._calls[key] = plan.calls(shape)
+            self._calls[key] = tuple(layer_calls(plan, shape))
         return self._calls[key]
 
     def grid(self, layout: Layout) -> RankGrid:
@@ -553,7 +572,7 @@ class PriceList:
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""
         if not (has_embedding or has_head):
-            return Shard((UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0),))
+            return Shard((NO_UNIT,))
         layout = replace(layout, pp=2)
         plan = lower(self.ends, layout, layout.world // 2 if has_head else 0)
         return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()

@@ -203,9 +203,9 @@ def assumptions(estimate: Estimate) -> str:
     """What the numbers rest on, in a sentence or two."""
     cluster, chip = estimate.cluster, estimate.cluster.chip
     rate = chip.flops_per_second(estimate.layout.precision) or 0
-    links = f"{cluster.node.inside.kind} {_rate(cluster.node.inside.bytes_per_second(), 1e9)} GB/s"
+    links = f"{cluster.node.inside.kind} {_rate(cluster.node.inside.bytes_per_second, 1e9)} GB/s"
     if cluster.nodes > 1:
-        links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second(), 1e9)} GB/s a device"
+        links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second, 1e9)} GB/s a device"
     matmuls = f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s"
     guess = f"; {GUESS.format(chip.name)}" if chip.is_guess else ""
     return f"assumed: {matmuls}, {links}; rows of one document; even routing{guess}\n{INTERVALS}"

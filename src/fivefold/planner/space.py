@@ -72,6 +72,7 @@ class Space:
     given: Mapping[str, Any] = field(default_factory=dict)
     works: list[tuple[int, str, Prices]] = field(init=False, default_factory=list)
     places: list[Layout] = field(init=False, default_factory=list)
+    _pipelines: dict[int, list[Layout]] = field(init=False, default_factory=dict)
 
     @cached_property
     def limits(self) -> ModelLimits:
@@ -198,7 +199,13 @@ class Space:
     # ---- pipelines ---------------------------------------------------------------------------------------------------
 
     def _schedules(self, pp: int) -> list[Layout]:
-        """Each schedule with each number of stages a rank. GPipe takes as long as 1F1B and keeps more."""
+        """Each schedule with each number of stages a rank."""
+        if pp not in self._pipelines:
+            self._pipelines[pp] = self._legal_schedules(pp)
+        return self._pipelines[pp]
+
+    def _legal_schedules(self, pp: int) -> list[Layout]:
+        """GPipe takes as long as 1F1B and keeps more."""
         names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
         found: dict[tuple[str, int], Layout] = {}
         for name, virtual in product(names, VIRTUAL):

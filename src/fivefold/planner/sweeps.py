@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fivefold.core.errors import UserError
-from fivefold.planner.answers import answer
+from fivefold.planner.answers import TOP, answer
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.price import PriceList
@@ -31,9 +31,18 @@ def sweeps(prices: PriceList, workload: Workload, *, anew: bool = False) -> Swee
     clusters = [each for each in scaled(prices.cluster) if each == prices.cluster or each.world <= MOST_DEVICES]
     few = SHORTER if prices.cluster.world <= MOST_DEVICES else 1
     workloads = [_with_rows(workload, times) for times in range(-few, LONGER + 1)]
+
+    def best(asked: Iterable[tuple[PriceList, Workload]]) -> tuple[Estimate, ...]:
+        found = list[Estimate]()
+        for own, each in asked:
+            top = TOP if (own.cluster, each) == (prices.cluster, workload) else 1  # that one is known: it was planned
+            with suppress(UserError):  # none is legal
+                found += answer(own, each, top=top, anew=anew).best[:1]
+        return tuple(found)
+
     return Sweeps(
-        _best(((prices.repriced(each, prices.engine), workload) for each in clusters), anew),
-        _best(((prices, each) for each in workloads if each.seq_length >= LEAST_LENGTH), anew),
+        best((prices.repriced(each, prices.engine), workload) for each in clusters),
+        best((prices, each) for each in workloads if each.seq_length >= LEAST_LENGTH),
     )
 
 
@@ -52,11 +61,3 @@ def _with_rows(workload: Workload, times: int) -> Workload:
     """With rows 2^times as long."""
     length = max(1, int(workload.seq_length * 2.0**times))
     return Workload(length, max(1, workload.tokens // length))
-
-
-def _best(asked: Iterable[tuple[PriceList, Workload]], anew: bool) -> tuple[Estimate, ...]:
-    found = list[Estimate]()
-    for prices, workload in asked:
-        with suppress(UserError):  # none is legal
-            found += answer(prices, workload, top=1, anew=anew).best
-    return tuple(found)
