@@ -17,7 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.fp8 import ALIGNED, DIMS, FP8_UNITS, Cast, Dim, Format, Pair, Product, Recipe, by_row, shared_dims
+from fivefold.core.fp8 import (
+    ALIGNED,
+    DIMS,
+    FP8_UNITS,
+    WITH_KERNEL,
+    Cast,
+    Dim,
+    Format,
+    Pair,
+    Product,
+    Recipe,
+    by_row,
+    shared_dims,
+)
 from fivefold.ops.linear import Dense, Grouped
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -166,6 +179,15 @@ def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
     """The type in which emulated operands are multiplied: `dtype` where it holds what they stand for (bf16 does, where
     scales are powers of 2), else a wider one."""
     return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)
+
+
+def emulated(recipe: str, device: str, precision: str) -> str | None:
+    """Why the products of `recipe` are emulated on `device`, which costs time; None where a kernel multiplies them."""
+    if not device.startswith("cuda") or torch.cuda.get_device_capability(device) < FP8_UNITS:
+        return "this device has no fp8 units"
+    if recipe not in WITH_KERNEL:
+        return f"PyTorch has no kernel for it; {' and '.join(WITH_KERNEL)} have one"
+    return None if precision == "bf16" else "the kernel multiplies for precision.compute: bf16"
 
 
 def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair) -> bool:

@@ -435,7 +435,7 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
     """Every rank casts the numbers that one process would cast together: none has a part of a gradient, and none a part
     of a block with one scale."""
     layout = plan.layout
-    if layout.etp > 1 and plan.facts.experts and layout.fp8 != "none":
+    if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
         yield Violation(
             "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"
         )
