@@ -36,17 +36,19 @@ def found_on(cluster: Cluster) -> Found:
                     took = matmul_seconds(chip, Product(rows, inputs, outputs), dtype)
                     yield dtype, rows, inputs, outputs, took
 
+    meeting = cluster.node.inside.meet_us * 1e-6
+
     def collectives() -> Iterator[Collective]:
         span = cluster.tier_of(range(cluster.world))
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
             for size in (2**12, 2**18, 2**26):
                 call = Call(axis="", kind=kind, bytes=size, phase="forward")
-                yield kind, size, seconds(cluster, span, call)
+                yield kind, size, seconds(cluster, span, call) - meeting * (kind != "send")
 
     return Found(
         matmuls=list(matmuls()), attention=[("bf16", 1e12, attention_seconds(chip, 1e12, "bf16"))],
         traffic=chip.memory_bytes_per_second, launch=chip.launch_us * 1e-6, collectives=list(collectives()),
-        memory=chip.memory_bytes, context=int(chip.context_gib * 2**30), host=chip.host_gbs * 1e9,
+        memory=chip.memory_bytes, context=int(chip.context_gib * 2**30), host=chip.host_gbs * 1e9, meeting=meeting,
     )  # fmt: skip
 
 
@@ -59,7 +61,13 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
         chip=replace(
             table.chip.times(0.7), attention_fraction=0.4, launch_us=21.0, tile=(64, 64), tile_fill=128,
         ),
-        node=replace(table.node, inside=replace(table.node.inside, gbs=0.3 * table.node.inside.gbs, latency_us=55.0)),
+        node=replace(
+            table.node,
+            inside=replace(
+                table.node.inside, gbs=0.3 * table.node.inside.gbs, latency_us=55.0,
+                meet_us=1230.0 * table.chip.is_host,
+            ),
+        ),
     )  # fmt: skip
     mine = hardware_file.parsed(hardware_file.text({"cluster": table.text, **fitted(table, [found_on(slow)] * 2)}))
     if table.chip.is_host:  # as many processes as cores: each has its own
@@ -73,6 +81,7 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
     inside = mine.node.inside
     assert inside.bytes_per_second == pytest.approx(slow.node.inside.bytes_per_second, rel=0.02)
     assert inside.latency_us == pytest.approx(55, rel=0.02)
+    assert inside.meet_us == pytest.approx(slow.node.inside.meet_us)
 
 
 def test_what_is_faster_than_its_data_sheet_is_a_new_peak() -> None:

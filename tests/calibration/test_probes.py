@@ -1,6 +1,7 @@
 """What a probe makes of the seconds that it measures, with a clock that always says the same."""
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -60,6 +61,15 @@ def test_bytes_of_a_collective_are_of_its_larger_buffer(monkeypatch: pytest.Monk
         zip((*names, "send"), ((1024,), (1024, 256), (256, 1024), (1024, 1024), (1024, 1024)), strict=True)
     )
     assert list(probes._collectives(TIMER, (4096,), 1)) == []
+
+
+def test_ranks_meet_in_what_a_collective_takes_more_behind_a_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matmul of 5 s, a collective of 2 s, and 8 s for one behind the other: 1 s. A rank alone meets nobody."""
+    took = cycle((5.0, 2.0, 8.0))
+    monkeypatch.setattr(probes.dist, "barrier", lambda: None)
+    monkeypatch.setattr(probes.Timer, "seconds", lambda self, work, **how: next(took))
+    assert probes._meeting(TIMER, SIZES, 2) == 1.0
+    assert probes._meeting(TIMER, SIZES, 1) == 0.0
 
 
 def test_workers_are_joined_by_the_median_and_the_worst() -> None:

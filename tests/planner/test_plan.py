@@ -139,6 +139,14 @@ def test_a_layout_that_does_not_fit_is_shown_and_fails(capsys: pytest.CaptureFix
     assert "dp8 does not fit: " in shown and "would make it fit, the fastest first:" in shown
 
 
+def test_the_best_layout_by_its_name_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--json", "-") == 0
+    best, *_ = json.loads(capsys.readouterr().out)["rows"]
+    assert run(*SMALL, "--layout", best["layout"], "--json", "-") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["behind"] for row in rows].count("best") == 1 and rows[0] == best
+
+
 def test_the_longest_rows_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, "--max-seq-length", "--layout", "cp2+full") == 0
     shown = capsys.readouterr().out

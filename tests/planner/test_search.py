@@ -1,5 +1,6 @@
 """The search: its numbers are those of the plan that runs, its bounds are sound, its best is that of all layouts."""
 
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -111,6 +112,11 @@ EXHAUSTIVE = [
     ("mixtral", "2xH100", 4, 8), ("mixtral", "4xH100", 4, 8), ("mixtral", "2x2xH100", 4, 8), ("gemma2", "4xH100", 4, 8),
     ("deepseek_v3", "2xH100", 4, 8), ("qwen3", "2x2xH100", 5, 8), ("llama", "8xH100", 4, 8),
 ]  # fmt: skip
+DRAWN = random.Random(0)
+FAMILIES, CLUSTERS = ("llama", "gemma2", "qwen3", "mixtral"), ("2xA10G", "3xH100", "4xH200", "2x2xA100-40")
+for _ in range(6):
+    size = DRAWN.randint(2, 7), DRAWN.choice((6, 12, 20, 24, 36))
+    EXHAUSTIVE.append((DRAWN.choice(FAMILIES), DRAWN.choice(CLUSTERS), *size))
 
 
 @pytest.mark.parametrize(("family", "cluster", "layers", "batch"), EXHAUSTIVE)

@@ -58,4 +58,5 @@ def test_the_page_says_that_a_few_micro_batches_of_a_step_are_drawn(tmp_path: Pa
     """Their bubble is 3 of 15 slots, and that of the step 3 of 67."""
     report = planned("qwen3-0.6b", "4xH100", Workload(1024, 64), layout="pp4+mb1")
     text = page(report)
+    assert all(f"({row.step_seconds_interval[0]:.3g} to " in text for row in report.rows)
     assert "with 12 of the 64 micro batches of a step" in text and "% of the time" not in text

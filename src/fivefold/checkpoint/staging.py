@@ -51,10 +51,15 @@ class Staging:
             return
         self.free()
         for dtype, size in needed.items():
-            self._buffers[dtype] = buffer = torch.empty(size, dtype=dtype)
+            self._buffers[dtype] = buffer = host_memory(size, dtype)
             if lock and size:
                 _check(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
                 self._locked.append(buffer)
+
+
+def host_memory(size: int, dtype: torch.dtype) -> Tensor:
+    """`size` numbers of this machine's memory, not set."""
+    return torch.empty(size, dtype=dtype)
 
 
 def _runtime() -> Any:

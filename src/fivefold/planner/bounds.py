@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
+from fivefold.core.schedule import Kind
 from fivefold.planner.estimate import (
     WAITING,
     Edges,
@@ -37,6 +38,7 @@ from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
 
 AT_ONCE = 2**17  # numbers of an array: what a processor's cache holds
+SPANS_AT_ONCE = 256  # pipelines: of each, all that is known behind as many rounds as it has ranks is kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +144,7 @@ class Bounding:
 
     def _rest(self, content: Content, pipeline: Layout, keys: Sequence[tuple[int, ...]]) -> list[Numbers]:
         """Of each (number in `_shards`, ZeRO stage)."""
-        waits = root_waits(self._shards[0], content, pipeline)
+        waits = root_waits(self._shards[0], content, pipeline)  # of any: an embedding is tied in all or in none
         known = self._resting.setdefault((content, waits), {})
         for key in keys:
             if key not in known:
@@ -245,12 +247,18 @@ class Bounding:
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)
         transfer = self.transfer(rows.pp)[rows.work]
         timings = np.stack([*np.concatenate(list(of_kind.values()), axis=1).T, transfer, rows.micro_batches])
-        distinct, inverse = np.unique(timings, axis=1, return_inverse=True)
-        split = dict(zip(of_kind, np.split(distinct[:-2], len(of_kind)), strict=True))
-        found: Numbers = span(pipeline, distinct[-1].astype(int), split, distinct[-2])
+        differ, inverse = np.unique(timings, axis=1, return_inverse=True)
+        pieces = np.array_split(differ, -(-differ.shape[1] // SPANS_AT_ONCE), axis=1)
+        found = np.concatenate([_spans(pipeline, tuple(of_kind), piece) for piece in pieces])
         crowding, own = self.space.prices.cluster.crowding, found[inverse.reshape(-1)]
         together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
         return together + self._after(rows, stages, forward, backward)
+
+
+def _spans(pipeline: Layout, kinds: Sequence[Kind], timings: Numbers) -> Numbers:
+    """`span` of columns: durations of each kind of slot by stage, seconds of a transfer, and micro batches."""
+    seconds = dict(zip(kinds, np.split(timings[:-2], len(kinds)), strict=True))
+    return span(pipeline, timings[-1].astype(int), seconds, timings[-2])
 
 
 def _names(record: type) -> list[str]:

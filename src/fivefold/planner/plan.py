@@ -81,7 +81,8 @@ def planned(
         can_run = f"{fit}; of each set of degrees the best"
     if not found.best and asked is None:
         raise too_large(prices, workload, found.closest)
-    estimates = (*([asked] if asked else []), *found.best)
+    others = [each for each in found.best if asked is None or each.layout != asked.layout]
+    estimates = (*([asked] if asked else []), *others)
     best = found.best[0] if found.best else None
     notes, cured = [can_run, *_positions_told(model, workload.seq_length)], tuple[Estimate, ...]()
     if asked:

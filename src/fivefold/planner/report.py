@@ -152,7 +152,7 @@ def _line(row: Item, total: float) -> str:
 
 def behind(first: Estimate, other: Estimate) -> str:
     """What costs another layout the most against the first: the item of time that grows most."""
-    if other is first:
+    if other.layout == first.layout:
         return BEST
     more = other.step_seconds / first.step_seconds - 1
     if tied(other, first):

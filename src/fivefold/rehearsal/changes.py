@@ -2,6 +2,7 @@
 computed, and the disk of the machine that the run is for. Everything else is the code that trains.
 """
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -182,7 +183,19 @@ def _around(_: Any) -> Any:
     return lambda *_, **__: nullcontext()
 
 
-# ---- the disk of the run ---------------------------------------------------------------------------------------------
+# ---- the memory and the disk of the run's machine --------------------------------------------------------------------
+
+
+NO_RESERVE = 0x4000  # of mmap(2), on Linux
+
+
+def _unreserved(_: Any) -> Any:
+    def host_memory(size: int, dtype: torch.dtype) -> Tensor:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        memory = mmap.mmap(-1, max(size, 1) * dtype.itemsize, flags=flags)  # none of 0 bytes can be had
+        return torch.frombuffer(memory, dtype=dtype)[:size]
+
+    return host_memory
 
 
 def _unwritten(_: Any) -> Any:
@@ -224,6 +237,12 @@ CHANGES = (
     Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
     Change("fivefold.training.run.Trainer._check", "the standing checks compare values", _nothing),
     Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
+    Change(
+        "fivefold.checkpoint.staging.host_memory",
+        "a save may take more memory than this machine has, and nothing large is copied into it",
+        _unreserved,
+        "stand-in",
+    ),
     Change("fivefold.checkpoint.shard.write", "nothing is written to this machine's disk", _unwritten),
     Change("fivefold.checkpoint.shard.check", "nothing was written", _fine),
     Change("fivefold.checkpoint.save._publish", "the parts of the other ranks are not there", _nothing),
