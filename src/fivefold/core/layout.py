@@ -233,11 +233,10 @@ class Layout:
 
     @property
     def row_multiple(self) -> int:
-        """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`. Under cp, fp8 in blocks takes blocks of
-        tokens that no rank has a part of."""
-        unit = 2 * self.cp * self.tp
-        block = 1 if self.fp8 == "none" or self.cp == 1 else RECIPES[self.fp8].block
-        return lcm(unit, 2 * self.cp * block)
+        """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`. Where fp8 has a scale for each block of
+        tokens, every rank's chunks of a row are whole blocks."""
+        block = 1 if self.fp8 == "none" else RECIPES[self.fp8].block
+        return 2 * self.cp * lcm(self.tp, block)
 
     def padded(self, tokens: int) -> int:
         """The length of a row of `tokens` tokens, padding included. Under cp2.tp2, 100 tokens take 104."""
