@@ -22,6 +22,9 @@ SHORT = ("--seq-length", "300", "--global-batch-size", "1")
 SMALL = ("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "2k", "--global-batch-size", "16")
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", *arguments])
@@ -83,6 +86,9 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
         ((*SMALL, "--json", ""), "--json names no file\nname a file: --json FILE"),
         ((*SMALL, "--html", "/dev/null/page.html"), "cannot write /dev/null/page.html: Not a directory"),
         ((*SMALL, "--write", "/"), "cannot write /: Is a directory"),
+        ((*SMALL, "--html", "-"), "--html - names no file"),
+        ((*SMALL, "--write", "one.yaml", "--json", "./one.yaml"), "is written by --write and by --json"),
+        ((*SMALL, "--price", "inf"), "inf a device-hour is no price"),
         (("run.yaml", "--cluster", "2xH100"), "run.yaml is a run file, and plan takes a model"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "0"), "no step"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "9" * 20), "too large to be planned"),
@@ -209,3 +215,21 @@ def test_python_is_told_what_is_wrong() -> None:
         ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload={**WORKLOAD, "batch": 3}, layout="shard2")
     with pytest.raises(ff.UserError, match="'dp' is no field"):
         ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout={"dp": 2})
+
+
+def test_the_page_has_a_row_for_each_question() -> None:
+    """And nothing that a merge has left."""
+    pages = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("*.md")}
+    assert [name for name, text in pages.items() if re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE)] == []
+    options = (
+        "--layout",
+        "--max-seq-length",
+        "--fewest-devices",
+        "--price",
+        "--write",
+        "--no-cache",
+        "--html",
+        "--json",
+    )
+    cells = re.findall(r"^\| (`--.*?) \|", pages["planner.md"], re.MULTILINE)
+    assert [name for name in options if " ".join(cells).count(f"`{name}") != 1] == []
