@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,19 +218,30 @@ def test_python_is_told_what_is_wrong() -> None:
         ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout={"dp": 2})
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model": Layout()}, r"model is no Layout\n.*config\.to_dict\(\)"),
+        ({"cluster": 8}, "cluster is no int"),
+        ({"workload": None}, "workload is no NoneType"),
+        ({"workload": {**WORKLOAD, "seq_length": "2k"}}, "seq_length is no str\nwrite a whole number"),
+        ({"workload": {**WORKLOAD, "seq_length": 2048.5}}, "seq_length is no float"),
+        ({"top": 0}, "top 0 asks for no layout"),
+        ({"top": 2.5}, "top is no float"),
+        ({"layout": None}, "layout is no NoneType"),
+        ({"layout": {"tp": "2"}}, "tp is no str"),
+    ],
+)
+def test_python_is_told_of_another_type(changed: dict[str, Any], says: str) -> None:
+    asked = {"model": "llama-3.2-1b", "cluster": "2xH100", "workload": WORKLOAD, **changed}
+    with pytest.raises(ff.UserError, match=says):
+        ff.estimate(**asked) if "layout" in changed else ff.plan(**asked)
+
+
 def test_the_page_has_a_row_for_each_question() -> None:
     """And nothing that a merge has left."""
     pages = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("*.md")}
     assert [name for name, text in pages.items() if re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE)] == []
-    options = (
-        "--layout",
-        "--max-seq-length",
-        "--fewest-devices",
-        "--price",
-        "--write",
-        "--no-cache",
-        "--html",
-        "--json",
-    )
+    options = ["layout", "max-seq-length", "fewest-devices", "price", "write", "no-cache", "html", "json"]
     cells = re.findall(r"^\| (`--.*?) \|", pages["planner.md"], re.MULTILINE)
-    assert [name for name in options if " ".join(cells).count(f"`{name}") != 1] == []
+    assert [name for name in options if " ".join(cells).count(f"`--{name}") != 1] == []
