@@ -245,3 +245,14 @@ def test_the_page_has_a_row_for_each_question() -> None:
     options = ["layout", "max-seq-length", "fewest-devices", "price", "write", "no-cache", "html", "json"]
     cells = re.findall(r"^\| (`--.*?) \|", pages["planner.md"], re.MULTILINE)
     assert [name for name in options if " ".join(cells).count(f"`--{name}") != 1] == []
+
+
+def test_the_page_shows_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"^\$ fivefold plan (.*)\n((?:.*\n)*?)\.\.\.$", page, re.MULTILINE).groups()  # type: ignore[union-attr]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*command.split()) == 1  # a layout that does not fit
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed[: shown.count("\n")] == shown.splitlines()
