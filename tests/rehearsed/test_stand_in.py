@@ -83,6 +83,7 @@ def test_a_damaged_stand_in_is_built_anew(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
     monkeypatch.setattr(stand_in, "lacking", list)
+    monkeypatch.setattr(Torch, "installed", lambda: Torch(tmp_path / "torch", "9.9", "13.0"))
     monkeypatch.setattr(stand_in, "rest", lambda *_: "")
     monkeypatch.setattr(stand_in, "compile_library", compiled)
     library = stand_in.library()
