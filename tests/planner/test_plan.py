@@ -181,6 +181,13 @@ def test_the_fewest_devices_and_what_tokens_cost(capsys: pytest.CaptureFixture[s
     assert run("llama-3.1-8b", "--cluster", "4x8xA100-40", *asked, "--layout", "tp8") == 2
 
 
+def test_a_price_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """Infinity would be no JSON."""
+    for price in ("inf", "nan", "-1"):
+        assert run(*SMALL, "--price", price, "--json", "-") == 2
+        assert "--price" in capsys.readouterr().err
+
+
 def test_longer_rows_than_the_model_has_positions_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.2-1b", "--cluster", "8xH100", "--max-seq-length", "--layout", "cp8+full") == 0
     shown = " ".join(capsys.readouterr().out.split())
