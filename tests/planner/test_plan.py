@@ -89,7 +89,6 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
         ((*SMALL, "--write", "/"), "cannot write /: Is a directory"),
         ((*SMALL, "--html", "-"), "--html - names no file"),
         ((*SMALL, "--write", "one.yaml", "--json", "./one.yaml"), "is written by --write and by --json"),
-        ((*SMALL, "--price", "inf"), "inf a device-hour is no price"),
         (("run.yaml", "--cluster", "2xH100"), "run.yaml is a run file, and plan takes a model"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "0"), "no step"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "9" * 20), "too large to be planned"),
