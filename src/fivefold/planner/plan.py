@@ -132,13 +132,13 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     )
 
 
-def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10) -> report.PlanReport:
+def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10, anew: bool = False) -> report.PlanReport:
     """What `fivefold plan --fewest-devices` shows: the ranking on the fewest devices of the cluster that train the
     model, a part of a node or whole nodes. Raises `UserError` where all of them are too few."""
     prices = price_list(model, cluster)
     smallest = fewest_devices(prices, workload).cluster
     devices = f"{many(smallest.world, 'device')}, {smallest.text}"
-    found = planned(model, smallest, workload, top=top)
+    found = planned(model, smallest, workload, top=top, anew=anew)
     return replace(found, notes=(f"the fewest of {prices.cluster.text} that train it are {devices}", *found.notes))
 
 
