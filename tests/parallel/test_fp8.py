@@ -131,6 +131,15 @@ def test_the_kernel_multiplies_what_is_emulated(recipe: str, which: Any) -> None
     assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-2) and not is_served(a, b, pair)
 
 
+def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None:
+    facts = facts_of(reference_model(Case("single", "deepseek_v3", kv_heads=4)))
+    plan = lower(facts, Layout.parse("tp2+fp8"), 0)
+    cast = {each.path.rpartition(".")[2] for each in plan.interventions if each.by == "fp8"}
+    assert cast == {"q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    layers = {each.name.split(".")[2] for each in plan.fp8_linears}
+    assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).fp8_linears
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """What a search found is read when it is asked again, and never for another question."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,8 @@ DAMAGE: list[Callable[[Path], object]] = [
     lambda file: file.write_text(answers.signed({"name": file.name, "best": ["pp2.pp2"], "options": [1]})),
     lambda file: file.write_text(answers.signed({"name": file.name, "best": 3})),
     lambda file: (file.unlink(), file.mkdir()),
+    lambda file: (file.unlink(), os.mkfifo(file)),  # which would never end
+    lambda file: os.truncate(file, 2**40),  # more than there is memory
 ]
 
 

@@ -90,7 +90,6 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
         ((*SMALL, "--write", "/"), "cannot write /: Is a directory"),
         ((*SMALL, "--html", "-"), "--html - names no file"),
         ((*SMALL, "--write", "one.yaml", "--json", "./one.yaml"), "is written by --write and by --json"),
-        ((*SMALL, "--price", "inf"), "inf a device-hour is no price"),
         (("run.yaml", "--cluster", "2xH100"), "run.yaml is a run file, and plan takes a model"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "0"), "no step"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "9" * 20), "too large to be planned"),
@@ -195,6 +194,13 @@ def test_what_is_known_is_not_read_where_nobody_wants_it(
     monkeypatch.setattr(plan, "answer", answered)
     run(*SMALL, *question, "--no-cache")
     assert asked == [True]
+
+
+def test_a_price_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """Infinity would be no JSON."""
+    for price in ("inf", "nan", "-1"):
+        assert run(*SMALL, "--price", price, "--json", "-") == 2
+        assert "--price" in capsys.readouterr().err
 
 
 def test_longer_rows_than_the_model_has_positions_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """`plan` and `estimate`, as the command and the Python API call them. No torch where the model's facts are known."""
 
 import json
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -144,9 +143,7 @@ def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10, ane
 
 def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanReport:
     """With what a million tokens cost, in the currency of `per_device_hour`: of the best in a sentence, and of each
-    layout, with the interval of 80 %, in JSON. Raises `UserError` for a price that is no number."""
-    if not math.isfinite(per_device_hour):
-        raise UserError(f"{per_device_hour} a device-hour is no price", fix="write a number, such as --price 2.5")
+    layout, with the interval of 80 %, in JSON."""
     costs = {
         str(each.layout): [cost_per_million_tokens(each, per_device_hour, seconds) for seconds in
                            (each.step_seconds, *each.step_interval)]

@@ -57,8 +57,8 @@ def cast(x_MK: Tensor, how: Cast) -> Tensor:
 def multiplied(a_MK: Tensor, b_NK: Tensor, pair: Pair | None) -> Tensor:
     """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
     if pair is None:
-        return a_MK @ b_NK.T
-    return (cast(a_MK, pair[0]) @ cast(b_NK, pair[1]).T).to(a_MK.dtype)
+        return torch.mm(a_MK, b_NK.T)
+    return torch.mm(cast(a_MK, pair[0]), cast(b_NK, pair[1]).T).to(a_MK.dtype)
 
 
 class _Linear(torch.autograd.Function):
