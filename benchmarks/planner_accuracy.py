@@ -42,7 +42,8 @@ FREE = {
         "between.decay",
     ),
     "megatron": ("matmul", "attention", "traffic", "host_seconds", "host_across", "tensor_seconds", "step_seconds"),
-    "megatron-2022": (
+    "megatron-2022": ("matmul",),
+    "megatron-deepspeed": (
         "matmul", "traffic", "score_bytes", "logit_bytes", "sum_bytes", "host_seconds", "tensor_seconds",
         "step_seconds",
     ),
@@ -166,7 +167,7 @@ def changed(engine: Engine, cluster: Cluster, change: Mapping[str, float]) -> tu
 # ---- fitting ---------------------------------------------------------------------------------------------------------
 
 # Regimes of the rows that constants are fitted to: without those of C, which their readers found to be sick.
-FITTED = {"nanotron": ("A", "B"), "megatron": ("",), "megatron-2022": ("",), "fsdp1": ("",), "torchtitan": ("",)}
+FITTED = defaultdict(lambda: ("",), nanotron=("A", "B"))
 SCALE = 0.03  # of the Cauchy loss: errors far above 3 % pull no more than this one
 
 

@@ -33,9 +33,11 @@ CLUSTERS = Path(__file__).parent / "clusters"
 # Words of a row's source, model and notes -> the trainer; the first that is found.
 TRAINERS = (
     (r"torchtitan|pytorch\.org|FSDP2|SimpleFSDP|GraphTrainer", "torchtitan"),
+    (r"Megatron-FSDP", "megatron-fsdp"),
     (r"FSDP|ZeRO-3|llm-foundry", "fsdp1"),
     (r"nanotron", "nanotron"),
-    (r"BLOOM|bigscience|vTrain|NeMo-Framework-Launcher|2104\.04473|2205\.05198", "megatron-2022"),
+    (r"BLOOM|bigscience|vTrain", "megatron-deepspeed"),
+    (r"NeMo-Framework-Launcher|2104\.04473|2205\.05198", "megatron-2022"),
     (r"Megatron|NeMo|SimuMax|MegaScale|Nemotron", "megatron"),
 )  # fmt: skip
 # Of trainers whose runs are not compiled: the version of the trainer that a row with such a `compile` is priced as.
@@ -221,10 +223,14 @@ def _measured(row: Mapping[str, str], file: str) -> Measured:
         raise NotSaid("neither tokens/s nor memory")
     cluster, workload = _cluster(row), Workload(_whole(row, "seq_len"), batch)
     regime = match[1] if (match := re.search(r"regime=(\w)", notes)) else ""
-    trainer = engine.partition("-")[0]  # a row stays in its half whatever version of a trainer it is priced as
+    # A row stays in its half whatever version of a trainer it is priced as.
+    trainer = "fsdp1" if engine == "megatron-fsdp" else engine.partition("-")[0]
     unsaid = layout.tp > 1 and not row["sp"]
     unsure = unsaid and (engine in MIXED or ENGINES[engine].sequence_parallel is None)
-    said = replace(layout, sequence_parallel=layout.sequence_parallel and not unsure)  # so that a row stays in its half
+    # What is known of a trainer's defaults grows. A row stays in its half: they count for those of torchtitan alone.
+    at_first = trainer == "torchtitan"
+    recompute = layout.recompute if row["recompute"] or at_first else "none"
+    said = replace(layout, sequence_parallel=SPLITS.get(row["sp"], at_first), recompute=recompute)
     what = repr((shape, said, workload, row["gpu"], row["num_gpus"], trainer, speed, memory, failed))
     return Measured(
         source=_source(f"{row['source']} {file}") + _kind(shape, layout),

@@ -53,7 +53,7 @@ def test_every_key_of_the_contract_is_there_and_described() -> None:
     known = {key.name: key for key in keys()}
     hidden = {key for key, (values, _) in NOT_BUILT.items() if key not in known}
     assert set(CONTRACT.split()) == set(CONTRACT.split()) & set(known) | hidden
-    assert hidden == {"precision.fp8", "memory.offload_activations", "memory.offload_optimizer"}
+    assert hidden == {"memory.offload_activations", "memory.offload_optimizer"}
     assert all(key.help for key in known.values())
 
 
@@ -245,6 +245,19 @@ def test_a_layout_text_on_the_command_line_replaces_the_section(here: Path) -> N
     assert str(config.layout) == "tp2+mb4"  # the micro batch is not the section's
 
 
+def test_what_a_layout_text_says_elsewhere_goes_with_it(here: Path) -> None:
+    """As in a run file of `fivefold plan --write`. What the user has written there stays."""
+    text = "layout: pp2+mb8+full"
+    assert str(loaded(here, text, "layout=shard2").layout) == "shard2"
+    assert str(loaded(here, text, "layout=shard2+mb4", "layout=shard2").layout) == "shard2"
+    assert str(loaded(here, text, "layout.pp=4").layout) == "pp4+mb8+full"
+    assert loaded(here, text, "layout=auto").given == {}
+    assert str(loaded(here, text, "train.micro_batch_size=2", "layout=shard2").layout) == "shard2+mb2"
+    assert str(loaded(here, text, "train={}", "layout=shard2").layout) == "shard2"
+    same = f"{text}\ntrain: {{micro_batch_size: 8}}"
+    assert str(loaded(here, same, "layout=shard2").layout) == "shard2+mb8"
+
+
 def test_a_layout_text_in_the_file_takes_overrides(here: Path) -> None:
     assert str(loaded(here, "layout: shard2.tp2+zero1", "layout.tp=4").layout) == "shard2.tp4+zero1"
 
@@ -358,7 +371,6 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
         "layout=cp4+2x3",
         "layout=tp2.ep2",
         "layout=tp2+etp",
-        "precision.fp8=tensorwise",
         "memory.recompute=selective",
         "memory.offload_activations=true",
         "memory.offload_optimizer=true",

@@ -295,7 +295,7 @@ def test_keys_are_listed_with_default_and_unit(capsys: pytest.CaptureFixture[str
     assert "Undefined" not in listed
     assert re.search(r"^scheduler\.name  \[cosine\]  cosine \| linear \| wsd \| constant$", listed, re.MULTILINE)
     assert max(map(len, listed.splitlines())) <= 80
-    assert not [word for word in ("fp8", "selective", "offload") if word in listed]  # not built
+    assert not [word for word in ("selective", "offload") if word in listed]  # not built
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

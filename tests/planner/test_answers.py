@@ -133,6 +133,8 @@ DAMAGE: list[Callable[[Path], object]] = [
     lambda file: file.write_text(answers.signed({"name": file.name, "best": ["pp2.pp2"], "options": [1]})),
     lambda file: file.write_text(answers.signed({"name": file.name, "best": 3})),
     lambda file: (file.unlink(), file.mkdir()),
+    lambda file: (file.unlink(), os.mkfifo(file)),  # which would never end
+    lambda file: os.truncate(file, 2**40),  # more than there is memory
 ]
 
 

@@ -1,5 +1,6 @@
 """The hardware as data: every chip file is whole and its numbers can be; what a cluster's text and file say."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ def test_a_file_replaces_what_is_known(tmp_path: Path) -> None:
 def test_a_text_that_is_no_cluster_is_refused(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         Cluster.parse(text)
+
+
+def test_a_pipe_or_an_endless_file_is_no_cluster(tmp_path: Path) -> None:
+    """Neither is read for ever."""
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "endless.toml").symlink_to("/dev/zero")
+    (tmp_path / "large.toml").touch()
+    os.truncate(tmp_path / "large.toml", 2**40)
+    for name in ("pipe", "endless", "large"):
+        with pytest.raises(UserError, match=r"cannot be read as a cluster: (not a regular file|more than)"):
+            Cluster.parse(f"{tmp_path}/{name}.toml")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,9 @@ from fivefold.planner.report import PlanReport
 WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}
 SHORT = ("--seq-length", "300", "--global-batch-size", "1")
 SMALL = ("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "2k", "--global-batch-size", "16")
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> int:
@@ -83,6 +87,9 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
         ((*SMALL, "--json", ""), "--json names no file\nname a file: --json FILE"),
         ((*SMALL, "--html", "/dev/null/page.html"), "cannot write /dev/null/page.html: Not a directory"),
         ((*SMALL, "--write", "/"), "cannot write /: Is a directory"),
+        ((*SMALL, "--html", "-"), "--html - names no file"),
+        ((*SMALL, "--write", "one.yaml", "--json", "./one.yaml"), "is written by --write and by --json"),
+        ((*SMALL, "--price", "inf"), "inf a device-hour is no price"),
         (("run.yaml", "--cluster", "2xH100"), "run.yaml is a run file, and plan takes a model"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "0"), "no step"),
         (("llama-3.2-1b", "--cluster", "2xH100", "--global-batch-size", "9" * 20), "too large to be planned"),
@@ -174,6 +181,13 @@ def test_the_fewest_devices_and_what_tokens_cost(capsys: pytest.CaptureFixture[s
     assert run("llama-3.1-8b", "--cluster", "4x8xA100-40", *asked, "--layout", "tp8") == 2
 
 
+def test_a_price_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """Infinity would be no JSON."""
+    for price in ("inf", "nan", "-1"):
+        assert run(*SMALL, "--price", price, "--json", "-") == 2
+        assert "--price" in capsys.readouterr().err
+
+
 def test_longer_rows_than_the_model_has_positions_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama-3.2-1b", "--cluster", "8xH100", "--max-seq-length", "--layout", "cp8+full") == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -209,3 +223,43 @@ def test_python_is_told_what_is_wrong() -> None:
         ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload={**WORKLOAD, "batch": 3}, layout="shard2")
     with pytest.raises(ff.UserError, match="'dp' is no field"):
         ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout={"dp": 2})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model": Layout()}, r"model is no Layout\n.*config\.to_dict\(\)"),
+        ({"cluster": 8}, "cluster is no int"),
+        ({"workload": None}, "workload is no NoneType"),
+        ({"workload": {**WORKLOAD, "seq_length": "2k"}}, "seq_length is no str\nwrite a whole number"),
+        ({"workload": {**WORKLOAD, "seq_length": 2048.5}}, "seq_length is no float"),
+        ({"top": 0}, "top 0 asks for no layout"),
+        ({"top": 2.5}, "top is no float"),
+        ({"layout": None}, "layout is no NoneType"),
+        ({"layout": {"tp": "2"}}, "tp is no str"),
+    ],
+)
+def test_python_is_told_of_another_type(changed: dict[str, Any], says: str) -> None:
+    asked = {"model": "llama-3.2-1b", "cluster": "2xH100", "workload": WORKLOAD, **changed}
+    with pytest.raises(ff.UserError, match=says):
+        ff.estimate(**asked) if "layout" in changed else ff.plan(**asked)
+
+
+def test_the_page_has_a_row_for_each_question() -> None:
+    """And nothing that a merge has left."""
+    pages = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("*.md")}
+    assert [name for name, text in pages.items() if re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE)] == []
+    options = ["layout", "max-seq-length", "fewest-devices", "price", "write", "no-cache", "html", "json"]
+    cells = re.findall(r"^\| (`--.*?) \|", pages["planner.md"], re.MULTILINE)
+    assert [name for name in options if " ".join(cells).count(f"`--{name}") != 1] == []
+
+
+def test_the_page_shows_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"^\$ fivefold plan (.*)\n((?:.*\n)*?)\.\.\.$", page, re.MULTILINE).groups()  # type: ignore[union-attr]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*command.split()) == 1  # a layout that does not fit
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed[: shown.count("\n")] == shown.splitlines()

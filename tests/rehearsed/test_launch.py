@@ -37,6 +37,24 @@ def test_a_rank_that_ends_without_a_word(told: str, message: str, fix: str, tmp_
     assert fix in str(failed.value.fix)
 
 
+def test_a_compiler_does_not_outlive_its_rank(tmp_path: Path) -> None:
+    """It would write into a folder that is being removed."""
+    with launch.stage(os.environ, tmp_path) as play, pytest.raises(RunFailed, match="SIGKILL"):
+        play(request(tmp_path, "compile"))
+    compiler = Path("/proc", (tmp_path / "0" / "compiler").read_text(), "stat")
+    until = time.monotonic() + 10
+    while compiler.exists() and compiler.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_stage_knows_who_started_it(tmp_path: Path) -> None:
+    """While it imports torch nothing ends it with its parent; afterwards `die_with_parent` sees that it has another,
+    and nothing is rehearsed for nobody."""
+    with launch.stage(os.environ, tmp_path) as play, pytest.raises(RunFailed, match="True was said"):
+        play(request(tmp_path, "who"))
+
+
 def children() -> set[str]:
     """The processes that this one has started; workers of other tests are among them."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())

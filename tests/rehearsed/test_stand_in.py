@@ -3,6 +3,7 @@
 import ctypes
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -73,6 +74,26 @@ def test_source_that_does_not_compile_is_said(tmp_path: Path) -> None:
     (tmp_path / "wrong.c").write_text("int wrong( {\n")
     with pytest.raises(RunFailed, match=r"does not compile: .*error"):
         stand_in.compile_library([str(tmp_path / "wrong.c")], tmp_path / "wrong.so")
+
+
+def test_a_damaged_stand_in_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader would pass it over, and every later rehearsal fail."""
+    built = list[Path]()
+
+    def compiled(_: Iterable[str], out: Path, *__: Iterable[str]) -> None:
+        built.append(out)
+        out.write_bytes(b"a library")
+
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    monkeypatch.setattr(stand_in, "lacking", list)
+    monkeypatch.setattr(Torch, "installed", lambda: Torch(tmp_path / "torch", "9.9", "13.0"))
+    monkeypatch.setattr(stand_in, "rest", lambda *_: "")
+    monkeypatch.setattr(stand_in, "compile_library", compiled)
+    library = stand_in.library()
+    for damage in (b"", b"a l", b"a libraro"):
+        library.write_bytes(damage)
+        assert stand_in.library().read_bytes() == b"a library"
+    assert stand_in.library() == library and len(built) == 4
 
 
 def test_a_rank_allocates_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:

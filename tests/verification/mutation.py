@@ -38,9 +38,9 @@ OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
 TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 
-def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
-    """The proof case of `model` and its reference in fp64, in `folder`; made once."""
-    place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}"
+def make_subject(model: Model, folder: Path, *, steps: int, fp8: str = "none") -> Path:
+    """The proof case of `model` and its reference in fp64, in `folder`; made once. `fp8`: the recipe of its matmuls."""
+    place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}-{fp8}"
     if (place / "subject.json").exists():
         return place
     (place / "model").mkdir(parents=True)
@@ -51,12 +51,13 @@ def make_subject(model: Model, folder: Path, *, steps: int) -> Path:
     plain.save_pretrained(place / "model")
     subject = ProofCase(
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
-        row_length=ROW, steps=steps, seed=SEED, prompts=1, new_tokens=2, capacity_factor=model.capacity,
+        row_length=ROW if fp8 == "none" else ROW + 1, steps=steps, seed=SEED, new_tokens=2,
+        prompts=int(fp8 != "tensorwise"), whole_rows=fp8 != "none", capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
         ),
     )  # fmt: skip
-    prepare(subject, "fp64", place / EVIDENCE, "cpu")
+    prepare(subject, "fp64", place / EVIDENCE, "cpu", fp8=fp8)
     subject.save(place / "subject.json")
     return place
 
@@ -91,7 +92,8 @@ def prove(
     """Prove a layout with a fault planted, or (`name` None) without."""
     if kind == "run":
         return _outcome(_run(layout, folder, name, steps=steps, whole=whole))
-    place, world = str(make_subject(model, folder, steps=steps)), Layout.parse(layout).world
+    parsed = Layout.parse(layout)
+    place, world = str(make_subject(model, folder, steps=steps, fp8=parsed.fp8)), parsed.world
     if kind == "step":
         return _outcome(_ranks(world, step_on_rank, place, layout, name, whole))
     with tempfile.TemporaryDirectory() as saved:
@@ -103,8 +105,9 @@ def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
     """The losses of the same steps without the fault."""
     if fault.kind == "run":
         return prove("run", fault.model, fault.layout, folder, steps=steps).found.losses
+    fp8 = Layout.parse(fault.layout).fp8
     losses: list[float] = (
-        ReferenceTensors(make_subject(fault.model, folder, steps=steps) / EVIDENCE).whole("losses").tolist()
+        ReferenceTensors(make_subject(fault.model, folder, steps=steps, fp8=fp8) / EVIDENCE).whole("losses").tolist()
     )
     return losses[steps // 2 :] if fault.kind == "load" else losses
 

@@ -8,14 +8,25 @@ import typer
 from fivefold.core.errors import UserError
 from fivefold.core.files import check_place
 
+PLACES = "fivefold.places"  # of a command: which option writes which file
+
 
 def place(context: typer.Context, option: typer.CallbackParam, path: str | None) -> str | None:
-    """A file that a verb will write, looked at before the verb begins. Raises `UserError` where none can be there."""
-    instead = f"name {'another' if path else 'a'} file: {option.opts[0]} FILE"
+    """A file that a verb will write, looked at before the verb begins. Raises `UserError` where none can be there, or
+    where another option writes the same one."""
+    name = option.opts[0]
+    instead = f"name {'another' if path else 'a'} file: {name} FILE"
     if path == "":
-        raise UserError(f"{option.opts[0]} names no file", fix=instead)
-    if path is not None and path != "-" and not context.resilient_parsing:
-        check_place(Path(path), instead=instead)
+        raise UserError(f"{name} names no file", fix=instead)
+    if path is None or context.resilient_parsing or (path == "-" and name == "--json"):
+        return path
+    if path == "-":
+        raise UserError(f"{name} - names no file: --json alone writes to standard output", fix=instead)
+    check_place(Path(path), instead=instead)
+    if Path(path).is_file() or not Path(path).exists():  # a device takes any number
+        other = context.meta.setdefault(PLACES, {}).setdefault(Path(path).resolve(), name)
+        if other != name:
+            raise UserError(f"{path} is written by {other} and by {name}", fix=instead)
     return path
 
 

@@ -28,7 +28,9 @@ def plan(
     ] = False,
     price: Annotated[
         float | None,
-        typer.Option(min=0, metavar="X", help="Of a device for an hour: says what tokens cost.", show_default=False),
+        typer.Option(
+            min=0, max=1e9, metavar="X", help="Of a device for an hour: says what tokens cost.", show_default=False
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write_to: Annotated[

@@ -73,7 +73,7 @@ def print_keys() -> None:
     for key in keys():
         default = "" if key.default is None else f"  [{_plain(key.default)}]"
         choices = "  " + " | ".join(map(_plain, key.choices)) if key.choices else ""
-        print(f"{key.name}{default}{choices}")
+        print(fill(f"{key.name}{default}{choices}", width=_COLUMNS, subsequent_indent=" " * 8))
         print(fill(key.help, width=_COLUMNS, initial_indent="    ", subsequent_indent="    "))
 
 

@@ -43,6 +43,9 @@ class RunFile:
     name: str
     tree: dict[str, Any] = field(default_factory=dict)
     places: dict[Path_, str] = field(default_factory=dict)
+    of_layout: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # keys of other sections that the layout's text has set
 
     @classmethod
     def of_run(cls, folder: Path) -> "RunFile":
@@ -122,6 +125,10 @@ class RunFile:
                 if isinstance(section, dict) and rival != path and self.places.get(rival) != COMMAND_LINE:
                     section.pop(rival[1], None)
         if path == ("layout",) and isinstance(value, str):
+            for section, key in self.of_layout:  # they go with the text that is replaced
+                self.tree[section].pop(key, None)
+                self.places.pop((section, key), None)
+            self.of_layout.clear()
             self.tree["layout"] = value
             self._spell_out_layout(COMMAND_LINE)
             return
@@ -193,6 +200,7 @@ class RunFile:
                 self.places[path[:depth]] = COMMAND_LINE
             at = at[part]
         at[path[-1]] = value
+        self.of_layout = {each for each in self.of_layout if each[: len(path)] != path}
         for below in [place for place in self.places if place[: len(path)] == path]:
             del self.places[below]
         self.places[path] = COMMAND_LINE
@@ -230,6 +238,8 @@ class RunFile:
             )
         self._set(path, value)
         self.places[path] = place
+        if there is None:
+            self.of_layout.add(path)
 
     def _built(self, node: yaml.Node) -> Any:
         """The value of a YAML file; notes the line of every key on the way. Raises `UserError` on a key said twice."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
+from fivefold.core import strict_json
 from fivefold.core.cache import key_of
 
 CHUNK = 2**20  # bytes under one checksum of a large file
@@ -34,7 +35,7 @@ def signed(tree: Mapping[str, Any], *, indent: int | None = 2) -> str:
 def read_signed(path: Path) -> dict[str, Any]:
     """What was given to `signed`. Raises DamagedError."""
     try:
-        tree = dict(json.loads(path.read_bytes()))
+        tree = dict(json.loads(strict_json.content(path, strict_json.MOST_BYTES)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path.name} cannot be read: {error}") from error
     if "checksum" not in tree:

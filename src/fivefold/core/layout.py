@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from math import prod
+from math import lcm, prod
 from typing import Any, Literal, get_args
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
+from fivefold.core.fp8 import RECIPES
 from fivefold.core.schedule import SCHEDULES, Schedule
 
 # Text name of each degree, in the order of the text form.
@@ -32,7 +33,7 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 RecomputeMode = Literal["none", "selective", "full"]
 Compute = Literal["bf16", "fp32", "fp64"]
-FP8 = Literal["none", "tensorwise", "rowwise"]
+FP8 = Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
 CP_METHODS = ("auto", "ring", "allgather", "ulysses")
 COMPUTE = get_args(Compute)
 
@@ -130,7 +131,8 @@ class Layout:
     )  # fmt: skip
     fp8: str = _said(
         "none", "precision.fp8", "scaling of fp8 matmuls",
-        choices=get_args(FP8), words={"fp8": "tensorwise", "fp8_rowwise": "rowwise"},
+        choices=get_args(FP8),
+        words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -225,9 +227,16 @@ class Layout:
         return found
 
     @property
+    def numerics(self) -> str:
+        """The types that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
+        return self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
+
+    @property
     def row_multiple(self) -> int:
-        """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`."""
-        return 2 * self.cp * self.tp
+        """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`. Where fp8 has a scale for each block of
+        tokens, every rank's chunks of a row are whole blocks."""
+        block = 1 if self.fp8 == "none" else RECIPES[self.fp8].block
+        return 2 * self.cp * lcm(self.tp, block)
 
     def padded(self, tokens: int) -> int:
         """The length of a row of `tokens` tokens, padding included. Under cp2.tp2, 100 tokens take 104."""

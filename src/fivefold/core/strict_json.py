@@ -8,26 +8,28 @@ MOST_BYTES = 2**28  # of a file read whole
 MOST_CONFIG_BYTES = 2**24  # of a config.json and its like
 
 
-def read(path: Path) -> Any:
-    """Parse a file. Raises `OSError`, and `ValueError` for more than `MOST_BYTES` or what `loads` refuses."""
+def content(path: Path, most: int) -> bytes:
+    """What a file has. Raises `OSError`, and `ValueError` for what is not a regular file (a pipe never ends), or has
+    more than `most` bytes."""
+    if path.exists() and not path.is_file():
+        raise ValueError("not a regular file")
     with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES:,} bytes")
-    return loads(content)
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise ValueError(f"more than {most:,} bytes")
+    return found
+
+
+def read(path: Path) -> Any:
+    """Parse a file. Raises `OSError`, and `ValueError` for what `content` or `loads` refuses."""
+    return loads(content(path, MOST_BYTES))
 
 
 def read_config(path: Path) -> Any:
     """Parse a small file of a model folder, in which `transformers` writes infinities. Raises `OSError`, and
-    `ValueError` for what is not JSON, not a regular file (a pipe never ends), or larger than `MOST_CONFIG_BYTES`."""
-    if path.exists() and not path.is_file():
-        raise ValueError("not a regular file")
-    with path.open("rb") as file:
-        content = file.read(MOST_CONFIG_BYTES + 1)
-    if len(content) > MOST_CONFIG_BYTES:
-        raise ValueError(f"more than {MOST_CONFIG_BYTES:,} bytes")
+    `ValueError` for what is not JSON, and what `content` refuses."""
     try:
-        return json.loads(content)
+        return json.loads(content(path, MOST_CONFIG_BYTES))
     except RecursionError as error:
         raise ValueError("nested too deep") from error
 

@@ -9,7 +9,8 @@ quantised one's).
 |---|---|---|
 | `column` | its outputs are split over tp | weight gradient later |
 | `row` | its inputs are split over tp | partial products summed before the bias; weight gradient later |
-| `dense` | any other one inside a layer, or where tp is 1 | weight gradient later |
+| `dense` | any other one inside a layer | weight gradient later |
+| `latent` | its gradients are those of a tp rank's own heads | weight gradient later |
 | `expert` | one matmul for all experts of a layer | weight gradient later |
 | `router` | says where tokens go | nothing: `parallel/expert.py` lets all of a router compute in fp32 |
 | `head` | gives logits | nothing: the chunked loss computes its gradients in forward |
@@ -33,8 +34,8 @@ from torch import Tensor
 
 from fivefold.torch_internals import grouped_mm
 
-Role = Literal["column", "row", "dense", "expert", "router", "head"]
-LATER: frozenset[Role] = frozenset({"column", "row", "dense", "expert"})  # whose weight gradients can wait
+Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
+LATER: frozenset[Role] = frozenset({"column", "row", "dense", "latent", "expert"})  # whose weight gradients can wait
 ALIGNED = 16  # bytes: what the strides of a grouped matmul must be multiples of
 
 Multiply = Callable[[Tensor], Tensor]

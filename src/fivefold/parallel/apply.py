@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
+from fivefold.core.fp8 import RECIPES
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models import hf_internals
@@ -26,11 +27,13 @@ from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
-from fivefold.ops.linear import Linears, Role, WeightGradStore
+from fivefold.ops.fp8 import Float8, Float8Grouped
+from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
 from fivefold.parallel.compiled import Compiled
-from fivefold.parallel.mesh import build_mesh
+from fivefold.parallel.mappings import max_all
+from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
@@ -77,7 +80,8 @@ def parallelize(
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
     _tie(model, facts.anatomy)
-    linears = Linears(store=WeightGradStore() if layout.schedule.splits_backward else None)
+    store = WeightGradStore() if layout.schedule.splits_backward else None
+    linears = Linears(store, fp8_products(plan, mesh))
     _place_linears(model, plan, linears)
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
     cp = context.apply_context_parallel(model, plan, mesh)
@@ -122,13 +126,31 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
     Row linears are left to `apply_tensor_parallel`, which knows how their partial products are summed.
     """
     anatomy, partition = plan.anatomy, plan.partition
-    roles: dict[str, Role] = {anatomy.head: "head", **{each.router: "router" for each in plan.facts.experts}}
+    of_facts = plan.facts.partition.roles
+    latent = [name.rpartition(".")[0] for name, role in of_facts.items() if role.kind == "latent"]
+    roles: dict[str, Role] = dict.fromkeys(latent, "latent")
+    roles |= {anatomy.head: "head", **{each.router: "router" for each in plan.facts.experts}}
     for region in partition.tp_blocks:
         roles |= {region.row: "row", **{name: "column" for name in region.columns}}
     for name, module in model.named_modules():
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
             tensor.place(module, role, linears)
+
+
+def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Products]]:
+    """How linears multiply in fp8, by role. Ranks that split a dimension agree on largest values over its axis."""
+    if plan.layout.fp8 == "none":
+        return {}
+
+    def agree(**axes: str) -> dict[str, Callable[[Tensor], Tensor]]:
+        groups = {dim: mesh.groups.get(axis) for dim, axis in {**axes, "tokens": "cp"}.items()}
+        return {dim: partial(max_all, group=group) for dim, group in groups.items() if group is not None}
+
+    of_role: dict[Role, Any] = {"column": agree(outputs="tp"), "row": agree(inputs="tp"), "dense": agree()}
+    recipe = RECIPES[plan.layout.fp8]
+    dense: dict[Role, Callable[..., Products]] = {role: partial(Float8, recipe, each) for role, each in of_role.items()}
+    return {**dense, "expert": partial(Float8Grouped, recipe)}
 
 
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from fivefold.core.fp8 import RECIPES, Dim, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
@@ -184,6 +185,22 @@ def _across(step: _Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
 
 
+def _of_fp8(step: _Step) -> Iterator[Call]:
+    """Ranks that split a dimension of a linear agree on the largest values that its regions have."""
+    plan, shape = step.plan, step.shape
+    for linear in plan.fp8_linears:
+        sizes: dict[Dim, int] = {
+            "tokens": shape.rows * shape.tokens, "inputs": linear.inputs, "outputs": linear.outputs,
+        }  # fmt: skip
+        for product, dim, numbers in agreements(RECIPES[plan.layout.fp8], sizes):
+            if axis := linear.axes.get(dim):
+                size = numbers * shape.compute_bytes
+                if product == "output":
+                    yield from step.forwards(axis, "all_reduce", size, linear.name)
+                else:
+                    yield step.call(axis, "all_reduce", size, "backward", step.layer_of(linear.name))
+
+
 def _of_loss(step: _Step) -> Iterator[Call]:
     """Two all-reduces for each chunk of N tokens, in fp32 (fp64): N largest logits; then N sums of exponentials and N
     logits of the targets."""
@@ -338,4 +355,4 @@ def _of_full_matrices(step: _Step) -> Iterator[Call]:
             yield Call(axis="world", kind="all_to_all", bytes=size, phase="step")
 
 
-IN_LAYERS = (_of_tensor_parallel, _of_loss, _of_attention, _of_experts, _of_routers)
+IN_LAYERS = (_of_tensor_parallel, _of_fp8, _of_loss, _of_attention, _of_experts, _of_routers)

@@ -42,6 +42,10 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_context_parallel(plan)
     if plan.layout.schedule.splits_backward:
         yield from _of_weight_gradients(plan)
+    for linear in plan.fp8_linears:
+        yield Intervention(
+            linear.name.removesuffix(".weight"), "forward", "fp8", "its products are those of eight bits"
+        )
     for each in facts.experts:
         yield Intervention(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
     for router in plan.fp32_routers:

@@ -41,6 +41,11 @@ def sum_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
 
 
+def max_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest of the group's ranks, number by number, on every rank."""
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "max", group.group_name))  # type: ignore[no-any-return]
+
+
 def exchange(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows of dimension 0 to every rank, `sent[r]` of them to rank r, in order; `received[r]` come from it."""
     return collectives.wait_tensor(  # type: ignore[no-any-return]

@@ -6,15 +6,17 @@ verify, report and `fivefold doctor MODEL --layout TEXT` read it. It costs the s
 one of two.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
 from fivefold.core import heads, legality
+from fivefold.core.fp8 import RECIPES, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
+from fivefold.core.legality import Violation
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.models.anatomy import Anatomy, is_within
@@ -44,6 +46,17 @@ class Unit:
     parameters: tuple[str, ...]
     over: Over = "tp"  # whose ranks the blocks of its parameters go to
     frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """A linear that multiplies in fp8: its weight's name, its size on this rank when gathered, and the axes over which
+    its dimensions are split."""
+
+    name: str
+    inputs: int
+    outputs: int
+    axes: Mapping[Dim, str]
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
@@ -202,6 +215,27 @@ class ParallelPlan:
         """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
         blocks = tuple(f"{name}." for name in self.anatomy.layers)
         return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
+
+    @cached_property
+    def fp8_linears(self) -> tuple[Fp8Linear, ...]:
+        """The linears of this rank's layers that multiply in fp8, beside the experts.
+
+        The head, routers and latent projections stay in the compute dtype. (A latent projection gets the
+        gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
+        """
+        if self.layout.fp8 == "none":
+            return ()
+        splits: dict[str, dict[Dim, str]] = {"column": {"outputs": "tp"}, "row": {"inputs": "tp"}, "replicated": {}}
+        found = []
+        for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
+            for matmul in cost.matmuls if layer in self.layers else ():
+                name = f"{layer}.{matmul.name}"
+                kind, shape = self.facts.partition.roles[name].kind, self.gathered_shape(name)
+                if kind in splits:
+                    is_transposed = self.shards[name].shape != (matmul.outputs, matmul.inputs)
+                    outputs, inputs = reversed(shape) if is_transposed else shape
+                    found.append(Fp8Linear(name, inputs, outputs, {**splits[kind], "tokens": "cp"}))
+        return tuple(found)
 
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
@@ -392,7 +426,29 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     )
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
-    return ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method)
+    plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method)
+    legality.refuse(_of_fp8(plan))
+    return plan
+
+
+def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
+    """Every rank casts the numbers that one process would cast together: none has a part of a gradient, and none a part
+    of a block with one scale."""
+    layout = plan.layout
+    if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
+        yield Violation(
+            "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"
+        )
+    for linear in plan.fp8_linears:
+        spec = plan.shards[linear.name]
+        if spec.splits and spec.replicas > 1:
+            what = f"fp8 {layout.fp8}: tp {layout.tp} ranks share {linear.name}, and each has a part of its gradient"
+            yield Violation("tp", what, f"use tp {layout.tp // spec.replicas} or less", more="docs/fp8.md")
+        block = RECIPES[layout.fp8].block
+        edges = {edge for part in spec.held for blocks in part for each in blocks for edge in each}
+        if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
+            what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
+            yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/fp8.md")
 
 
 def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import expanded
 from fivefold.core.layout import MOST_RANKS
@@ -152,7 +153,7 @@ def _shared_out(cluster: Cluster) -> Cluster:
 
 def _from_file(file: Path, size: tuple[int, int] | None = None) -> Cluster:
     try:
-        content = file.read_text(encoding="utf-8")
+        content = strict_json.content(file, strict_json.MOST_CONFIG_BYTES).decode()
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a cluster: {first_line(error)}", fix=FORM) from None
     return _from_toml(content, str(file), size)

@@ -67,7 +67,7 @@ class Engine:
     `saved_scale`: saved activations over those, which count every number in the compute type.
     `recompute`, `sequence_parallel`: what it does where a run does not say; None where that is not known.
     `selective`: under selective recompute, the part of what a layer saves that is kept, and of its forward what is
-    computed again.
+    computed again; scores that are written are not kept.
     `spares`: a buffer of each shape of a weight stays for gradients, as TransformerEngine sums them in the matmul.
     `score_memory`: bytes that a layer saves for a score of attention; 0 for FlashAttention, which writes none.
     `logit_memory`: bytes for a logit where the loss is not chunked; None where it is.
@@ -178,17 +178,32 @@ ENGINES = {
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
         # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.
-        # Overlap of gradient sums is an option of it, off by default. `grouped`: .302 of SimuMax's .488 on B200.
+        # Overlap of gradient sums is an option of it, off by default. Its recipes split the sequence wherever there is
+        # tp. `grouped`: .302 of SimuMax's .488 on B200.
         Engine(
             name="megatron", shards="optimizer", over="data", reduces_in_place=True, fused=True, gathers_again=True,
-            spares=True, split=evenly, matmul=0.85, attention=0.9, grouped=0.62, traffic=3.5, cast_bytes=0,
-            logit_bytes=24, host_seconds=2.4e-3, host_across=1e-4, tensor_seconds=1e-5, overlaps_data=False,
-            overlaps_sums=0.0, slack=1.05, step_seconds=0.02, logit_memory=4,
+            spares=True, split=evenly, sequence_parallel=True, matmul=0.85, attention=0.9, grouped=0.62, traffic=3.5,
+            cast_bytes=0, logit_bytes=24, host_seconds=2.4e-3, host_across=1e-4, tensor_seconds=1e-5,
+            overlaps_data=False, overlaps_sums=0.0, slack=1.05, step_seconds=0.02, logit_memory=4,
         ),
-        # Megatron-LM and Megatron-DeepSpeed of 2021 and 2022, before FlashAttention and TransformerEngine. A score is
-        # saved three times, with dropout's mask: 2 + 1 + 2 bytes (Korthikanti et al., arXiv 2205.05198).
+        # Megatron-FSDP: the same kernels, with parameters dealt out and gathered beside compute.
+        Engine(
+            name="megatron-fsdp", fused=True, gathers_again=True, split=evenly, sequence_parallel=True, matmul=0.85,
+            attention=0.9, grouped=0.62, traffic=3.5, cast_bytes=0, logit_bytes=24, host_seconds=2.4e-3,
+            tensor_seconds=1e-5, overlaps_data=True, slack=1.05, step_seconds=0.02, logit_memory=4,
+        ),
+        # Megatron-LM of 2021 and 2022, before FlashAttention and TransformerEngine. A score is saved three times, with
+        # dropout's mask: 2 + 1 + 2 bytes (Korthikanti et al., arXiv 2205.05198). Gradients are added up by the matmul
+        # that computes them: `sum_bytes` is 0. Its later configs recompute scores alone, where a run does not say.
         Engine(
             name="megatron-2022", shards="optimizer", over="data", reduces_in_place=True, fused=True, split=evenly,
+            gathers_again=True, recompute="selective", matmul=0.88, traffic=3.1, score_memory=5, score_bytes=29,
+            logit_bytes=88, host_seconds=2.7e-3, host_across=1e-4, tensor_seconds=0.11e-3, overlaps_data=False,
+            overlaps_sums=0.0, slack=1.05, step_seconds=0.002, logit_memory=4,
+        ),
+        # Megatron-DeepSpeed of these years: DeepSpeed adds gradients up apart from the matmuls.
+        Engine(
+            name="megatron-deepspeed", shards="optimizer", over="data", reduces_in_place=True, fused=True, split=evenly,
             gathers_again=True, matmul=0.85, traffic=3.1, score_memory=5, score_bytes=29, logit_bytes=88,
             host_seconds=2.7e-3, host_across=1e-4, tensor_seconds=0.11e-3, sum_bytes=8, overlaps_data=False,
             overlaps_sums=0.0, slack=1.05, step_seconds=0.002, logit_memory=4,
@@ -215,9 +230,9 @@ ENGINES = {
         # the sequence over tp, and run tp's collectives beside matmuls.
         Engine(
             name="nanotron", shards="optimizer", reduces_in_place=True, gathers_again=True, split=dealt_until_full,
-            sequence_parallel=True, matmul=0.92, attention=0.65, traffic=8.5, logit_bytes=52, host_seconds=4.5e-3,
-            host_across=2.1e-3, host_power=0.364, meet=32, overlaps_data=False, overlaps_sums=0.69, sum_bytes=10.3,
-            overlaps_tensor=0.46, tensor_seconds=0.072e-3, tensor_across=0.7e-3, slack=1.04, step_seconds=0.064,
+            sequence_parallel=True, matmul=0.916, attention=0.65, traffic=8.5, logit_bytes=52, host_seconds=4.5e-3,
+            host_across=2.09e-3, host_power=0.364, meet=32, overlaps_data=False, overlaps_sums=0.69, sum_bytes=10.3,
+            overlaps_tensor=0.462, tensor_seconds=0.072e-3, tensor_across=0.696e-3, slack=1.04, step_seconds=0.064,
             logit_memory=14,
             saved_scale=1.12,
         ),

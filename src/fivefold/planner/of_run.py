@@ -13,6 +13,8 @@ from fivefold.planner.estimate import estimate
 from fivefold.planner.price import PriceList
 from fivefold.report.story import Expected
 
+RESIDENT = "planned memory is of tensors, measured of all that a CPU process has taken since its start"
+
 
 def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, Any]) -> Expected:
     """A step of a run under `layout`. `device`: cpu or cuda:0; `about`: what the history says of its newest start.
@@ -24,7 +26,8 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
     facts = facts_of_run(config, vocabulary_of(about))
     found = estimate(PriceList(facts, cluster, ENGINES["fivefold"]), own, workload_of(config))
     guess = ", whose table is a guess: fivefold calibrate measures it" if cluster.chip.is_guess else ""
-    return Expected(found.step_seconds, found.memory_gib, f"{cluster.text}{guess}", found.step_interval)
+    memory = f"; {RESIDENT}" if device == "cpu" else ""
+    return Expected(found.step_seconds, found.memory_gib, f"{cluster.text}{guess}{memory}", found.step_interval)
 
 
 def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:

@@ -1,6 +1,7 @@
 """`plan` and `estimate`, as the command and the Python API call them. No torch where the model's facts are known."""
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -35,6 +36,7 @@ def price_list(model: Model, cluster: Cluster | str, engine: str = "fivefold") -
     """The prices of a model on a cluster. Raises `UserError` for a model, cluster or engine that is not known."""
     if engine not in ENGINES:
         raise UserError(f"engine {engine!r} is not known", fix=f"choose one of {', '.join(ENGINES)}")
+    _check(cluster, (Cluster, str), "cluster", 'write its text, such as "8xH100"')
     where = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster)
     return PriceList(_facts(model), where, ENGINES[engine])
 
@@ -43,6 +45,9 @@ def plan(
     model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int], *, top: int = 10
 ) -> list[Estimate]:
     """The best layouts, best first: see `search`. Raises `UserError` where none fits."""
+    _check(top, int, "top", "write how many layouts you want")
+    if top < 1:
+        raise UserError(f"top {top} asks for no layout", fix="top is 1 or more")
     prices, asked = price_list(model, cluster), _workload(workload)
     found = answer(prices, asked, top=top)
     if not found.best:
@@ -139,7 +144,9 @@ def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10) -> 
 
 def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanReport:
     """With what a million tokens cost, in the currency of `per_device_hour`: of the best in a sentence, and of each
-    layout, with the interval of 80 %, in JSON."""
+    layout, with the interval of 80 %, in JSON. Raises `UserError` for a price that is no number."""
+    if not math.isfinite(per_device_hour):
+        raise UserError(f"{per_device_hour} a device-hour is no price", fix="write a number, such as --price 2.5")
     costs = {
         str(each.layout): [cost_per_million_tokens(each, per_device_hour, seconds) for seconds in
                            (each.step_seconds, *each.step_interval)]
@@ -239,7 +246,14 @@ def _positions(model: Model) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def _check(value: object, kinds: type | tuple[type, ...], name: str, fix: str) -> None:
+    """Raises `UserError` for what Python's callers take for one of these."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise UserError(f"{name} is no {type(value).__name__}", fix=fix)
+
+
 def _facts(model: Model) -> ModelFacts:
+    _check(model, (str, Path, Mapping), "model", "write a name, a folder, or the values of a config: config.to_dict()")
     if not isinstance(model, Mapping):
         if str(model).endswith((".yaml", ".yml")):
             raise UserError(
@@ -257,10 +271,13 @@ def _workload(workload: Workload | Mapping[str, int]) -> Workload:
     known = {each.name for each in fields(Workload)}
     if isinstance(workload, Workload):
         return workload
+    _check(workload, Mapping, "workload", "write dict(seq_length=8192, global_batch_size=64)")
     if wrong := set(workload) ^ known:
         raise UserError(
             f"a workload has {', '.join(sorted(known))}, and {', '.join(sorted(wrong))} is missing or unknown"
         )
+    for name, value in workload.items():
+        _check(value, int, name, "write a whole number")
     return Workload(**workload)
 
 
@@ -269,5 +286,9 @@ def _layout(layout: Layout | str | Mapping[str, Any]) -> Layout:
         known = {each.name for each in fields(Layout)}
         if wrong := [name for name in layout if name not in known]:
             raise UserError(f"{wrong[0]!r} is no field of a layout", fix=f"degrees are {', '.join(DEGREES.values())}")
+        for name, value in layout.items():
+            if name in DEGREES.values():
+                _check(value, int, name, "write a whole number")
         return Layout(**layout)
+    _check(layout, (Layout, str), "layout", "write its text, such as shard8.tp8, or its fields")
     return layout if isinstance(layout, Layout) else Layout.parse(layout)

@@ -287,6 +287,8 @@ class _Pricing:
         partly = self.shape.recompute.mode == "selective"
         keeps, again = engine.selective if partly else (1.0, float(recompute))
         backward[:3] += forward[:3] * again
+        if partly and engine.score_bytes:  # attention alone is computed again
+            backward[1:3] += attention, traffic_seconds(chip, engine.score_bytes * scores) / 3
         calls = self._sent(layer, forward, backward)
         host = self._host_seconds()
         kept, working = self._kept(layer, cost, keeps, is_again=recompute)
@@ -310,7 +312,7 @@ class _Pricing:
             return own.kept, own.working
         scores = sum(map(self.scores, cost.attention))
         saved = self._saved(layer, cost) * self.tokens * self.shape.compute_bytes * engine.saved_scale
-        saved = round(saved + engine.score_memory * scores)
+        saved = round(saved + (0 if self.shape.recompute.mode == "selective" else engine.score_memory) * scores)
         return (own.kept, saved) if is_again and own.kept < saved else (round(saved * keeps), 0)
 
     def _saved(self, layer: str, cost: LayerCost) -> float:

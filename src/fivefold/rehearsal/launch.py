@@ -18,6 +18,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import scratch_folder
+from fivefold.launch.world import LAUNCHER
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.auto import chosen
 from fivefold.planner.cluster import Cluster
@@ -131,7 +132,8 @@ def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -
     with (folder / "log").open("w+b") as log, os.fdopen(reports) as codes:
         out = log if quiet else sys.stderr
         process = subprocess.Popen(
-            [sys.executable, "-m", STAGE, str(theirs)], env={**environment, "TMPDIR": str(folder)},
+            [sys.executable, "-m", STAGE, str(theirs)],
+            env={**environment, "TMPDIR": str(folder), LAUNCHER: str(os.getpid())},
             stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[theirs],
             start_new_session=True,  # Ctrl-C in the terminal comes to this process alone
         )  # fmt: skip
@@ -139,7 +141,8 @@ def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -
         try:
             yield partial(_played, process, codes, log)
         finally:
-            process.kill()  # with it end those that it has forked
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and those that it has forked, and the compilers of these
             process.communicate()
 
 

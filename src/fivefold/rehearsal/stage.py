@@ -22,7 +22,7 @@ from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import Stopped
 from fivefold.data.prepare import prepare
 from fivefold.launch.worker import die_with_parent
-from fivefold.launch.world import World, join
+from fivefold.launch.world import LAUNCHER, World, join
 from fivefold.rehearsal.changes import changed
 from fivefold.rehearsal.request import Request, Seen
 from fivefold.rehearsal.synthetic import synthetic
@@ -99,6 +99,7 @@ def main(reports: int) -> None:
     die_with_parent(by=signal.SIGKILL)
     torch_internals.import_compiler()  # which takes seconds, that no process of a rank spends again
     gc.freeze()  # what is there is shared by all: the collector of a rank does not write to it
+    os.environ[LAUNCHER] = str(os.getpid())  # of those that are forked here
     for line in sys.stdin:
         sys.stdout.flush()
         process = os.fork()

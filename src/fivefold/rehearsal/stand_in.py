@@ -19,6 +19,7 @@ from runpy import run_path
 
 from fivefold.core.cache import cache_root, entry, key_of
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.integrity import file_checksum
 from fivefold.launch.world import set_for_cuda
 from fivefold.planner.chips import GIB, Chip
 from fivefold.rehearsal.symbols import undefined
@@ -26,6 +27,7 @@ from fivefold.rehearsal.symbols import undefined
 SOURCE = Path(__file__).with_name("driver") / "driver.c"
 LIBRARY = "libcuda.so.1"  # the name under which torch and Triton look for the driver
 MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library, which is the same file here
+CHECKSUM = "checksum"  # of the file, beside it
 INSTALL = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
 _COMPILERS = ("cc", "gcc", "clang")
 # Libraries of torch that call CUDA, and the names that they take from it. cuDNN's computing routines are not called.
@@ -116,8 +118,8 @@ def library() -> Path:
     key = key_of(torch.version, str(torch.folder), SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text())
 
     def read(folder: Path) -> Path:
-        if not (folder / MONITOR).is_file():
-            raise ValueError("it is not whole")
+        if (folder / CHECKSUM).read_text(encoding="ascii") != file_checksum(folder / MONITOR):
+            raise ValueError("it is not whole")  # the loader would pass it over, and torch find no driver
         return folder / LIBRARY
 
     return entry(cache_root() / "rehearsal" / key, read=read, build=lambda folder, _: _build(torch, folder))
@@ -134,6 +136,7 @@ def _build(torch: Torch, folder: Path) -> None:
         [*(f"-I{each}" for each in torch.includes), *defined, f"-Wl,-soname,{LIBRARY}", "-ldl"],
     )
     (folder / MONITOR).symlink_to(LIBRARY)
+    (folder / CHECKSUM).write_text(file_checksum(folder / LIBRARY), encoding="ascii")
 
 
 def compile_library(sources: Iterable[str], out: Path, options: Iterable[str] = ()) -> None:

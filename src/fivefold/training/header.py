@@ -8,6 +8,7 @@ from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
 from fivefold.core.units import human, many
 from fivefold.launch.world import multiplies_bf16
+from fivefold.ops.fp8 import emulated
 from fivefold.parallel.data import PRECISION_OF
 from fivefold.parallel.state import state_of
 from fivefold.training import schedule
@@ -45,6 +46,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
             f"{layout.precision}, reduced in {PRECISION_OF[state.reduce_dtype]}"
             f"{', blocks compiled' if compiled else ''}",
         ),
+        *_fp8_lines(job),
         *_mfu_lines(job),
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
@@ -71,6 +73,20 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
     if abs(new - old) > 0.01 * max(old, new):
         found.append(f"the learning rate of step {step + 1} is {new:.2e}; it would have been {old:.2e}")
     return [("changed", "; ".join(found))] if found else []
+
+
+def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
+    """What multiplies in fp8, and whether that is faster here."""
+    plan = state_of(job.model).plan
+    recipe = plan.layout.fp8
+    if recipe == "none":
+        return []
+    counts = (len(plan.fp8_linears), "linear"), (len(plan.experts), "expert module")
+    cast = " and ".join(many(count, what) for count, what in counts if count)
+    rows = [("fp8", f"{recipe}: {cast} of this rank; head, norms and attention in {plan.layout.precision}")]
+    if why := emulated(recipe, job.world.device, plan.layout.precision):
+        rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
+    return rows
 
 
 def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:

@@ -5,24 +5,37 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel.balance import movable_biases
+from fivefold.parallel.plan import lower
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
 from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
 from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative, relative_number
 
 
-def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
-    """Write the evidence of `case` in `precision` to `path`: the reference, and the floors of its tolerances."""
+def prepare(case: ProofCase, precision: str, path: Path, device: str, *, fp8: str = "none") -> None:
+    """Write the evidence of `case` in `precision`, with matmuls in `fp8`, to `path`: the reference, and the floors of
+    its tolerances."""
     inputs, routers = row_linears(case), watched_routers(case)
-    run = partial(_run, case, precision, device, inputs, routers)
+    run = partial(
+        _run,
+        case,
+        precision,
+        device,
+        inputs,
+        routers=routers,
+        fp8=fp8,
+        fp8_linears=() if fp8 == "none" else fp8_linears(case),
+    )
     reference = run()
     with reassociated():
         other = run()
@@ -50,10 +63,8 @@ def prepare(case: ProofCase, precision: str, path: Path, device: str) -> None:
     )  # fmt: skip
 
 
-def _run(
-    case: ProofCase, precision: str, device: str, inputs: list[str], routers: list[str], *, noise: bool = False
-) -> Reference:
-    return Reference(case, precision, device, noise=noise, routers=routers).before().run(inputs)
+def _run(case: ProofCase, precision: str, device: str, inputs: list[str], **options: Any) -> Reference:
+    return Reference(case, precision, device, **options).before().run(inputs)
 
 
 def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -101,6 +112,8 @@ def left_to_chance(margins: Tensor, error: float) -> float:
     """The part of all continuations that may differ, given a logit's mean `error`: where two tokens are as likely as
     each other to ten times that, either may be next, and from there on all may be others. `margins`: [prompts, tokens].
     """
+    if not margins.numel():
+        return 0.0
     uncertain = (margins <= FACTOR * error).cumsum(1) > 0
     return float(uncertain.double().mean()) / FACTOR
 
@@ -112,6 +125,12 @@ def row_linears(case: ProofCase) -> list[str]:
         return [region.row for region in facts_of(model).partition.tp_blocks]
     except UserError:
         return []
+
+
+def fp8_linears(case: ProofCase) -> list[str]:
+    """The linears that multiply in fp8, by a plan of one rank."""
+    plan = lower(facts_of(build_meta(load_model_config(case.folder))), Layout(fp8="tensorwise"), 0)
+    return [each.name.rpartition(".")[0] for each in plan.fp8_linears]
 
 
 def watched_routers(case: ProofCase) -> list[str]:
@@ -143,5 +162,5 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case:
     errors["loss"], errors["gradient norm"] = errors["losses/0"], errors["norms/0"]
     real = torch.tensor([[t < tokens_of(row) for t in range(case.row_length)] for row in case.documents(0)])
     errors |= logit_distances(found["logits"][real], expected["logits"][real])
-    different = (found["greedy"] != expected["greedy"]).double().mean()
-    return errors | {"tokens, continuations": float(different)}
+    different = (found["greedy"] != expected["greedy"]).double()
+    return errors | {"tokens, continuations": float(different.mean()) if different.numel() else 0.0}

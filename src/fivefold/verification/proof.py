@@ -64,7 +64,7 @@ class Proof:
         )  # fmt: skip
         configure(self.model, self.state.balance, options, self.state.plan.buffers)
         self.optimizer = build_optimizer(self.model, case.optimizer)
-        self.found = LayoutResult(str(layout), precision=layout.precision)
+        self.found = LayoutResult(str(layout), precision=layout.numerics)
         self.compare = Comparison(self.found, reference, self.state)
         self._not_shown: set[str] = set()  # modules of which this rank does not know what it has
 
@@ -151,6 +151,9 @@ class Proof:
     def continuations(self) -> None:
         """The likeliest continuation of every prompt, token by token through the cache."""
         expected, different = self.reference.whole("greedy"), 0.0
+        if not expected.numel():  # a scale of a whole tensor is another one where tokens come one by one
+            self.found.not_told.append("tokens, continuations")
+            return
         with ready(self.model), exactly(self.layout.precision):
             for prompt, tokens in zip(self.case.prompt_tokens(), expected, strict=True):
                 ids = torch.from_numpy(prompt)[None]

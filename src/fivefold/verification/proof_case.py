@@ -60,23 +60,28 @@ class ProofCase:
     z_loss: float = Z_LOSS
     # 0: no clipping; None: by turns half of a step's norm, so that clipping bites, and twice, so that it must not
     max_grad_norm: float | None = None
+    whole_rows: bool = False  # a row is one document: scales of fp8 span the tokens of a row
 
     def describe(self) -> str:
         """One line for people."""
         what = "whole" if not self.cuts else ", ".join(self.cuts)
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
+        rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
         return (
-            f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, documents of unequal "
-            f"length; {self.optimizer.name}{drops}"
+            f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, {rows}; "
+            f"{self.optimizer.name}{drops}"
         )
 
     def documents(self, step: int) -> Documents:
         """The documents of each row of the global batch of `step`."""
         rng = np.random.default_rng([self.seed, step])
         return [
-            [self._piece(rng, length) for length in lengths(_ROWS[row % len(_ROWS)], self.row_length)]
+            [self._piece(rng, length) for length in lengths(self._parts(row), self.row_length)]
             for row in range(self.rows)
         ]
+
+    def _parts(self, row: int) -> tuple[float, ...]:
+        return (1.0,) if self.whole_rows else _ROWS[row % len(_ROWS)]
 
     def _piece(self, rng: np.random.Generator, length: int) -> Piece:
         """A document of `length` tokens; the first ones of a longer document where it fills a row."""
@@ -122,6 +127,13 @@ def rows_for(layouts: Sequence[Layout]) -> int:
     least = max(len(_ROWS), *(max(2, fewest) * rows for rows, (fewest, _) in zip(per_pass, wanted, strict=True)))
     unit = math.lcm(*(rows * multiple for rows, (_, multiple) in zip(per_pass, wanted, strict=True)))
     return -(-least // unit) * unit
+
+
+def row_length_for(layouts: Sequence[Layout], length: int) -> int:
+    """The length of a row of `length` tokens or a few more that no layout pads: scales of fp8 see padding."""
+    while any(layout.padded(length) != length for layout in layouts):
+        length = max(layout.padded(length) for layout in layouts)
+    return length
 
 
 def row_numbers(layout: Layout, rows: int, data_rank: int) -> list[list[int]]:

@@ -41,6 +41,7 @@ from fivefold.verification.proof_case import (
     WEIGHT_DECAY,
     Z_LOSS,
     ProofCase,
+    row_length_for,
     rows_for,
 )
 from fivefold.verification.reduced_model import make_folder
@@ -150,13 +151,15 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     options = config.optimizer.model_dump(exclude_none=True)
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
     balance = balance_options(config, load_model_config(model.folder))
+    length, has_fp8 = asked.seq_length or min(ROW, config.data.seq_length), any(each.fp8 != "none" for each in layouts)
     return ProofCase(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
-        rows=rows_for(layouts), row_length=asked.seq_length or min(ROW, config.data.seq_length), steps=asked.steps,
+        rows=rows_for(layouts), row_length=row_length_for(layouts, length) if has_fp8 else length, steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
         capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
-        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS),
+        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=has_fp8,
+        prompts=0 if any(each.fp8 == "tensorwise" for each in layouts) else ProofCase.prompts,
     )  # fmt: skip
 
 
@@ -165,11 +168,11 @@ def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World
     case = make_subject(asked, layouts)
     torch.set_num_threads(1 if case.thin else cores())  # threads that wait for each other cost more than they save
     say(f"  model        {case.describe()}")
-    for precision in dict.fromkeys(layout.precision for layout in layouts):
+    for numerics, layout in {layout.numerics: layout for layout in layouts}.items():
         started = time.perf_counter()
-        prepare(case, precision, reference_file(asked, precision), world.device)
+        prepare(case, layout.precision, reference_file(asked, layout), world.device, fp8=layout.fp8)
         seconds = time.perf_counter() - started
-        say(f"  reference    one process, plain transformers, {precision}, {case.steps} steps   {seconds:.1f} s")
+        say(f"  reference    one process, plain transformers, {numerics}, {case.steps} steps   {seconds:.1f} s")
     case.save(asked.folder / ".subject")
     (asked.folder / ".subject").replace(asked.folder / SUBJECT)
 
@@ -215,7 +218,7 @@ def _load_all(
 
 def _open(asked: VerifyRequest, layout: Layout, world: World) -> Proof:
     case = ProofCase.load(asked.folder / SUBJECT)
-    return Proof(case, layout, ReferenceTensors(reference_file(asked, layout.precision)), world.device)
+    return Proof(case, layout, ReferenceTensors(reference_file(asked, layout)), world.device)
 
 
 def _line(found: LayoutResult) -> str:

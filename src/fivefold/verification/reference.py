@@ -25,6 +25,7 @@ from fivefold.parallel.balance import movable_biases
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification.exact import exactly
+from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 
@@ -37,10 +38,12 @@ class Reference:
 
     def __init__(
         self, case: ProofCase, precision: str, device: str, *, noise: bool = False,
-        model: torch.nn.Module | None = None, routers: Sequence[str] = (),
+        model: torch.nn.Module | None = None, routers: Sequence[str] = (), fp8: str = "none",
+        fp8_linears: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
-        which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted and balanced."""
+        which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted and balanced.
+        `fp8`: the recipe by which `fp8_linears`, and experts, multiply."""
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
         self.master = self._load(model, torch.float32).to(device, master_dtype(precision))
@@ -49,6 +52,8 @@ class Reference:
         if precision == "bf16":
             self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
+        if fp8 != "none":
+            multiply_in_fp8(self.model, fp8, fp8_linears)
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
         self.loads = Loads(self.model, routers)
@@ -96,8 +101,9 @@ class Reference:
         self._sync()
         with exactly(self.precision), torch.no_grad():
             each = [self._continue(torch.from_numpy(ids).to(self.device)) for ids in self.case.prompt_tokens()]
-        for key, values in zip(("greedy", "margins"), zip(*each, strict=True), strict=True):
-            self.tensors[key] = torch.stack(values)
+        empty = torch.zeros(0, self.case.new_tokens)
+        for key, values in zip(("greedy", "margins"), zip(*each, strict=True) if each else ((), ()), strict=True):
+            self.tensors[key] = torch.stack(values) if values else empty
         return self
 
     def _continue(self, ids: Tensor) -> tuple[Tensor, Tensor]:

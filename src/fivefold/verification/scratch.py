@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from fivefold.core.layout import Layout
 from fivefold.verification import VerifyRequest
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.report import VerifyReport, report_of
@@ -17,16 +18,19 @@ def report_on(request: VerifyRequest, ran: VerifyRequest, size: int) -> VerifyRe
         name: LayoutResult(name, refused=f"it is for {layout.world} ranks, and this world has {size}")
         for name, layout in request.parsed.items()
     } | read_found(ran)
-    precisions = dict.fromkeys(layout.precision for layout in ran.parsed.values())
-    about = {each: json.loads(reference_file(ran, each).with_suffix(".json").read_text()) for each in precisions}
-    losses = {precision: each["losses"] for precision, each in about.items()}
+    each_once = {layout.numerics: layout for layout in ran.parsed.values()}
+    about = {
+        name: json.loads(reference_file(ran, each).with_suffix(".json").read_text()) for name, each in each_once.items()
+    }
+    losses = {name: each["losses"] for name, each in about.items()}
     subject = ProofCase.load(ran.folder / SUBJECT).describe() if ran.layouts else ""
     return report_of(list(found.values()), subject, losses)
 
 
-def reference_file(asked: VerifyRequest, precision: str) -> Path:
-    """Where the reference in `precision` lies; what is known of it, under the same name with `.json`."""
-    return asked.folder / f"reference-{precision}.safetensors"
+def reference_file(asked: VerifyRequest, layout: Layout) -> Path:
+    """Where the reference lies that computes in the types of `layout`; what is known of it, under the same name with
+    `.json`."""
+    return asked.folder / f"reference-{layout.precision}-{layout.fp8}.safetensors"
 
 
 def write_found(asked: VerifyRequest, number: int, found: LayoutResult) -> None:

@@ -1,0 +1,104 @@
+"""fp8 recipes as data: how the operands of each product of a linear are scaled and rounded to eight bits. No torch.
+
+A product sums over one dimension of both operands, the last: `a [M, K]` times `b [N, K]` is [M, N]. An operand is
+divided into regions. Each region is scaled so that its largest value becomes the largest number of the format, and
+rounded ("cast"). The recipes differ in regions and in formats:
+
+| recipe | region of activations and gradients | region of weights | formats | source |
+|---|---|---|---|---|
+| `tensorwise` | tensor | tensor | e4m3, gradients e5m2 | arXiv:2209.05433 |
+| `rowwise` | row | row | e4m3; scales are powers of 2 | torchao's recipe of that name |
+| `rowwise_gw_hp` | row | row; in backward tensor | the same; weight gradients in the compute dtype | the same |
+| `blockwise` | 1 x 128 | 128 x 128 | e4m3 | DeepSeek-V3, arXiv:2412.19437 |
+| `mxfp8` | 1 x 32 | 1 x 32 | e4m3; scales are powers of 2 | OCP Microscaling, arXiv:2310.10537 |
+
+Ranks that hold parts of a region must agree on its largest value, for it to be cast as one process would cast it. So a
+row of activations that tp splits costs a collective, and a strip of 128 features never does.
+
+Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Format = Literal["e4m3", "e5m2"]
+Dim = Literal["tokens", "inputs", "outputs"]
+Product = Literal["output", "input_grad", "weight_grad"]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How an operand [M, K] is cast. `region`: how much of M and of K has one scale; None is all of it."""
+
+    form: Format
+    region: tuple[int | None, int | None]
+    is_power_of_2: bool = False
+
+
+Pair = tuple[Cast, Cast]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the two operands of each product are cast; None: the product is multiplied in the compute dtype."""
+
+    output: Pair
+    input_grad: Pair
+    weight_grad: Pair | None
+
+    @property
+    def block(self) -> int:
+        """Numbers of the summed dimension that have one scale; 1 where it is all of them."""
+        return self.output[0].region[1] or 1
+
+
+# Recipes whose products PyTorch's scaled matmul computes, on devices with fp8 units. The others are emulated.
+WITH_KERNEL = ("tensorwise", "rowwise", "rowwise_gw_hp")
+FP8_UNITS = (8, 9)  # the compute capability of the first NVIDIA GPUs that have some
+ALIGNED = 16  # what the scaled matmul needs K and N to be a multiple of
+
+# Product -> the dimensions M, N, K of its operands [M, K] and [N, K].
+DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {
+    "output": ("tokens", "outputs", "inputs"),  # activations, weight
+    "input_grad": ("tokens", "inputs", "outputs"),  # gradients, weight
+    "weight_grad": ("outputs", "inputs", "tokens"),  # gradients, activations
+}
+
+_TENSOR, _GRADIENT = Cast("e4m3", (None, None)), Cast("e5m2", (None, None))
+_ROW, _ROUND_TENSOR = Cast("e4m3", (1, None), is_power_of_2=True), Cast("e4m3", (None, None), is_power_of_2=True)
+_STRIP, _BLOCK = Cast("e4m3", (1, 128)), Cast("e4m3", (128, 128))
+_MICRO = Cast("e4m3", (1, 32), is_power_of_2=True)
+
+RECIPES: Mapping[str, Recipe] = {
+    "tensorwise": Recipe((_TENSOR, _TENSOR), (_GRADIENT, _TENSOR), (_GRADIENT, _TENSOR)),
+    "rowwise": Recipe((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW)),
+    "rowwise_gw_hp": Recipe((_ROW, _ROW), (_ROW, _ROUND_TENSOR), None),
+    "blockwise": Recipe((_STRIP, _BLOCK), (_STRIP, _BLOCK), (_STRIP, _STRIP)),
+    "mxfp8": Recipe((_MICRO, _MICRO), (_MICRO, _MICRO), (_MICRO, _MICRO)),
+}
+
+
+def by_row(recipe: Recipe) -> Recipe:
+    """The recipe of experts: activations and gradients that it casts as whole tensors are cast row by row, and scales
+    are powers of 2, so that 16 bits hold what a cast number stands for."""
+
+    def rows(pair: Pair) -> Pair:
+        region = (1, pair[0].region[1])
+        return replace(pair[0], region=region, is_power_of_2=True), replace(pair[1], is_power_of_2=True)
+
+    return Recipe(rows(recipe.output), rows(recipe.input_grad), None)
+
+
+def shared_dims(cast: Cast, free: Dim, summed: Dim) -> tuple[Dim, ...]:
+    """The dimensions of an operand that its regions span: ranks that split one of them agree on largest values."""
+    return tuple(dim for dim, size in zip((free, summed), cast.region, strict=True) if size is None)
+
+
+def agreements(recipe: Recipe, sizes: Mapping[Dim, int]) -> Iterator[tuple[Product, Dim, int]]:
+    """Of one linear: (product, dimension, how many largest values) for every collective that ranks which split the
+    dimension need, in the order of the run."""
+    for product, (m, n, k) in DIMS.items():
+        for cast, free in zip(getattr(recipe, product) or (), (m, n), strict=False):
+            for dim in shared_dims(cast, free, k):
+                yield product, dim, 1 if cast.region[0] is None else sizes[free]

@@ -1,0 +1,215 @@
+"""The three products of a linear in fp8, by a recipe of `core/fp8.py`.
+
+Example: a row (1.0, -3.0, 0.1) has the largest value 3. Its scale is 448 / 3 = 149.3, or 128 as a power of two. With
+128 it is cast to (128, -384, 13), which stands for (1.0, -3.0, 0.1016).
+
+Where the device has no fp8 units, or PyTorch's scaled matmul does not take a recipe, the same cast operands are
+multiplied in a type that holds them: the effect on the loss is the same, and nothing is faster.
+
+Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.core.fp8 import (
+    ALIGNED,
+    DIMS,
+    FP8_UNITS,
+    WITH_KERNEL,
+    Cast,
+    Dim,
+    Format,
+    Pair,
+    Product,
+    Recipe,
+    by_row,
+    shared_dims,
+)
+from fivefold.ops.linear import Dense, Grouped
+
+DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LEAST = 1e-30  # a region of zeros is scaled as if this were its largest value
+
+Agree = Callable[[Tensor], Tensor]  # largest values on this rank -> those of all ranks that split a dimension
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+
+def scale_of(x_MK: Tensor, cast: Cast, agree: Iterable[Agree] = ()) -> Tensor:
+    """What the numbers of `x_MK` are multiplied by, in fp32 (fp64 for fp64), of a shape that broadcasts with it.
+
+    `agree`: of the dimensions that the regions span and several ranks split. A dimension before the two is one of
+    matrices, each with scales of its own.
+    """
+    largest = _largest(x_MK, cast.region)
+    for of_all in agree:
+        largest = of_all(largest)
+    scale = torch.finfo(DTYPES[cast.form]).max / largest.double().clamp(min=LEAST)
+    if cast.is_power_of_2:
+        scale = torch.exp2(torch.log2(scale).floor())
+    for dim, size in zip((-2, -1), cast.region, strict=True):
+        if size is not None and size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, x_MK.shape[dim])
+    return scale.to(torch.float64 if x_MK.dtype == torch.float64 else torch.float32)
+
+
+def cast_to_fp8(x_MK: Tensor, cast: Cast, scale: Tensor) -> Tensor:
+    """The nearest numbers of eight bits to `x_MK * scale`, ties to even. What is too large becomes the largest; NaN
+    stays."""
+    dtype = DTYPES[cast.form]
+    most = torch.finfo(dtype).max
+    scaled = (x_MK.to(scale.dtype) * scale).clamp(-most, most)
+    return (_rounded_once(scaled, dtype) if scaled.dtype == torch.float64 else scaled).to(dtype)
+
+
+def _rounded_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest numbers of `dtype`, in fp64. (PyTorch converts fp64 to fp8 by way of fp32: 17 + 1e-8 becomes 17, half
+    way between 16 and 18, and then 16.)"""
+    about = torch.finfo(dtype)
+    exponent = torch.frexp(x).exponent - 1  # 2^exponent <= |x| < 2^(exponent + 1)
+    lowest = math.frexp(about.tiny)[1] - 1
+    step = torch.ldexp(about.eps * torch.ones_like(x), exponent.clamp(min=lowest))
+    return (x / step).round() * step
+
+
+def _largest(x_MK: Tensor, region: tuple[int | None, int | None]) -> Tensor:
+    """The largest absolute value of each region: [1 or M/m, 1 or K/k]."""
+    free, summed = region
+    if summed is None:
+        return x_MK.abs().amax(dim=-1 if free else (-2, -1), keepdim=True)
+    m, k = free or x_MK.shape[-2], summed
+    padded = F.pad(x_MK, (0, -x_MK.shape[-1] % k, 0, -x_MK.shape[-2] % m))
+    parts = padded.unflatten(-1, (-1, k)).unflatten(-3, (-1, m))  # type: ignore[no-untyped-call]
+    return parts.abs().amax(dim=(-3, -1))  # type: ignore[no-any-return]
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Float8:
+    """The products of a linear by `recipe`. Its weight is [O, I], or [I, O] where `is_transposed` (GPT-2). `agree`: of
+    the dimensions that several ranks split."""
+
+    recipe: Recipe
+    agree: Mapping[Dim, Agree]
+    is_transposed: bool
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = self._product("output", x.reshape(-1, x.shape[-1]), self._of_outputs(weight))
+        return out.view(*x.shape[:-1], -1)
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        out = self._product("input_grad", grad.reshape(-1, grad.shape[-1]), self._of_outputs(weight).T)
+        return out.view(*grad.shape[:-1], -1)
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        if self.recipe.weight_grad is None:
+            return Dense(self.is_transposed).weight_grad(grad, x)
+        out = self._product("weight_grad", grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1]).T)
+        return out.T if self.is_transposed else out
+
+    def _of_outputs(self, weight: Tensor) -> Tensor:
+        return weight.T if self.is_transposed else weight
+
+    def _product(self, which: Product, a_MK: Tensor, b_NK: Tensor) -> Tensor:
+        """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
+        (a, of_a), (b, of_b) = casts(which, self.recipe, self.agree, a_MK, b_NK)
+        pair: Pair = getattr(self.recipe, which)
+        if is_served(a_MK, b_NK, pair):
+            return scaled_matmul(a, of_a, b, of_b, a_MK.dtype, fast=which == "output")
+        dtype = held_in(a_MK.dtype, pair)
+        return (restored(a, of_a, dtype) @ restored(b, of_b, dtype).T).to(a_MK.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Grouped:
+    """The products of experts by `recipe`: see `ops.linear.Grouped` for the shapes.
+
+    Rows are cast one by one, for the rows of an expert come from other ranks and micro batches: a recipe that casts
+    whole tensors casts rows here. Weights are cast expert by expert. For the same reason weight gradients, which sum
+    over these rows, stay in the compute dtype.
+    """
+
+    recipe: Recipe
+    counts_E: Tensor
+    is_transposed: bool
+    is_served: bool
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._product("output", x, weight.transpose(1, 2) if self.is_transposed else weight)
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self._product("input_grad", grad, weight if self.is_transposed else weight.transpose(1, 2))
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        return Grouped(self.counts_E, self.is_transposed, self.is_served).weight_grad(grad, x)
+
+    def _product(self, which: Product, rows_SK: Tensor, weight_ENK: Tensor) -> Tensor:
+        (rows, of_rows), (weight, of_weight) = casts(which, by_row(self.recipe), {}, rows_SK, weight_ENK)
+        plain, dtype = Grouped(self.counts_E, False, self.is_served), rows_SK.dtype
+        return plain.output(restored(rows, of_rows, dtype), restored(weight, of_weight, dtype))
+
+
+def casts(
+    which: Product, recipe: Recipe, agree: Mapping[Dim, Agree], a_MK: Tensor, b_NK: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Both operands of a product in fp8, each with its scale."""
+    m, n, k = DIMS[which]
+    found = []
+    for operand, cast, free in zip((a_MK, b_NK), getattr(recipe, which), (m, n), strict=True):
+        scale = scale_of(operand, cast, [agree[dim] for dim in shared_dims(cast, free, k) if dim in agree])
+        found.append((cast_to_fp8(operand, cast, scale), scale))
+    return found
+
+
+def restored(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the numbers of eight bits stand for."""
+    return (values.to(scale.dtype) / scale).to(dtype)
+
+
+def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
+    """The type in which emulated operands are multiplied: `dtype` where it holds what they stand for (bf16 does, where
+    scales are powers of 2), else a wider one."""
+    return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)
+
+
+def emulated(recipe: str, device: str, precision: str) -> str | None:
+    """Why the products of `recipe` are emulated on `device`, which costs time; None where a kernel multiplies them."""
+    if not device.startswith("cuda") or torch.cuda.get_device_capability(device) < FP8_UNITS:
+        return "this device has no fp8 units"
+    if recipe not in WITH_KERNEL:
+        return f"PyTorch has no kernel for it; {' and '.join(WITH_KERNEL)} have one"
+    return None if precision == "bf16" else "the kernel multiplies for precision.compute: bf16"
+
+
+def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair) -> bool:
+    """Whether PyTorch's scaled matmul takes these operands: on a device with fp8 units, one scale a row or a tensor,
+    aligned."""
+    if a_MK.device.type != "cuda" or a_MK.dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
+        return False
+    sizes = (*b_NK.shape, a_MK.shape[1])
+    return torch.cuda.get_device_capability(a_MK.device) >= FP8_UNITS and not any(size % ALIGNED for size in sizes)
+
+
+def scaled_matmul(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and their scales, one a row or a tensor.
+    `fast`: sums are kept in fewer bits inside a tile, which is enough in forward."""
+    by_tensor = of_a.numel() == of_b.numel() == 1
+    scaling = F.ScalingType.TensorWise if by_tensor else F.ScalingType.RowWise
+    scales = [1 / scale for scale in (of_a, of_b)]
+    if by_tensor:
+        scale_a, scale_b = (scale.reshape(()) for scale in scales)
+    else:
+        scale_a, scale_b = scales[0].expand(len(a_MK), 1).contiguous(), scales[1].expand(len(b_NK), 1).contiguous().T
+    return F.scaled_mm(
+        a_MK.contiguous(), b_NK.contiguous().T, scale_a, scaling, scale_b, scaling, output_dtype=dtype,
+        use_fast_accum=fast,
+    )  # fmt: skip

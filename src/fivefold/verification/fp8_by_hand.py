@@ -1,0 +1,119 @@
+"""fp8 in the reference: every operand of every linear rounded by a table of the format's numbers, region by region.
+
+It shares nothing with `ops/fp8.py` but the recipes, which are data. Largest values come from a pooling, the nearest
+number from a search in the sorted table, and the products are those of the rounded operands in the model's own dtype.
+
+Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.core.fp8 import RECIPES, Cast, Format, Pair, Recipe, by_row
+from fivefold.models import hf_internals
+
+_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@lru_cache
+def numbers(form: Format) -> Tensor:
+    """All finite numbers of a format from zero up, fp64."""
+    each = torch.arange(128, dtype=torch.uint8).view(_FORMATS[form]).double()
+    return each[each.isfinite()]
+
+
+def nearest(x: Tensor, form: Format) -> Tensor:
+    """Of every number of `x` (fp64) the nearest of the format. Halfway, the one that stands at an even place of the
+    table: its last bit is 0."""
+    table = numbers(form).to(x.device)
+    size = x.abs().clamp(max=float(table[-1]))
+    above = torch.searchsorted(table, size.contiguous()).clamp(1, len(table) - 1)  # size is at most this number
+    below = above - 1
+    up, down = table[above] - size, size - table[below]
+    takes_upper = (up < down) | ((up == down) & (above % 2 == 0))
+    return torch.where(takes_upper, table[above], table[below]) * x.sign()
+
+
+def cast(x_MK: Tensor, how: Cast) -> Tensor:
+    """What is left of the operand [M, K] of a product, in fp64 for fp64, else in fp32."""
+    m, k = (size or whole for size, whole in zip(how.region, x_MK.shape, strict=True))
+    wide = torch.float64 if x_MK.dtype == torch.float64 else torch.float32
+    largest = F.max_pool2d(x_MK.to(wide).abs()[None, None], (m, k), ceil_mode=True)[0, 0]
+    rows, columns = torch.arange(x_MK.shape[0]) // m, torch.arange(x_MK.shape[1]) // k
+    scale = float(numbers(how.form)[-1]) / largest.double().clamp(min=1e-30)[rows][:, columns]
+    if how.is_power_of_2:
+        scale = 2.0 ** scale.log2().floor()
+    scale = scale.to(wide)
+    return nearest((x_MK.to(wide) * scale).double(), how.form).to(wide) / scale
+
+
+def multiplied(a_MK: Tensor, b_NK: Tensor, pair: Pair | None) -> Tensor:
+    """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
+    if pair is None:
+        return torch.mm(a_MK, b_NK.T)
+    return torch.mm(cast(a_MK, pair[0]), cast(b_NK, pair[1]).T).to(a_MK.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """x [S, I] times weight [O, I]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        return multiplied(x, weight, recipe.output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), grad, recipe = ctx.saved_tensors, grads[0], ctx.recipe
+        return (
+            multiplied(grad, weight.T, recipe.input_grad),
+            multiplied(grad.T, x.T, recipe.weight_grad),
+            None,
+        )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+    """`F.linear` in fp8."""
+    out: Tensor = _Linear.apply(x.flatten(0, -2), weight, recipe)  # type: ignore[no-untyped-call]
+    out = out.view(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
+
+
+def multiply_in_fp8(model: nn.Module, name: str, linears: Sequence[str]) -> None:
+    """Let these linears of `model`, and its experts, multiply by the recipe `name`. Their classes stay."""
+    recipe = RECIPES[name]
+    for each in linears:
+        module: Any = model.get_submodule(each)
+        module.forward = partial(_forward, module, recipe)
+    for module in model.modules():
+        if hf_internals.is_experts(module):
+            module.forward = partial(_inside, partial(linear, recipe=by_row(recipe)), module.forward)
+
+
+def _forward(module: Any, recipe: Recipe, x: Tensor) -> Tensor:
+    weight = module.weight.T if hf_internals.linear_dims(module) == (1, 0) else module.weight
+    return linear(x, weight, module.bias, recipe=recipe)
+
+
+def _inside(product: Callable[..., Tensor], plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of experts, in which every matmul, with the weights of one of them, is `product`."""
+    with _matmuls_are(product):
+        return plain(*args, **kwargs)
+
+
+@contextmanager
+def _matmuls_are(product: Callable[..., Tensor]) -> Iterator[None]:
+    with (
+        patch.object(F, "linear", product),
+        patch.object(Tensor, "__matmul__", lambda x, weight: product(x, weight.T)),
+        patch.object(torch, "matmul", lambda x, weight: product(x, weight.T)),
+    ):
+        yield

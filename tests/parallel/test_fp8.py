@@ -1,0 +1,162 @@
+"""Linears in fp8 compute under every layout what they compute in one process: ranks that share a tensor agree on its
+scales. One process computes what a reference does that rounds by a table (`verification/fp8_by_hand.py`)."""
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fivefold.core.errors import UserError
+from fivefold.core.fp8 import RECIPES, WITH_KERNEL
+from fivefold.core.layout import Layout
+from fivefold.models.discover import facts_of
+from fivefold.models.hf_internals import linear_dims
+from fivefold.ops.fp8 import DTYPES, Float8, casts, is_served, restored, scaled_matmul
+from fivefold.ops.linear import Linears
+from fivefold.parallel.collectives import differing
+from fivefold.parallel.plan import lower
+from fivefold.verification import fp8_by_hand
+from tests.parity import Case, Outcome, gradient_error, on_rank, outcome, reference_model
+from tests.pool import run_ranks
+
+WORDS = {
+    "tensorwise": "fp8",
+    "mxfp8": "mxfp8",
+    **{name: f"fp8_{name}" for name in ("rowwise", "rowwise_gw_hp", "blockwise")},
+}
+
+
+@lru_cache
+def found(layout: str, family: str, kv_heads: int) -> tuple[Outcome, list[dict[str, Any]]]:
+    """What a layout computes in two steps."""
+    case = Case(layout, family, kv_heads=kv_heads, packing=False)
+    per_rank = run_ranks(case.parsed.world, on_rank, case)
+    shapes = {name: tuple(each.shape) for name, each in reference_model(case).named_parameters()}
+    return outcome(case, per_rank, shapes), per_rank
+
+
+def equals_one_process(layout: str, recipe: str, family: str = "llama", kv_heads: int = 2) -> None:
+    base, _, last = layout.partition("+nosp")
+    text = f"{base}+fp64+{WORDS[recipe]}{_}{last}"
+    one, _ = found(f"single+fp64+{WORDS[recipe]}", family, kv_heads)
+    many, per_rank = found(text, family, kv_heads)
+    error, worst = gradient_error(many, one)
+    assert error <= 1e-10, worst
+    assert many.losses == pytest.approx(one.losses, rel=1e-10)
+    assert not differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp"])
+@pytest.mark.parametrize("layout", ["tp2.cp2", "tp2+full+nosp"])
+def test_ranks_agree_on_scales(layout: str, recipe: str) -> None:
+    equals_one_process(layout, recipe)
+
+
+@pytest.mark.parametrize(("layout", "recipe"), [("shard2", "blockwise"), ("pp2+zb", "tensorwise"), ("dp2", "mxfp8")])
+def test_what_is_whole_on_a_rank_is_cast_there(layout: str, recipe: str) -> None:
+    equals_one_process(layout, recipe)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "recipe"),
+    [
+        ("shard2.ep2", "mixtral", "tensorwise"),
+        ("tp2.ep2", "mixtral", "rowwise"),
+        ("shard2.ep2", "deepseek_v3", "blockwise"),
+    ],
+)
+def test_experts_are_cast_row_by_row(layout: str, family: str, recipe: str) -> None:
+    equals_one_process(layout, recipe, family, 4)
+
+
+# ---- one process and the reference -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) -> None:
+    """Output and both gradients, of both kinds of linear; sizes that no block divides."""
+    torch.manual_seed(0)
+    for linear in (nn.Linear(150, 70), Conv1D(70, 150)):
+        linear.to(dtype)
+        x = (torch.randn(2, 67, 150) * torch.randn(2, 67, 1).exp()).to(dtype)
+        expected = _gradients(linear, x, lambda x, w=linear: fp8_by_hand._forward(w, RECIPES[recipe], x))
+        ours = Linears(products={"dense": lambda is_transposed: Float8(RECIPES[recipe], {}, is_transposed)})
+        ours.place(linear, "dense", is_transposed=linear_dims(linear) == (1, 0), is_plain=True)
+        for one, other in zip(_gradients(linear, x, linear), expected, strict=True):
+            assert torch.allclose(
+                one, other, rtol=0, atol=(1e-12 if dtype == torch.float64 else 1e-4) * float(other.abs().max())
+            )
+
+
+def _gradients(linear: nn.Module, x: Tensor, forward: Any) -> list[Tensor]:
+    given = x.clone().requires_grad_()
+    linear.zero_grad()
+    out = forward(given)
+    out.square().sum().backward()
+    return [out.detach(), given.grad, linear.weight.grad.clone()]  # type: ignore[list-item,union-attr,operator]
+
+
+@pytest.mark.parametrize("form", DTYPES)
+def test_fp64_is_rounded_once(form: Any) -> None:
+    """By way of fp32 a number just beside the middle of two would become the even one."""
+    table = fp8_by_hand.numbers(form)
+    middle = (table[1:] + table[:-1]) / 2
+    x = torch.cat([middle, middle * (1 + 1e-12), middle * (1 - 1e-12), table])[None] / table[-1]
+    cast = next(c for c in (RECIPES["tensorwise"].input_grad[0], RECIPES["tensorwise"].output[0]) if c.form == form)
+    (values, scale), _ = casts("output", RECIPES["tensorwise"].__class__((cast, cast), (cast, cast), None), {}, x, x)
+    assert torch.equal(restored(values, scale, scale.dtype), fp8_by_hand.cast(x, cast))
+
+
+def test_a_rounding_leaves_what_three_bits_leave() -> None:
+    x = torch.randn(64, 64)
+    (values, scale), _ = casts("output", RECIPES["rowwise"], {}, x, x)
+    assert values.dtype == torch.float8_e4m3fn
+    error = (restored(values, scale, scale.dtype) - x).abs() / x.abs().clamp(min=1e-2)
+    assert 2**-6 < float(error.max()) <= 2**-4
+
+
+@pytest.mark.parametrize("which", ["output", "input_grad"])
+@pytest.mark.parametrize("recipe", WITH_KERNEL)
+def test_the_kernel_multiplies_what_is_emulated(recipe: str, which: Any) -> None:
+    """PyTorch has its scaled matmul on a CPU too."""
+    pair = getattr(RECIPES[recipe], which)
+    a, b = torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(64, 48, dtype=torch.bfloat16)
+    (x, of_x), (y, of_y) = casts(which, RECIPES[recipe], {}, a, b)
+    expected = restored(x, of_x, torch.float32) @ restored(y, of_y, torch.float32).T
+    found = scaled_matmul(x, of_x, y, of_y, torch.bfloat16, fast=False)
+    assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-2) and not is_served(a, b, pair)
+
+
+def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None:
+    facts = facts_of(reference_model(Case("single", "deepseek_v3", kv_heads=4)))
+    plan = lower(facts, Layout.parse("tp2+fp8"), 0)
+    cast = {each.path.rpartition(".")[2] for each in plan.interventions if each.by == "fp8"}
+    assert cast == {"q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    layers = {each.name.split(".")[2] for each in plan.fp8_linears}
+    assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).fp8_linears
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _refused(layout: str, family: str, kv_heads: int) -> str:
+    facts = facts_of(reference_model(Case("single", family, kv_heads=kv_heads)))
+    with pytest.raises(UserError) as refused:
+        lower(facts, Layout.parse(layout), 0)
+    return refused.value.what
+
+
+def test_no_rank_has_a_part_of_a_gradient_or_of_a_block() -> None:
+    assert "share model.layers.0.self_attn.k_proj.weight" in _refused("tp4+fp8", "llama", 2)
+    assert "blocks of 32 features" in _refused("tp2+mxfp8", "llama", 2)
+    assert "experts" in _refused("tp2+fp8+etp", "mixtral", 4)
+
+
+def test_rows_are_padded_to_whole_blocks() -> None:
+    assert Layout.parse("cp2+mxfp8").padded(100) == 128
+    assert Layout.parse("cp2+fp8").padded(100) == 100
+    assert Layout.parse("shard2+fp8_blockwise").padded(100) == 256

@@ -1,0 +1,139 @@
+"""Bugs of linears in fp8."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from fivefold.core import fp8 as recipes
+from fivefold.core.fp8 import RECIPES, Cast, Recipe
+from fivefold.ops import fp8
+from fivefold.parallel import apply
+from tests.verification.faults.fault import Model, fault
+
+DEEPSEEK, MIXTRAL = Model("deepseek_v3", kv_heads=4), Model("mixtral")
+
+
+def _without_agreement_over(dim: str) -> Any:
+    plain = recipes.shared_dims
+    return patch.object(fp8, "shared_dims", lambda *args: tuple(each for each in plain(*args) if each != dim))
+
+
+@fault(
+    "a row of activations that tp splits is scaled by this rank's largest value",
+    known="amax not reduced over tp: Transformer Engine reduces it, torchao's float8 linears under tp once did not",
+    layout="tp2+fp8_rowwise",
+    expects=[("output", r"o_proj|down_proj")],
+)
+def row_scale_of_one_rank() -> Any:
+    return _without_agreement_over("inputs")
+
+
+@fault(
+    "gradients of a column that tp splits are scaled by this rank's largest value",
+    known="the same in backward: the loss of the first step is exact",
+    layout="tp2+fp8",
+    expects=[("gradient of output", r"")],
+)
+def column_gradient_scale_of_one_rank() -> Any:
+    plain = recipes.shared_dims
+
+    def of_gradients(cast: Cast, free: Any, summed: Any) -> Any:
+        return tuple(dim for dim in plain(cast, free, summed) if (cast.form, dim) != ("e5m2", "outputs"))
+
+    return patch.object(fp8, "shared_dims", of_gradients)
+
+
+@fault(
+    "weight gradients are cast by the largest values of this rank's tokens",
+    known="context parallelism without an agreement on scales",
+    layout="cp2+fp8_rowwise",
+    expects=[("gradient, raw", r"_proj")],
+)
+def token_scale_of_one_rank() -> Any:
+    return _without_agreement_over("tokens")
+
+
+@fault(
+    "gradients in e4m3, whose range is forward's",
+    known="arXiv:2209.05433 gives gradients e5m2; a recipe with one format",
+    layout="shard2+fp8",
+    expects=[("gradient of output", r"")],
+)
+def gradients_in_e4m3() -> Any:
+    def forward_s(pair: tuple[Cast, Cast]) -> tuple[Cast, Cast]:
+        return replace(pair[0], form="e4m3"), pair[1]
+
+    plain = RECIPES["tensorwise"]
+    wrong = Recipe(plain.output, forward_s(plain.input_grad), plain.weight_grad)
+    return patch.dict(RECIPES, {"tensorwise": wrong})  # type: ignore[arg-type]
+
+
+@fault(
+    "scales as large as the next power of two: the largest values saturate",
+    known="a scale rounded up instead of down",
+    layout="shard2+mxfp8",
+    expects=[("output", r"q_proj")],
+)
+def scales_rounded_up() -> Any:
+    plain = fp8.scale_of
+    return patch.object(fp8, "scale_of", lambda x, cast, agree=(): 2 * plain(x, cast, agree))
+
+
+@fault(
+    "latent projections in fp8: each tp rank casts the gradients of its own heads",
+    known="a filter by name that does not know the model (torchao's filter functions)",
+    layout="tp2+fp8_rowwise",
+    model=DEEPSEEK,
+    expects=[("output", r"kv_a_proj|q_a_proj")],
+)
+def latents_in_fp8() -> Any:
+    plain = apply.tensor.place
+    return patch.object(
+        apply.tensor, "place",
+        lambda module, role, *args, **options: plain(module, "dense" if role == "latent" else role, *args, **options),
+    )  # fmt: skip
+
+
+@fault(
+    "one linear of a layer stays in the compute dtype",
+    known="a stale filter by name: the loss is better than it should be, the speed worse",
+    layout="pp2+fp8_rowwise",
+    expects=[("output", r"k_proj")],
+)
+def one_linear_left_out() -> Any:
+    plain = apply.tensor.place
+    return patch.object(
+        apply.tensor, "place",
+        lambda module, role, linears, **options: plain(
+            module, role, apply.Linears(linears.store) if module.in_features > module.out_features else linears,
+            **options,
+        ),
+    )  # fmt: skip
+
+
+@fault(
+    "rows of experts are scaled by the largest value of all rows that have come",
+    known="a tensor's scale under dropless routing: it follows what other ranks sent",
+    layout="shard2.ep2+fp8",
+    model=MIXTRAL,
+    expects=[("output", r"mlp\.experts|mlp$")],
+)
+def experts_cast_as_a_tensor() -> Any:
+    return patch.object(fp8, "by_row", lambda recipe: Recipe(recipe.output, recipe.input_grad, None))
+
+
+@fault(
+    "ranks agree on scales over their data ranks too",
+    known="an agreement over the world (Transformer Engine's amax group of data, context and tensor ranks)",
+    layout="shard2.tp2+fp8",
+    expects=[("output", r"o_proj"), ("collectives", r"")],
+)
+def scales_of_other_rows() -> Any:
+    plain = apply.max_all
+
+    def of_all(x: Tensor, group: Any) -> Tensor:
+        return plain(x, apply.dist.group.WORLD)
+
+    return patch.object(apply, "max_all", of_all)
