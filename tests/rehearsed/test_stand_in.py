@@ -126,7 +126,12 @@ def test_it_is_built_for_the_versions_of_torch(tmp_path: Path, monkeypatch: pyte
     header.parent.mkdir(parents=True)
     header.write_text("#define NCCL_VERSION_CODE 22805\n")
     told: list[str] = []
-    monkeypatch.setattr(stand_in, "compile_library", lambda sources, out, options: told.extend(options))
+
+    def compiled(sources: object, out: Path, options: Iterable[str]) -> None:
+        told.extend(options)
+        out.write_text("a library")
+
+    monkeypatch.setattr(stand_in, "compile_library", compiled)
     monkeypatch.setattr(stand_in, "rest", lambda *_: "")
     stand_in._build(Torch(tmp_path / "torch", "9.9", "12.8"), tmp_path)
     assert {"-DCUDART=12080", "-DNCCL=22805"} <= set(told)
