@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from fivefold.calibration import calibrate as calibration
 from fivefold.calibration import hardware_file
-from fivefold.calibration.fit import fitted
+from fivefold.calibration.fit import _positive, errors, fitted
 from fivefold.calibration.found import Collective, Found, Matmul, Sizes
 from fivefold.core.errors import UserError
 from fivefold.launch.failure import WorkerDied
@@ -82,6 +83,32 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
     assert inside.bytes_per_second == pytest.approx(slow.node.inside.bytes_per_second, rel=0.02)
     assert inside.latency_us == pytest.approx(55, rel=0.02)
     assert inside.meet_us == pytest.approx(slow.node.inside.meet_us)
+
+
+def test_two_factors_are_positive_and_heed_no_outlier() -> None:
+    """Latency 1 and 2 a byte, of which two of six measurements took three times as long; and a small message
+    that took less than its bytes would, which least squares explain by a latency below 0."""
+    bytes_of = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    took = 1 + 2 * bytes_of
+    took[[2, 4]] *= 3
+    latency, per_byte = _positive(np.array([np.ones(6), bytes_of]).T / took[:, None])
+    assert (latency, per_byte) == pytest.approx((1, 2), rel=0.05)
+    latency, per_byte = _positive(np.array([[1.0, 1.0], [1.0, 10.0]]) / np.array([[0.5], [10.0]]))
+    assert latency == 1e-9 and 0.5 <= per_byte <= 0.6
+
+
+def test_what_is_far_off_its_fit_is_told() -> None:
+    """All matmuls but one take half as long again: the median says it. Links alone are enough to measure again."""
+    table = Cluster.parse("4xcpu")
+    right = found_on(replace(table, chip=replace(table.chip, step_fraction=1.0)))
+    slow = [(*each[:-1], each[-1] * (1.5 if at else 1)) for at, each in enumerate(right.matmuls)]
+    alone = replace(table, chip=replace(table.chip, step_fraction=1.0))
+    assert errors(alone, [replace(right, matmuls=slow)]) == pytest.approx((0.5, 0.0), abs=1e-6)
+    rng = np.random.default_rng(0)
+    noisy = [(*each[:-1], each[-1] * 10 ** float(rng.uniform(-1, 1))) for each in right.collectives]
+    told = "measure again while nothing else runs"
+    assert told not in calibration.written(table, [right])[1].closing
+    assert told in calibration.written(table, [replace(right, collectives=noisy)])[1].closing
 
 
 def test_what_is_faster_than_its_data_sheet_is_a_new_peak() -> None:

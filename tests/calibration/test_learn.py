@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import log
+from math import exp, log
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +89,37 @@ def test_tables_say_what_takes_longer() -> None:
     assert node["between"]["latency_us"] == pytest.approx(2 * usual.node.between.latency_us, rel=0.01)
 
 
+def test_devices_that_share_cores_are_corrected_as_one_by_itself() -> None:
+    """4 processes on 2 cores: a file that corrects nothing says the same machine; links twice as slow take twice as
+    long to send, to hop and to meet."""
+    tree = {"cluster": "4xcpu", "node": {"cores": 2}}
+    usual, same = (parsed(text(each)) for each in (tree, corrected(tree, dict.fromkeys(DOUBTS, 0.0))))
+    assert same.chip.flops_per_second("fp32") == pytest.approx(usual.chip.flops_per_second("fp32"), rel=0.01)
+    assert same.chip.memory_bytes_per_second == pytest.approx(usual.chip.memory_bytes_per_second, rel=0.01)
+    assert same.node.inside.latency_us == pytest.approx(usual.node.inside.latency_us, rel=0.01)
+    slow = parsed(text(corrected(tree, {**dict.fromkeys(DOUBTS, 0.0), "links": log(2)})))
+    assert slow.node.inside.meet_us == pytest.approx(2 * usual.node.inside.meet_us, rel=0.01) != 0
+    assert slow.node.inside.bytes_per_second == pytest.approx(usual.node.inside.bytes_per_second / 2, rel=0.01)
+
+
+def test_matmuls_that_are_faster_than_the_data_sheet_are_a_new_peak() -> None:
+    """Four times as fast: more than all of the peak."""
+    usual = Cluster.parse("8xA100-80")
+    logs = {**dict.fromkeys(DOUBTS, 0.0), "matmuls": log(1 / 4)}
+    found = parsed(text(corrected({"cluster": "8xA100-80"}, logs)))
+    assert found.chip.matmul_fraction["bf16"] == 1
+    assert found.chip.flops_per_second("bf16") == pytest.approx(4 * usual.chip.flops_per_second("bf16"), rel=0.01)
+
+
+def test_the_noise_of_a_median_falls_with_the_number_of_steps(tmp_path: Path) -> None:
+    """Nine steps, of which six are 10 % off: 1.48 x 0.1 / 3."""
+    took = [9.0, 9.0, *(exp(each) for each in (0, 0, 0, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1))]
+    rows = [{"step": step, "perf/step_seconds": each} for step, each in enumerate(took, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = seen_in(tmp_path)
+    assert (found.seconds, found.noise) == (1.0, pytest.approx(1.48 * 0.1 / 3))
+
+
 def test_what_a_run_measured_is_of_its_newest_start(tmp_path: Path) -> None:
     """Of steps 1 to 9 and, after a restart, 10 to 19: the first two of the start, which set up, are left out."""
     steps = [{"step": n, "perf/step_seconds": 9.0 if n < 10 else 5.0 if n < 12 else 2.0} for n in range(1, 20)]
@@ -113,7 +144,12 @@ def test_the_command_corrects_a_file_by_a_run(tmp_path: Path) -> None:
     assert "shard2+fp32 on 1x2xcpu" in said and "a step took" in said and "host" in said
     old, new = (Cluster.parse(str(tmp_path / name)) for name in ("mine.toml", "new.toml"))
     assert (new.text, new.node.cores) == (old.text, 2) and new.chip.host_scale != old.chip.host_scale
-    assert new.chip.slack >= 1
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    rows = [{**json.loads(line), "memory/peak_reserved_gib": 2.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = fivefold(["calibrate", "--from", "runs/small", "--cluster", "mine.toml", "--write", "new.toml"], tmp_path)
+    tensors = float(said.split("tensors were planned to have ")[1].split()[0])
+    assert Cluster.parse(str(tmp_path / "new.toml")).chip.slack == pytest.approx(2 / tensors, rel=0.01)
     wrong = fivefold(["calibrate", "--from", "runs/small", "--cluster", "8xH100"], tmp_path, code=2)
     assert wrong == ""
 

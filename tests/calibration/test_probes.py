@@ -72,19 +72,50 @@ def test_ranks_meet_in_what_a_collective_takes_more_behind_a_matmul(monkeypatch:
     assert probes._meeting(TIMER, SIZES, 1) == 0.0
 
 
+def test_a_send_says_nothing_of_how_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1, 1, 2 and 3 s the median; the 50 s of a send do not count."""
+    took = iter(number for more in (1.0, 1.0, 2.0, 3.0, 50.0) for number in (5.0, 2.0, 7.0 + more))
+    monkeypatch.setattr(probes.dist, "barrier", lambda: None)
+    monkeypatch.setattr(type(TIMER), "seconds", lambda self, work, **how: next(took))
+    assert probes._meeting(TIMER, SIZES, 2) == 1.5
+
+
+def test_seconds_are_of_one_call() -> None:
+    """Of half a second each: blocks of ten last 5 s."""
+    now, calls = [0.0], [0]
+
+    def work() -> None:
+        now[0] += 0.5
+        calls[0] += 1
+
+    assert Timer(torch.device("cpu"), 5.0, clock=lambda: now[0]).seconds(work) == 0.5
+    assert calls == [2 + 10 * probes.BLOCKS]
+
+
+def test_of_what_ranks_do_together_the_least_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks of 3, 9, 4, 1 and 5 s 1 s, and of what a rank does by itself the median, 4 s."""
+    took = cycle((1.0, 1.0, 3.0, 9.0, 4.0, 1.0, 5.0))  # the first two: what a first call sets up, and how often
+    monkeypatch.setattr(probes.dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(Timer, "block", lambda self, work, repeats: next(took))
+    timer = Timer(torch.device("cpu"), 1.0)
+    assert timer.seconds(lambda: None, together=True) == 1.0
+    assert timer.seconds(lambda: None) == 4.0
+
+
 def test_workers_are_joined_by_the_median_and_the_worst() -> None:
     """A collective is as slow as its slowest rank; memory is that of the worker with the least."""
     one = Found(
         matmuls=[("fp32", 1, 1, 1, 1.0)], attention=[("fp32", 1.0, 1.0)], traffic=1.0, launch=1.0,
-        collectives=[("send", 1, 1.0)], memory=1, context=1, host=1.0,
+        collectives=[("send", 1, 1.0)], memory=1, context=1, host=1.0, meeting=1.0,
     )  # fmt: skip
     others = [
         replace(
             one, matmuls=[("fp32", 1, 1, 1, each)], traffic=each, launch=each, collectives=[("send", 1, each)],
-            memory=int(each), context=int(each), host=each,
+            memory=int(each), context=int(each), host=each, meeting=each,
         )
         for each in (2.0, 9.0)
     ]  # fmt: skip
     found = _joined([one, *others])
     assert (found.matmuls[0][-1], found.traffic, found.launch) == (2, 2, 2)
     assert (found.collectives[0][-1], found.memory, found.context, found.host) == (9, 1, 9, 1)
+    assert found.meeting == 9

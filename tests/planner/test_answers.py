@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,55 @@ def test_all_that_an_answer_follows_from_is_in_its_name(folder: Path, monkeypatc
     assert len(set(keys)) == len(keys)
 
 
+def changed(record: Any) -> Iterator[Any]:
+    """A record once for each of its numbers, which is another one there."""
+    for each in fields(record):
+        value = getattr(record, each.name)
+        if isinstance(value, bool):
+            yield replace(record, **{each.name: not value})
+        elif isinstance(value, int | float):
+            yield replace(record, **{each.name: value + 1})
+
+
+def test_every_number_of_the_hardware_and_of_the_trainer_is_in_the_name(folder: Path) -> None:
+    """Also how a trainer deals layers to stages, and the number of rows: an answer may follow from each."""
+    of = prices("llama", "2x2xH100", 4)
+    cluster, node, engine = of.cluster, of.cluster.node, ENGINES["fivefold"]
+    chips = [replace(cluster, chip=each) for each in changed(cluster.chip)]
+    nodes = [replace(node, inside=each) for each in changed(node.inside)]
+    nodes += [replace(node, between=each) for each in changed(node.between)]
+    clusters = [*chips, *(replace(cluster, node=each) for each in (*nodes, *changed(node)))]
+    engines = [*changed(engine), replace(engine, split=ENGINES["nanotron"].split)]
+    lists = [of, *(PriceList(of.facts, each, engine) for each in clusters)]
+    lists += [PriceList(of.facts, cluster, each) for each in engines if each.slack == engine.slack]
+    assert len(chips) > 10 and len(nodes) > 6 and len(engines) > 20
+    keys = [answers._key(each, WORKLOAD, 10, {}) for each in lists]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_name_has_all_code_that_an_answer_follows_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of any file of these packages, and of folders in them, that is another; not one of other packages."""
+    files = [tmp_path / name for name in ("core/a.py", "core/b/c.py", "models/a.py", "parallel/a.py", "planner/a.py")]
+    other = tmp_path / "training/a.py"
+    for file in (*files, other):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    monkeypatch.setattr(answers, "__file__", str(tmp_path / "planner/answers.py"))
+    keys = [answers._code.__wrapped__()]
+    for file in files:
+        file.write_text("x = 1")
+        keys.append(answers._code.__wrapped__())
+    assert len(set(keys)) == 6
+    other.write_text("x = 1")
+    assert answers._code.__wrapped__() == keys[-1]
+    monkeypatch.setattr(answers.np, "__version__", "0.1")
+    of = prices("llama", "2xH100", 4)
+    with monkeypatch.context() as usual:
+        usual.setattr(answers.np, "__version__", "0.2")
+        another = answers._key(of, WORKLOAD, 10, {})
+    assert answers._key(of, WORKLOAD, 10, {}) != another
+
+
 DAMAGE: list[Callable[[Path], object]] = [
     lambda file: file.write_text(""),
     lambda file: file.write_text("[" * 100000),
@@ -123,3 +172,13 @@ def test_the_oldest_files_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch
     for rows in range(1, 7):
         answer(price_list, Workload(1024, 2 * rows))
     assert len(list(folder.iterdir())) == 3 + 1
+
+
+def test_the_newest_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MOST_FILES", 3)
+    for age in range(5):
+        file = tmp_path / f"{age}.json"
+        file.write_text("")
+        os.utime(file, (1000 - age, 1000 - age))
+    answers._tidy(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"0.json", "1.json", "2.json"}

@@ -13,7 +13,8 @@ from fivefold import cli
 from fivefold.config import load_config
 from fivefold.core.layout import Layout
 from fivefold.core.shapes import shape_folder
-from fivefold.planner import report
+from fivefold.planner import plan, report
+from fivefold.planner.answers import answer
 from fivefold.planner.estimate import MATMULS, OUTSIDE, Item
 from fivefold.planner.plan import run_file
 from fivefold.planner.report import PlanReport
@@ -178,6 +179,21 @@ def test_the_fewest_devices_and_what_tokens_cost(capsys: pytest.CaptureFixture[s
     shown = " ".join(capsys.readouterr().out.split())
     assert "the fewest of 4x8xA100-40 that train it are 4 devices" in shown and "at 2.5 a device-hour, " in shown
     assert run("llama-3.1-8b", "--cluster", "4x8xA100-40", *asked, "--layout", "tp8") == 2
+
+
+@pytest.mark.parametrize("question", [(), ("--fewest-devices",), ("--layout", "shard2")])
+def test_what_is_known_is_not_read_where_nobody_wants_it(
+    question: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[bool]()
+
+    def answered(*known: Any, anew: bool, **more: Any) -> Any:
+        asked.append(anew)
+        return answer(*known, anew=anew, **more)
+
+    monkeypatch.setattr(plan, "answer", answered)
+    run(*SMALL, *question, "--no-cache")
+    assert asked == [True]
 
 
 def test_a_price_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:

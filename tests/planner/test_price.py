@@ -128,3 +128,16 @@ def test_processes_that_share_cores_take_as_long_as_all_their_work() -> None:
     assert crowded(33.0, forward, backward, 8, 4, 1.0) == 33.0
     assert crowded(1e-3, forward, backward, 8, 4, 2.0) == pytest.approx(24.0)
     assert crowded(2e5, forward, backward, 8, 4, 2.0) == pytest.approx(1e5)
+
+
+def test_matmuls_in_fp8_have_a_rate_of_their_own_and_numbers_that_are_cast_first() -> None:
+    """Of one list, that has priced bf16 before: half of the seconds or so, and the casts of inputs, weights and, in
+    backward, of the gradients of outputs; the head stays in bf16."""
+    price_list = PriceList(facts_of_config("llama-3.1-8b"), Cluster.parse("8xH100"), ENGINES["fivefold"])
+    usual, fast = (price_list.of(Layout.parse(text), TOKENS) for text in ("shard8", "shard8+fp8"))
+    (before,), (after,) = usual.layers, fast.layers
+    assert times(after, "matmuls")[0] < 0.75 * times(before, "matmuls")[0]
+    assert times(fast.head, "matmuls") == times(usual.head, "matmuls")
+    assert all(
+        later > earlier for later, earlier in zip(*(times(x, "element-wise") for x in (after, before)), strict=True)
+    )

@@ -85,10 +85,15 @@ def test_every_layout_is_legal_and_no_legal_one_of_its_options_is_missing(family
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80")])
+@pytest.mark.parametrize(("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80"), ("llama", "4xcpu")])
 def test_bounds_are_sound(family: str, cluster: str) -> None:
-    """Memory is that of an estimate; no step is shorter than its bound; in batches a step takes as long as alone."""
+    """Memory is that of an estimate; no step is shorter than its bound; in batches a step takes as long as alone. Of
+    processes on a CPU two share a core."""
     price_list = prices(family, cluster)
+    if price_list.cluster.chip.is_host:
+        node = replace(price_list.cluster.node, cores=price_list.cluster.world // 2)
+        price_list = PriceList(price_list.facts, replace(price_list.cluster, node=node), price_list.engine)
+        assert price_list.cluster.crowding == 2
     space = Space(price_list, WORKLOAD)
     bounding, rng = Bounding(space), np.random.default_rng(0)
     for rows in space.rows:

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from fivefold.rehearsal.counts import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, E
 from fivefold.rehearsal.launch import kinds
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of
 from fivefold.rehearsal.page import page
-from fivefold.rehearsal.report import Rehearsal
-from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, Seen, Sent, Sync
+from fivefold.rehearsal.report import TIGHT, Rehearsal
+from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
 from fivefold.rehearsal.stand_in import Lack
 from fivefold.rehearsal.stream_order import Group, issued
+from fivefold.rehearsal.watch import Watch, _asked, line_of
 from fivefold.report.render import write
 
 GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
@@ -75,6 +77,24 @@ def test_sends_to_all_and_from_all_are_an_exchange() -> None:
     assert [(each.axis, each.kind, each.bytes) for each in found] == [
         ("ep", "all_to_all", 200), ("tp", "send", 100), ("tp", "recv", 100),
     ]  # fmt: skip
+
+
+def test_a_stream_stays_where_the_last_event_has_brought_it() -> None:
+    """Another stream waits for the second kernel, then for the first: its collective begins behind both, and no kernel
+    hides it."""
+    entries = [
+        kernel(), record(1, COMPUTE), kernel(), record(2, COMPUTE), wait(2, OTHER), wait(1, OTHER),
+        collective("all_to_all"), record(3, OTHER), wait(3, COMPUTE),
+    ]  # fmt: skip
+    assert [(each.bytes, each.exposed) for each in issued(entries, GROUPS)] == [(400, True)]
+
+
+def test_a_collective_is_waited_for_through_a_third_stream() -> None:
+    entries = [
+        kernel(), record(1, COMPUTE), wait(1, OTHER), collective("all_gather"), record(2, OTHER), wait(2, 6),
+        record(3, 6), wait(3, COMPUTE),
+    ]  # fmt: skip
+    assert [each.exposed for each in issued(entries, GROUPS)] == [True]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -188,6 +208,67 @@ def test_a_rank_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_almost_all_of_the_memory_is_tight() -> None:
     assert rehearsal(replace(SEEN, phases=(phase("step 1", 78 * GIB),))).verdict.startswith("tight: 78 GiB")
+
+
+def test_what_cuda_itself_has_counts_for_what_is_tight() -> None:
+    """A run that reserves 95 % is tight by the context alone."""
+    chip = CLUSTER.chip
+    reserved = int(TIGHT * chip.memory_bytes)
+    seen = replace(SEEN, phases=(phase("step 1", reserved),))
+    assert rehearsal(seen).verdict.startswith("tight") and chip.context_gib > 0
+    alone = replace(CLUSTER, chip=replace(chip, context_gib=0.0))
+    assert replace(rehearsal(seen), cluster=alone).verdict.startswith("fits")
+
+
+def test_host_syncs_are_those_of_the_last_step_the_evaluation_and_the_save() -> None:
+    names = ("build", "step 1", "step 2", "evaluation", "save")
+    told = rehearsal(replace(SEEN, syncs=tuple(Sync(name, "a line", 1) for name in names)))
+    assert [row.phase for row in told.syncs(told.seen[0]).rows] == ["step 2", "evaluation", "save"]
+
+
+@pytest.mark.parametrize(("kind", "is_ok"), [("all_gather", False), ("all_to_all", True)])
+def test_bytes_are_those_that_are_declared_but_for_an_exchange(kind: str, is_ok: bool) -> None:
+    assert replace(SEEN, sent=(Sent("tp", kind, 8, 65, 8, 64, 8),)).ok is is_ok
+
+
+# ---- what is watched -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "asked"),
+    [("Tried to allocate 2.50 GiB. GPU 0", 5 * GIB // 2), ("Tried to allocate 20.00 MiB", 20 * 2**20),
+     ("Tried to allocate 512 bytes", 512), ("out of memory", 0)],
+)  # fmt: skip
+def test_what_an_error_says_was_asked_for(message: str, asked: int) -> None:
+    assert _asked(message) == asked
+
+
+def test_of_a_phase_that_comes_again_the_last_time_counts() -> None:
+    request = Request(config="", folder="", rank=0, world=1, local_size=1, steps=2, is_full=False)
+    watch = Watch.of(request)
+    for waits in (5, 2):
+        for name in ("step 1", "evaluation"):
+            with watch.phase(name):
+                watch.syncs[name, "a line"] += waits
+    assert [each.name for each in watch.phases] == ["step 1", "evaluation"]
+    assert watch.syncs == {("step 1", "a line"): 2, ("evaluation", "a line"): 2}
+
+
+def test_the_line_that_waits_is_that_of_the_library_before_others() -> None:
+    """The innermost one of fivefold, but not of the rehearsal itself; else that of another package than torch."""
+
+    def frame(*files: str) -> Any:
+        found = None
+        for line, file in enumerate(reversed(files), 1):
+            code = SimpleNamespace(co_filename=file, co_name="f")
+            found = SimpleNamespace(f_code=code, f_lineno=line, f_back=found)
+        return found
+
+    own, watch = "/x/fivefold/training/step.py", "/x/fivefold/rehearsal/watch.py"
+    other, torch = "/x/transformers/llama.py", "/x/torch/nn.py"
+    assert line_of(frame(watch, torch, other, own, "/x/fivefold/cli.py")) == "fivefold/training/step.py:2 f"
+    assert line_of(frame(watch, torch, other, torch)) == "llama.py:2 f"
+    assert line_of(frame(watch, torch)) == line_of(None) == "backward, in torch"
 
 
 @pytest.mark.parametrize(

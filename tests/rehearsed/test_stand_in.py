@@ -4,6 +4,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +13,8 @@ import pytest
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal import changes, stand_in
+from fivefold.rehearsal.request import Request
+from fivefold.rehearsal.stage import world_of
 from fivefold.rehearsal.stand_in import SOURCE, Torch
 from fivefold.rehearsal.symbols import undefined
 
@@ -98,6 +101,64 @@ def test_a_rank_allocates_as_in_training(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(stand_in, "library", lambda: Path("/cache/libcuda.so.1"))
     found = stand_in.environment(Cluster.parse("8xH100").chip, 8, base={})
     assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_process_sees_the_devices_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 A100, of capability 8.0, with all that the driver shows of their memory."""
+    monkeypatch.setattr(stand_in, "library", lambda: Path("/cache/libcuda.so.1"))
+    chip = Cluster.parse("4xA100-80").chip
+    found = stand_in.environment(chip, 4, base={"LD_LIBRARY_PATH": "/lib", "A": "b"})
+    own = [found[f"FIVEFOLD_CHIP_{name}"] for name in ("DEVICES", "MAJOR", "MINOR", "SHARED", "MEMORY", "SMS")]
+    assert own == ["4", "8", "0", "167936", str(chip.memory_bytes), "108"]
+    assert (found["LD_LIBRARY_PATH"], found["A"]) == ("/cache:/lib", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"), {"H100": True, "A100-40": True, "B200": True, "MI250X": False, "MI300X": False}.items()
+)
+def test_a_chip_that_torch_has_kernels_for(name: str, is_one: bool) -> None:
+    assert stand_in.stands_for(Cluster.parse(f"1x1x{name}").chip) is is_one
+
+
+def test_it_is_built_for_the_versions_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA 12.8 says 12080, and NCCL what its header says."""
+    header = tmp_path / "nvidia/nccl/include/nccl.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define NCCL_VERSION_CODE 22805\n")
+    told: list[str] = []
+
+    def compiled(sources: object, out: Path, options: Iterable[str]) -> None:
+        told.extend(options)
+        out.write_text("a library")
+
+    monkeypatch.setattr(stand_in, "compile_library", compiled)
+    monkeypatch.setattr(stand_in, "rest", lambda *_: "")
+    stand_in._build(Torch(tmp_path / "torch", "9.9", "12.8"), tmp_path)
+    assert {"-DCUDART=12080", "-DNCCL=22805"} <= set(told)
+
+
+@pytest.mark.parametrize(("total", "parts", "dealt"), [(10, 4, [3, 3, 2, 2]), (8, 4, [2] * 4), (1, 3, [1, 0, 0])])
+def test_tokens_are_dealt_evenly(total: int, parts: int, dealt: list[int]) -> None:
+    assert changes.even(total, parts) == dealt
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_what_is_changed_on_each_machine_and_not_behind_it(is_full: bool) -> None:
+    places = [(*changes.place_of(each), each.on) for each in changes.CHANGES]
+    usual = [getattr(owner, name) for owner, name, _ in places]
+    with changes.changed(is_full=is_full):
+        differs = [getattr(owner, name) is not was for (owner, name, _), was in zip(places, usual, strict=True)]
+    assert differs == [on in ("both", "stand-in" if is_full else "cpu") for *_, on in places]
+    assert [getattr(owner, name) for owner, name, _ in places] == usual
+
+
+def test_a_rank_is_on_a_device_of_its_node() -> None:
+    """Rank 11 of 16, 8 devices a node: the fourth. On the CPU it is alone on its machine."""
+    request = Request(config="", folder="", rank=11, world=16, local_size=8, steps=2)
+    world = world_of(request)
+    assert (world.rank, world.local_rank, world.size, world.local_size, world.device) == (11, 3, 16, 8, "cuda:3")
+    alone = world_of(replace(request, is_full=False))
+    assert (alone.rank, alone.local_rank, alone.size, alone.backend) == (11, 0, 16, "fake")
 
 
 def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def plan(
     if max_seq_length:
         report = planner.longest(model, cluster, workload, layout=layout)
     elif fewest_devices:
-        report = planner.fewest(model, cluster, workload, top=top)
+        report = planner.fewest(model, cluster, workload, top=top, anew=no_cache)
     else:
         report = planner.planned(model, cluster, workload, layout=layout, top=top, anew=no_cache)
     if price is not None:

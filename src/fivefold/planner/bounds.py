@@ -250,8 +250,8 @@ class Bounding:
         differ, inverse = np.unique(timings, axis=1, return_inverse=True)
         pieces = np.array_split(differ, -(-differ.shape[1] // SPANS_AT_ONCE), axis=1)
         found = np.concatenate([_spans(pipeline, tuple(of_kind), piece) for piece in pieces])
-        crowding, own = self.space.prices.cluster.crowding, found[inverse.reshape(-1)]
-        together = crowded(own, forward, backward, rows.micro_batches, rows.pp, crowding)
+        crowding = self.space.prices.cluster.crowding if rows.pp > 1 else 1.0
+        together = crowded(found[inverse.reshape(-1)], forward, backward, rows.micro_batches, rows.pp, crowding)
         return together + self._after(rows, stages, forward, backward)
 
 

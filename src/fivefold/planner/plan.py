@@ -1,7 +1,6 @@
 """`plan` and `estimate`, as the command and the Python API call them. No torch where the model's facts are known."""
 
 import json
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -132,21 +131,19 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
     )
 
 
-def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10) -> report.PlanReport:
+def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10, anew: bool = False) -> report.PlanReport:
     """What `fivefold plan --fewest-devices` shows: the ranking on the fewest devices of the cluster that train the
     model, a part of a node or whole nodes. Raises `UserError` where all of them are too few."""
     prices = price_list(model, cluster)
     smallest = fewest_devices(prices, workload).cluster
     devices = f"{many(smallest.world, 'device')}, {smallest.text}"
-    found = planned(model, smallest, workload, top=top)
+    found = planned(model, smallest, workload, top=top, anew=anew)
     return replace(found, notes=(f"the fewest of {prices.cluster.text} that train it are {devices}", *found.notes))
 
 
 def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanReport:
     """With what a million tokens cost, in the currency of `per_device_hour`: of the best in a sentence, and of each
-    layout, with the interval of 80 %, in JSON. Raises `UserError` for a price that is no number."""
-    if not math.isfinite(per_device_hour):
-        raise UserError(f"{per_device_hour} a device-hour is no price", fix="write a number, such as --price 2.5")
+    layout, with the interval of 80 %, in JSON."""
     costs = {
         str(each.layout): [cost_per_million_tokens(each, per_device_hour, seconds) for seconds in
                            (each.step_seconds, *each.step_interval)]
