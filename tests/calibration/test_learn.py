@@ -21,6 +21,7 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import ITEMS
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Workload, estimate
+from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import PriceList
 from tests.commands import fivefold
 from tests.planner.settings import facts
@@ -177,3 +178,9 @@ def test_a_start_without_a_layout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not say where it ran"):
         start_of(tmp_path)
     assert "data" not in history.load(tmp_path).starts[-1].about
+
+
+@pytest.mark.parametrize("said", ["a", [1], -1, 0, 8, 1e30, None])
+def test_a_damaged_number_of_devices_is_as_if_none_were_said(said: Any) -> None:
+    assert cluster_of(4, "cpu", {"devices_per_node": said}).text == "1x4xcpu"
+    assert cluster_of(4, "cpu", {"devices_per_node": 2}).text == "2x2xcpu"

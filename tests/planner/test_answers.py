@@ -162,11 +162,16 @@ def test_without_a_place_for_the_cache_all_is_searched(
 
 
 def test_the_oldest_files_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no file is passed over."""
     monkeypatch.setattr(answers, "MOST_FILES", 3)
+    (folder / "other.json").mkdir(parents=True)
+    (folder / "nowhere.json").symlink_to("nowhere")
+    for name in ("other.json", "nowhere.json"):
+        os.utime(folder / name, (0, 0), follow_symlinks=False)
     price_list = prices("llama", "2xH100", 4)
     for rows in range(1, 7):
         answer(price_list, Workload(1024, 2 * rows))
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(folder.iterdir())) == 3 + 1
 
 
 def test_the_newest_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

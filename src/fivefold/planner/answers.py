@@ -90,5 +90,6 @@ def _read(file: Path, prices: PriceList, workload: Workload) -> Found:
 def _tidy(folder: Path) -> None:
     """Keep the newest files."""
     with suppress(OSError):
-        for file in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-MOST_FILES]:
-            file.unlink()
+        for file in sorted(folder.glob("*.json"), key=lambda file: file.lstat().st_mtime)[:-MOST_FILES]:
+            with suppress(OSError):  # a folder of somebody's stays, and the others go
+                file.unlink()

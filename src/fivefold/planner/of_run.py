@@ -31,8 +31,9 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
 
 
 def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:
-    """The devices that a start ran on. One of an earlier version, which does not say its nodes, was on one."""
-    size = nodes_of(world, int(about.get("devices_per_node") or world))
+    """The devices that a start ran on. One that does not say its nodes (an earlier version, damage) was on one."""
+    said = about.get("devices_per_node")
+    size = nodes_of(world, said if isinstance(said, int) and 1 <= said <= world else world)
     if hardware or device == "cpu":
         return Cluster.parse(hardware or "1xcpu", size)
     known = chip_of_device(str(about.get("device")), fix="name a file of fivefold calibrate: layout.hardware")
