@@ -81,6 +81,12 @@ def test_no_row_holds_what_json_does_not_have(tmp_path: Path, said: list[str]) -
     assert steps_of(tmp_path / "metrics.jsonl") == [2]
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read(tmp_path / "pipe")
+
+
 def test_a_row_that_only_lacks_its_line_feed_is_whole(tmp_path: Path, said: list[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')

@@ -138,7 +138,7 @@ def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
 
 def seen_in(run: Path) -> Seen:
     """Of the newest start that gave steps. Raises `UserError` where there are too few."""
-    past, rows = history.load(run), json_lines.read(run / "metrics.jsonl").rows
+    past, rows = history.load(run), json_lines.needed(run / "metrics.jsonl").rows
     first = next((first for _, first, last in reversed(list(past.spans())) if last is None or last > first), 0)
     steps = [row[STEP] for row in rows if row["step"] > first + SETTLED and _is_measured(row.get(STEP))]
     if len(steps) < 3:

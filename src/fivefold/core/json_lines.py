@@ -9,9 +9,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.errors import UserError
 from fivefold.core.files import replace, write_all
 from fivefold.core.units import many
 
@@ -43,12 +45,21 @@ class DamagedLine:
         return f"{self.path}:{self.number} {self.why}"
 
 
+def needed(path: Path) -> Lines:
+    """`read` for a command that says nothing without it. Raises `UserError`."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}", fix="move it away") from error
+
+
 def read(path: Path) -> Lines:
     """The rows of a file, and what in it is none; nothing of one that is not there. Raises `OSError`."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return Lines()
+    if not path.is_file():  # a pipe never ends
+        raise OSError(EINVAL, "not a regular file", str(path))
+    content = path.read_bytes()
     rows, texts, damaged = [], [], []
     *ended, cut = content.split(b"\n")
     for number, text in enumerate((*ended, cut), start=1):

@@ -12,7 +12,7 @@ import yaml
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.json_lines import read
+from fivefold.core.json_lines import needed
 from fivefold.core.nearby import is_run, runs
 from fivefold.core.step_folders import steps
 from fivefold.core.terminal import shown
@@ -43,7 +43,7 @@ def main(
     """
     check_run(run)
     config = load_config(run)
-    rows = read(run / "metrics.jsonl").rows
+    rows = needed(run / "metrics.jsonl").rows
     if not rows:
         raise UserError(
             f"{run} has no metrics yet: nothing was trained", fix=f"train it first: fivefold train {quote(str(run))}"
@@ -125,10 +125,10 @@ def page(config: RunConfig, run: Path, rows: Rows, planned: Planned | None = Non
 def _page(config: RunConfig, run: Path, rows: Rows, past: history.History, planned: Planned) -> str:
     spread, torn = _spread(run / "spread.json")
     slices = slice_map(spread.get("holds", {}), spread.get("layout", ""))
-    samples = read(run / "samples.jsonl")
+    samples = needed(run / "samples.jsonl")
     newest: Mapping[str, Any] = past.starts[-1].about if past.starts else {}
     seen, marks, spans = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows), story.spans(past, rows)
-    damaged = [*map(str, read(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
+    damaged = [*map(str, needed(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
     return render(
         "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past, spans), slices=slices,
