@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+PART_BYTES = 2**20  # of a file, read at once
 MOST_BYTES = 2**28  # of a file read whole
 MOST_CONFIG_BYTES = 2**24  # of a config.json and its like
 
@@ -13,11 +14,13 @@ def content(path: Path, most: int) -> bytes:
     more than `most` bytes."""
     if path.exists() and not path.is_file():
         raise ValueError("not a regular file")
+    found = bytearray()
     with path.open("rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
-        raise ValueError(f"more than {most:,} bytes")
-    return found
+        while part := file.read(PART_BYTES):  # a read of `most` would take as much memory at once
+            found += part
+            if len(found) > most:
+                raise ValueError(f"more than {most:,} bytes")
+    return bytes(found)
 
 
 def read(path: Path) -> Any:
