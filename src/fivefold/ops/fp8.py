@@ -183,7 +183,7 @@ def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
 
 def emulated(recipe: str, device: str, precision: str) -> str | None:
     """Why the products of `recipe` are emulated on `device`, which costs time; None where a kernel multiplies them."""
-    if not device.startswith("cuda") or torch.cuda.get_device_capability(device) < FP8_UNITS:
+    if not _has_units(torch.device(device)):
         return "this device has no fp8 units"
     if recipe not in WITH_KERNEL:
         return f"PyTorch has no kernel for it; {' and '.join(WITH_KERNEL)} have one"
@@ -193,10 +193,17 @@ def emulated(recipe: str, device: str, precision: str) -> str | None:
 def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair) -> bool:
     """Whether PyTorch's scaled matmul takes these operands: on a device with fp8 units, one scale a row or a tensor,
     aligned."""
-    if a_MK.device.type != "cuda" or a_MK.dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
+    if a_MK.dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
         return False
     sizes = (*b_NK.shape, a_MK.shape[1])
-    return torch.cuda.get_device_capability(a_MK.device) >= FP8_UNITS and not any(size % ALIGNED for size in sizes)
+    return _has_units(a_MK.device) and not any(size % ALIGNED for size in sizes)
+
+
+def _has_units(device: torch.device) -> bool:
+    """Whether a device multiplies e4m3 and e5m2 as they are here. (AMD's MI300 has formats of its own.)"""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= FP8_UNITS
 
 
 def scaled_matmul(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
