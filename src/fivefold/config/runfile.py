@@ -43,9 +43,8 @@ class RunFile:
     name: str
     tree: dict[str, Any] = field(default_factory=dict)
     places: dict[Path_, str] = field(default_factory=dict)
-    of_layout: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # keys of other sections that the layout's text has set
+    # Keys of other sections that the layout's text has set.
+    of_layout: set[tuple[str, str]] = field(default_factory=set)
 
     @classmethod
     def of_run(cls, folder: Path) -> "RunFile":

@@ -65,6 +65,13 @@ DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {
     "weight_grad": ("outputs", "inputs", "tokens"),  # gradients, activations
 }
 
+# What a linear is to tp -> the axis over which each of its dimensions is split, where it is.
+SPLIT_OVER: Mapping[Literal["column", "row", "dense"], Mapping[Dim, str]] = {
+    "column": {"outputs": "tp", "tokens": "cp"},
+    "row": {"inputs": "tp", "tokens": "cp"},
+    "dense": {"tokens": "cp"},
+}
+
 _TENSOR, _GRADIENT = Cast("e4m3", (None, None)), Cast("e5m2", (None, None))
 _ROW, _ROUND_TENSOR = Cast("e4m3", (1, None), is_power_of_2=True), Cast("e4m3", (None, None), is_power_of_2=True)
 _STRIP, _BLOCK = Cast("e4m3", (1, 128)), Cast("e4m3", (128, 128))

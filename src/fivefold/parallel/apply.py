@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
-from fivefold.core.fp8 import RECIPES
+from fivefold.core.fp8 import RECIPES, SPLIT_OVER
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models import hf_internals
@@ -142,15 +142,11 @@ def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Pro
     """How linears multiply in fp8, by role. Ranks that split a dimension agree on largest values over its axis."""
     if plan.layout.fp8 == "none":
         return {}
-
-    def agree(**axes: str) -> dict[str, Callable[[Tensor], Tensor]]:
-        groups = {dim: mesh.groups.get(axis) for dim, axis in {**axes, "tokens": "cp"}.items()}
-        return {dim: partial(max_all, group=group) for dim, group in groups.items() if group is not None}
-
-    of_role: dict[Role, Any] = {"column": agree(outputs="tp"), "row": agree(inputs="tp"), "dense": agree()}
-    recipe = RECIPES[plan.layout.fp8]
-    dense: dict[Role, Callable[..., Products]] = {role: partial(Float8, recipe, each) for role, each in of_role.items()}
-    return {**dense, "expert": partial(Float8Grouped, recipe)}
+    recipe, products = RECIPES[plan.layout.fp8], dict[Role, Callable[..., Products]]()
+    for role, axes in SPLIT_OVER.items():
+        groups = {dim: mesh.groups[axis] for dim, axis in axes.items() if axis in mesh.groups}
+        products[role] = partial(Float8, recipe, {dim: partial(max_all, group=own) for dim, own in groups.items()})
+    return {**products, "expert": partial(Float8Grouped, recipe)}
 
 
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from fivefold.core import heads, legality
-from fivefold.core.fp8 import RECIPES, Dim
+from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
@@ -225,7 +225,7 @@ class ParallelPlan:
         """
         if self.layout.fp8 == "none":
             return ()
-        splits: dict[str, dict[Dim, str]] = {"column": {"outputs": "tp"}, "row": {"inputs": "tp"}, "replicated": {}}
+        splits = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
         found = []
         for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
             for matmul in cost.matmuls if layer in self.layers else ():
@@ -234,7 +234,7 @@ class ParallelPlan:
                 if kind in splits:
                     is_transposed = self.shards[name].shape != (matmul.outputs, matmul.inputs)
                     outputs, inputs = reversed(shape) if is_transposed else shape
-                    found.append(Fp8Linear(name, inputs, outputs, {**splits[kind], "tokens": "cp"}))
+                    found.append(Fp8Linear(name, inputs, outputs, splits[kind]))
         return tuple(found)
 
     # ---- who holds what ----------------------------------------------------------------------------------------------

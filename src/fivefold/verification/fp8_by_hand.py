@@ -1,7 +1,7 @@
 """fp8 in the reference: every operand of every linear rounded by a table of the format's numbers, region by region.
 
-It shares nothing with `ops/fp8.py` but the recipes, which are data. Largest values come from a pooling, the nearest
-number from a search in the sorted table, and the products are those of the rounded operands in the model's own dtype.
+It shares nothing with `ops/fp8.py` but the recipes, which are data. A pooling gives the largest values. A search in the
+sorted table gives the nearest number. The rounded operands are multiplied in fp32, or in fp64 where the model is fp64.
 
 Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
 """

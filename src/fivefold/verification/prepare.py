@@ -26,16 +26,8 @@ def prepare(case: ProofCase, precision: str, path: Path, device: str, *, fp8: st
     """Write the evidence of `case` in `precision`, with matmuls in `fp8`, to `path`: the reference, and the floors of
     its tolerances."""
     inputs, routers = row_linears(case), watched_routers(case)
-    run = partial(
-        _run,
-        case,
-        precision,
-        device,
-        inputs,
-        routers=routers,
-        fp8=fp8,
-        fp8_linears=() if fp8 == "none" else fp8_linears(case),
-    )
+    linears = () if fp8 == "none" else fp8_linears(case)
+    run = partial(_run, case, precision, device, inputs, routers=routers, fp8=fp8, fp8_linears=linears)
     reference = run()
     with reassociated():
         other = run()
