@@ -231,7 +231,7 @@ class Comparison:
     def _result(self, run: PlannedRun) -> str:
         measured = self._measured(run)
         loss = measured.loss(measured.tokens or 0)
-        speed = f"{human(measured.speed)} tokens/s per device" if measured.speed else "no step was timed"
+        speed = f"{human(measured.speed)} tok/s per device" if measured.speed else "no step was timed"
         return speed + (f"  loss {loss:.4f}" if loss is not None else "")
 
     @contextmanager

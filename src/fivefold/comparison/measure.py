@@ -12,7 +12,7 @@ from fivefold.comparison.logs import Step
 
 LAST = 0.1  # of the tokens: the training loss is the mean over them
 CLOSE = 0.01  # of the tokens: an evaluation so near before the end is one of the end
-SLACK = 1.001  # rows are not all full: the same batches hold a few tokens more or fewer under another seed
+SLACK = 1.001  # of the tokens: steps of other sizes need not end on the same one
 
 
 @dataclass(frozen=True)
@@ -115,22 +115,31 @@ class Measured:
         ]  # fmt: skip
         return known[-1] if known else None
 
+    def found(self, tokens: Mapping[int, float]) -> dict[str, float | None]:
+        """What is compared, the losses after the `common_tokens` of its repeat."""
+        end = tokens.get(self.repeat, 0.0)
+        return {"speed": self.speed, "loss": self.loss(end), "eval_loss": self.eval_loss(end)}
+
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [each for each in values if each is not None]
     return median(known) if known else None
 
 
-def common_tokens(runs: Iterable[Measured]) -> float | None:
-    """The tokens after which losses are compared: as many as every run has seen."""
-    return min((run.tokens for run in runs if run.tokens), default=None)
+def common_tokens(runs: Iterable[Measured]) -> dict[int, float]:
+    """By repeat, the tokens after which its losses are compared: as many as every run of it, and every log, has seen.
+
+    Another seed makes other rows, with a little more or less padding: repeats end after about as many tokens."""
+    seen = [(run.repeat, run.tokens) for run in runs if run.tokens]
+    return {repeat: min(tokens for each, tokens in seen if not repeat or each in (0, repeat)) for repeat, _ in seen}
 
 
 @dataclass(frozen=True)
 class Row:
     """A configuration on a number of devices. Differences: `decrease_pct`, of its tokens per second and device, to
     the same configuration on its fewest devices, positive where it is slower; all others to the first configuration on
-    as many devices. `note`: why there is nothing, or less than asked."""
+    as many devices; those of losses, where it did not run on as many, on the fewest: a loss is that of any layout.
+    `note`: why there is nothing, or less than asked."""
 
     configuration: str
     devices: int | None
@@ -148,44 +157,42 @@ class Row:
 
 
 Cell = tuple[str, int | None]  # a configuration on so many devices
+Tokens = Mapping[int, float]  # of `common_tokens`
 
 
 def rows(runs: Sequence[Measured], cells: Sequence[Cell], notes: Mapping[Cell, str]) -> list[Row]:
     """A row for each of `cells`, in their order; the configuration of the first is the base."""
-    tokens = common_tokens(runs) or 0.0
+    tokens = common_tokens(runs)
     by_cell = {cell: [run for run in runs if (run.configuration, run.devices) == cell] for cell in cells}
     base = cells[0][0] if cells else ""
     return [_row(cell, by_cell, base, tokens, notes.get(cell, "")) for cell in cells]
 
 
-def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, tokens: float, note: str) -> Row:
+def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, tokens: Tokens, note: str) -> Row:
     name, devices = cell
     own, beside = by_cell[cell], by_cell.get((base, devices), ())
+    of_base = beside or next((some for (each, _), some in by_cell.items() if each == base and some), ())
     fewest = min((count for each, count in by_cell if each == name and count and by_cell[each, count]), default=None)
     first = by_cell.get((name, fewest), ())
-    fewer = _difference(own, first, "speed", 0) if fewest and devices != fewest else None
+    fewer = _difference(own, first, "speed", tokens) if fewest and devices != fewest else None
     is_base = name == base
     return Row(
         configuration=name, devices=devices, repeats=len(own),
         tokens_per_second_per_device=Spread.of(run.speed for run in own),
         decrease_pct=fewer and Difference(-fewer.percent, -fewer.high, -fewer.low, fewer.count, fewer.measured),
         faster_pct=None if is_base else _difference(own, beside, "speed", tokens),
-        loss=Spread.of(run.loss(tokens) for run in own),
-        loss_difference_pct=None if is_base else _difference(own, beside, "loss", tokens),
-        eval_loss=Spread.of(run.eval_loss(tokens) for run in own),
-        eval_loss_difference_pct=None if is_base else _difference(own, beside, "eval_loss", tokens),
+        loss=Spread.of(run.found(tokens)["loss"] for run in own),
+        loss_difference_pct=None if is_base else _difference(own, of_base, "loss", tokens),
+        eval_loss=Spread.of(run.found(tokens)["eval_loss"] for run in own),
+        eval_loss_difference_pct=None if is_base else _difference(own, of_base, "eval_loss", tokens),
         peak_memory_gib=max((run.peak_gib for run in own if run.peak_gib is not None), default=None),
         mfu_pct=_median(run.mfu_pct for run in own), note=note,
     )  # fmt: skip
 
 
-def _difference(own: Sequence[Measured], base: Sequence[Measured], what: str, tokens: float) -> Difference | None:
+def _difference(own: Sequence[Measured], base: Sequence[Measured], what: str, tokens: Tokens) -> Difference | None:
     """Repeat by repeat; a log, which has none, to the base's median."""
-    mine, theirs = ({run.repeat: _value(run, what, tokens) for run in some} for some in (own, base))
+    mine, theirs = ({run.repeat: run.found(tokens)[what] for run in some} for some in (own, base))
     if 0 in mine:
         theirs = {0: _median(theirs.values())}
     return Difference.of(mine, theirs)
-
-
-def _value(run: Measured, what: str, tokens: float) -> float | None:
-    return run.speed if what == "speed" else run.loss(tokens) if what == "loss" else run.eval_loss(tokens)

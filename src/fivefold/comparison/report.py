@@ -26,7 +26,7 @@ class CompareReport(Report[Row]):
     to know of the numbers. `missing`: runs that are not done."""
 
     runs: tuple[Measured, ...] = ()
-    tokens: float | None = None
+    tokens: Mapping[int, float] = field(default_factory=dict)  # by repeat: what losses are compared after
     notes: tuple[str, ...] = ()
     missing: int = 0
     out: str = ""
@@ -44,17 +44,23 @@ class CompareReport(Report[Row]):
             {
                 "configuration": run.configuration, "devices": run.devices, "repeat": run.repeat, "folder": run.folder,
                 "steps": len(run.steps), "timed_steps": len(run.timed), "tokens": run.tokens,
-                "tokens_per_second_per_device": run.speed, "loss": run.loss(self.tokens or 0),
-                "eval_loss": run.eval_loss(self.tokens or 0), "peak_memory_gib": run.peak_gib, "mfu_pct": run.mfu_pct,
+                "tokens_per_second_per_device": run.speed, **self.losses(run), "peak_memory_gib": run.peak_gib,
+                "mfu_pct": run.mfu_pct,
             }
             for run in self.runs
         ]  # fmt: skip
         values = {
-            "title": self.title, "ok": self.ok, "complete": not self.missing, "base": self.base, "tokens": self.tokens,
+            "title": self.title, "ok": self.ok, "complete": not self.missing, "base": self.base,
+            "tokens": min(self.tokens.values(), default=None),
             "rows": [asdict(row) for row in self.rows], "runs": runs, "notes": self.notes, **self.settings,
             "versions": versions(),
         }  # fmt: skip
         return json.dumps(values, indent=1, ensure_ascii=False)
+
+    def losses(self, run: Measured) -> dict[str, float | None]:
+        """`loss` and `eval_loss` of a run, after as many tokens as the others of its repeat."""
+        found = run.found(self.tokens)
+        return {"loss": found["loss"], "eval_loss": found["eval_loss"]}
 
     def show(self, console: "Console") -> None:
         """The table, and the notes below it."""
@@ -166,15 +172,15 @@ def report_of(
 
 
 def _notes(
-    found: Sequence[Row], runs: Sequence[Measured], tokens: float | None, warmup: int, others: Sequence[Log],
+    found: Sequence[Row], runs: Sequence[Measured], tokens: Mapping[int, float], warmup: int, others: Sequence[Log],
     unlike: Mapping[str, str],
 ) -> list[str]:  # fmt: skip
     """What the numbers are of, and what is not to be read into them."""
     lines = [f"speed: the median step, without the first {warmup} of a start; ±: half of what lies between repeats"]
     if tokens:
         evaluated = "; eval loss: of held-out rows then" if any(row.eval_loss for row in found) else ""
-        lines.append(f"loss: mean of the last {100 * LAST:.0f} % of {human(tokens)} tokens{evaluated}")
-        longer = [run.configuration for run in runs if run.tokens and run.tokens > SLACK**10 * tokens]
+        lines.append(f"loss: mean of the last {100 * LAST:.0f} % of {human(min(tokens.values()))} tokens{evaluated}")
+        longer = [run.configuration for run in runs if run.tokens and run.tokens > SLACK * tokens[run.repeat]]
         if longer:
             lines.append(f"{listed(dict.fromkeys(longer), 3)} saw more tokens: losses are those after as many for all")
     differences = [
