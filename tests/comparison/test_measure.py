@@ -1,5 +1,7 @@
 """What repeated runs say, on numbers that a reader can check by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from fivefold.comparison.logs import Step, without_warm_up
@@ -73,7 +75,7 @@ def test_losses_are_those_after_as_many_tokens() -> None:
 def test_repeats_end_where_their_own_runs_do() -> None:
     runs = [run(name, 1, repeat, 1.0, [4.0, 3.0], rate) for repeat, rate in ((1, 100), (2, 97)) for name in "ab"]
     assert common_tokens(runs) == {1: 200, 2: 194}
-    assert rows(runs, [("a", 1)], {})[0].loss == Spread(3.0, 3.0, 3.0, 2)
+    assert rows(runs, [("a", 1)], {}, base="a")[0].loss == Spread(3.0, 3.0, 3.0, 2)
     log = run("log", None, 0, 1.0, [4.0, 3.0], 90)
     assert common_tokens([*runs, log]) == {1: 180, 2: 180, 0: 180}
 
@@ -86,7 +88,7 @@ def test_each_column_has_one_base() -> None:
         for devices, speed in speeds.items()
         for repeat in (1, 2, 3)
     ]
-    found = by_cell(rows(runs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)], {}))
+    found = by_cell(rows(runs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)], {}, base="a"))
 
     def percent(difference: Difference | None) -> float | None:
         return difference and pytest.approx(difference.percent)
@@ -94,6 +96,8 @@ def test_each_column_has_one_base() -> None:
     assert [percent(row.decrease_pct) for row in found.values()] == [None, None, 20, 40]
     assert [percent(row.faster_pct) for row in found.values()] == [None, 100, None, 50]
     assert [percent(row.loss_difference_pct) for row in found.values()] == [None, 1, None, 1]
+    apart = by_cell(rows(runs, [("a", 1), ("b", 1)], {}, base="a", other_text=["b"]))
+    assert apart["b", 1] == replace(found["b", 1], loss_difference_pct=None, eval_loss_difference_pct=None)
     first = found["a", 1]
     assert first.tokens_per_second_per_device == Spread(200, 100, 300, 3)
     assert (first.repeats, first.loss, first.peak_memory_gib) == (3, Spread(4, 4, 4, 3), 0.1)
@@ -102,7 +106,7 @@ def test_each_column_has_one_base() -> None:
 
 def test_what_did_not_run_is_a_row_and_no_base() -> None:
     runs = [run("a", 2, 1, 10.0, [3.0]), run("b", 1, 1, 10.0, [3.0]), run("b", 2, 1, 8.0, [3.0])]
-    found = by_cell(rows(runs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)], {("a", 1): "not run: tp 2 = 2"}))
+    found = by_cell(rows(runs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)], {("a", 1): "not run: tp 2 = 2"}, base="a"))
     assert found["a", 1].tokens_per_second_per_device is None
     assert found["a", 1].note == "not run: tp 2 = 2"
     assert found["b", 1].faster_pct is None
@@ -114,7 +118,7 @@ def test_what_did_not_run_is_a_row_and_no_base() -> None:
 def test_a_log_stands_against_the_median_of_the_repeats() -> None:
     runs = [run("a", 1, repeat, 10.0 * repeat, [3.0]) for repeat in (1, 2, 3)]
     runs += [run("other", 1, 0, 30.0, [3.3]), run("nowhere", None, 0, 30.0, [3.6])]
-    found = by_cell(rows(runs, [("a", 1), ("other", 1), ("nowhere", None)], {}))
+    found = by_cell(rows(runs, [("a", 1), ("other", 1), ("nowhere", None)], {}, base="a"))
     assert found["other", 1].faster_pct == Difference(50, 50, 50, 1, None)
     assert found["nowhere", None].faster_pct is None
     difference = found["nowhere", None].loss_difference_pct

@@ -90,7 +90,7 @@ def configurations(
             config = load_config(path, keys)
             check_supported(config)
             name = ", ".join(map(_short, varied)) or _name(path, config)
-            found.append(Configuration(_unlike(name, [each.name for each in found]), path, tuple(keys), config))
+            found.append(Configuration(fresh(name, [each.name for each in found]), path, tuple(keys), config))
     return found
 
 
@@ -117,7 +117,7 @@ def _name(path: Path | None, config: RunConfig) -> str:
     return path.resolve().name if path.is_dir() else path.stem
 
 
-def _unlike(name: str, taken: Sequence[str]) -> str:
+def fresh(name: str, taken: Sequence[str]) -> str:
     """`name`, or `name-2` where it is taken."""
     number = 1 + sum(each == name or re.fullmatch(re.escape(name) + r"-\d+", each) is not None for each in taken)
     return name if number == 1 else f"{name}-{number}"

@@ -4,19 +4,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
 from fivefold.comparison import logs
-from fivefold.comparison.configurations import Configuration, Contest, PlannedRun, configurations, unlike
+from fivefold.comparison.configurations import Configuration, Contest, PlannedRun, configurations, fresh, unlike
 from fivefold.comparison.measure import Measured
 from fivefold.comparison.report import CompareReport, report_of
-from fivefold.core import history
+from fivefold.core import files, history
 from fivefold.core.errors import UserError
-from fivefold.core.files import replace, writing
+from fivefold.core.files import writing
 from fivefold.core.interrupts import sigterm_raises
 from fivefold.core.terminal import shown
 from fivefold.core.units import human, many
@@ -52,9 +52,8 @@ class Request:
 def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareReport:
     """Train what is missing, and tell `publish` what was measured: all of it at the end, or when it is interrupted
     what there is. Raises `UserError` for a request that cannot be met; a run that fails is a row that says why."""
-    others = [logs.read(each) for each in request.against]
-    if not (request.paths or request.overrides or request.vary) and others:
-        return _of_logs(others, request, publish)
+    if request.against and not (request.paths or request.overrides or request.vary):
+        return _of_logs(_read(request.against, []), request, publish)
     if find_world("cpu") is not None:
         raise UserError(
             "fivefold compare starts its own workers, and this process is one that something else has started",
@@ -63,6 +62,7 @@ def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareR
             more=MORE,
         )
     some = configurations(request.paths, request.overrides, request.vary, request.steps)
+    others = _read(request.against, [each.name for each in some])
     counts: Sequence[int | None] = request.nproc or ([None] if len(some) > 1 or others else [1, None])
     contest = Contest.of(some, counts, request.repeats)
     _check_steps(some, request.warmup)
@@ -77,6 +77,16 @@ def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareR
     report = comparison.report()
     publish(report)
     return report
+
+
+def _read(against: Sequence[str], taken: Sequence[str]) -> list[logs.Log]:
+    """The logs, each under a name of its own. Raises `UserError`."""
+    names, found = list(taken), list[logs.Log]()
+    for each in against:
+        log = logs.read(each)
+        found.append(replace(log, name=fresh(log.name, names)))
+        names.append(found[-1].name)
+    return found
 
 
 def _of_logs(others: Sequence[logs.Log], request: Request, publish: Publish) -> CompareReport:
@@ -116,13 +126,21 @@ def _claimed(out: Path, some: Sequence[Configuration]) -> Iterator[None]:
     try:
         with writing(out / RECORD, instead=instead):
             if (out / RECORD).exists():
-                _agree(out, yaml.safe_load((out / RECORD).read_text(encoding="utf-8")), yaml.safe_load(says), instead)
+                _agree(out, _recorded(out / RECORD), yaml.safe_load(says), instead)
             elif any(each.name != ".lock" for each in out.iterdir()):
                 raise UserError(f"{out} holds something else than a comparison", fix=instead)
-            replace(out / RECORD, says.encode())
+            files.replace(out / RECORD, says.encode())
         yield
     finally:
         lock.release()
+
+
+def _recorded(path: Path) -> Any:
+    """What a comparison began with; None where that cannot be read."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
 
 
 def _agree(out: Path, before: Any, now: dict[str, Any], instead: str) -> None:
@@ -140,7 +158,8 @@ def _agree(out: Path, before: Any, now: dict[str, Any], instead: str) -> None:
 
 def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
     for section, keys in tree.items() if isinstance(tree, dict) else ():
-        yield from ((f"{section}.{key}", value) for key, value in keys.items())
+        if isinstance(keys, dict):
+            yield from ((f"{section}.{key}", value) for key, value in keys.items())
 
 
 class Comparison:
@@ -232,7 +251,7 @@ class Comparison:
         measured = self._measured(run)
         loss = measured.loss(measured.tokens or 0)
         speed = f"{human(measured.speed)} tok/s per device" if measured.speed else "no step was timed"
-        return speed + (f"  loss {loss:.4f}" if loss is not None else "")
+        return speed + (f"  loss {loss:.3f}" if loss is not None else "")
 
     @contextmanager
     def _following(self, run: PlannedRun, number: int) -> Iterator[Listener]:

@@ -4,8 +4,8 @@ Pure arithmetic over runs that are done. Runs of the same repeat follow each oth
 a machine does over minutes, and what a seed does to a loss, is the same on both sides of a difference.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from fivefold.comparison.logs import Step
@@ -160,12 +160,21 @@ Cell = tuple[str, int | None]  # a configuration on so many devices
 Tokens = Mapping[int, float]  # of `common_tokens`
 
 
-def rows(runs: Sequence[Measured], cells: Sequence[Cell], notes: Mapping[Cell, str]) -> list[Row]:
-    """A row for each of `cells`, in their order; the configuration of the first is the base."""
+def rows(
+    runs: Sequence[Measured], cells: Sequence[Cell], notes: Mapping[Cell, str], *, base: str,
+    other_text: Collection[str] = (),
+) -> list[Row]:  # fmt: skip
+    """A row for each of `cells`, in their order. `base`: the configuration that differences are to; `other_text`:
+    those whose tokens are not the base's, so that losses per token are not set against each other."""
     tokens = common_tokens(runs)
     by_cell = {cell: [run for run in runs if (run.configuration, run.devices) == cell] for cell in cells}
-    base = cells[0][0] if cells else ""
-    return [_row(cell, by_cell, base, tokens, notes.get(cell, "")) for cell in cells]
+    found = [_row(cell, by_cell, base, tokens, notes.get(cell, "")) for cell in cells]
+    return [
+        replace(row, loss_difference_pct=None, eval_loss_difference_pct=None)
+        if row.configuration in other_text
+        else row
+        for row in found
+    ]
 
 
 def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, tokens: Tokens, note: str) -> Row:

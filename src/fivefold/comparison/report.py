@@ -25,17 +25,13 @@ class CompareReport(Report[Row]):
     """`.rows`: a configuration on a number of devices each. `runs`: what each run measured. `notes`: what a reader has
     to know of the numbers. `missing`: runs that are not done."""
 
+    base: str = ""  # the configuration that the differences are to
     runs: tuple[Measured, ...] = ()
     tokens: Mapping[int, float] = field(default_factory=dict)  # by repeat: what losses are compared after
     notes: tuple[str, ...] = ()
     missing: int = 0
     out: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def base(self) -> str:
-        """The configuration that the differences are to."""
-        return self.rows[0].configuration if self.rows else ""
 
     def to_json(self) -> str:
         """`{"ok", "complete", "base", "tokens", "rows": [...], "runs": [...], "notes", ...}`; a difference is
@@ -161,19 +157,21 @@ def report_of(
         **{cell: f"failed: {why}" for cell, why in failed.items()},
     }
     cells: list[Cell] = [*(contest.cells if contest else ()), *((each.name, each.devices) for each in others)]
-    found = tuple(rows(runs, cells, notes))
+    cells.sort(key=lambda cell: cell[1] or 2**31)  # not said: last
+    base = contest.configurations[0].name if contest else others[0].name
+    found = tuple(rows(runs, cells, notes, base=base, other_text=unlike or {}))
     tokens = common_tokens(runs)
     stopped = f"{many(missing, 'run')} of {len(contest.runs) if contest else 0} not done: the same command goes on"
     return CompareReport(
-        title="fivefold compare", rows=found, ok=not failed and not missing, runs=tuple(runs), tokens=tokens,
-        notes=tuple(_notes(found, runs, tokens, warmup, others, unlike or {})), missing=missing, out=out,
+        title="fivefold compare", rows=found, base=base, ok=not failed and not missing, runs=tuple(runs), tokens=tokens,
+        notes=tuple(_notes(found, base, runs, tokens, warmup, others, unlike or {})), missing=missing, out=out,
         closing=stopped if missing and not failed else "", settings={"warmup_steps": warmup, "out": out},
     )  # fmt: skip
 
 
 def _notes(
-    found: Sequence[Row], runs: Sequence[Measured], tokens: Mapping[int, float], warmup: int, others: Sequence[Log],
-    unlike: Mapping[str, str],
+    found: Sequence[Row], base: str, runs: Sequence[Measured], tokens: Mapping[int, float], warmup: int,
+    others: Sequence[Log], unlike: Mapping[str, str],
 ) -> list[str]:  # fmt: skip
     """What the numbers are of, and what is not to be read into them."""
     lines = [f"speed: the median step, without the first {warmup} of a start; ±: half of what lies between repeats"]
@@ -187,13 +185,11 @@ def _notes(
         each for row in found for each in (row.decrease_pct, row.faster_pct, row.loss_difference_pct) if each
     ]
     if any(row.faster_pct or row.loss_difference_pct for row in found):
-        lines.append(f"base: {found[0].configuration} on as many devices")
+        lines.append(f"base: {base} on as many devices")
     if any(each.measured is False for each in differences):
         lines.append("(x): smaller than what lies between its repeats: no difference measured")
     if any(each.measured is None for each in differences):
         lines.append("x?: one repeat; what lies between repeats is not known")
-    lines += [
-        f"{name}: its losses are of other text than {found[0].configuration}'s: {key}" for name, key in unlike.items()
-    ]
+    lines += [f"{name}: losses not compared, {key} is not that of {base}" for name, key in unlike.items()]
     lines += [f"{row.configuration} {on(row.devices)} {row.note}" for row in found if row.note]
     return lines + [f"{log.name}: {log.says}" for log in others]
