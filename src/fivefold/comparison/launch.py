@@ -194,9 +194,12 @@ class Comparison:
             _measured(each, self.request.warmup) for each in self.others
         ]
         missing = [run for run in self.contest.runs if run not in done]
+        places = {str(history.load(self.out / run.name).starts[-1].about.get("device")) for run in done}
+        keys = {each.name: [str(each.path or "demo"), *each.overrides] for each in self.contest.configurations}
         return report_of(
             measured, contest=self.contest, failed=self.failed, others=self.others, warmup=self.request.warmup,
-            missing=len(missing), out=str(self.out), unlike=unlike(self.contest.configurations),
+            missing=len(missing), unlike=unlike(self.contest.configurations),
+            about={"device": ", ".join(sorted(places)), "configurations": keys, "out": str(self.out)},
         )  # fmt: skip
 
     def _is_done(self, run: PlannedRun) -> bool:
