@@ -39,6 +39,7 @@ from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.metrics import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.optimizers import build_optimizer, rule_of
+from fivefold.training.out_of_memory import advised
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import StepResult, mean_loss, train_step
 from fivefold.training.watchdog import watching
@@ -63,9 +64,10 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
-        log = RunLog(config.run_dir, events)
-        job = Trainer.build(config, world, prepare(config), log, stack)  # prepared before the group: a cache hit
-        with job.stop.listening():
+        log, data = RunLog(config.run_dir, events), prepare(config)  # prepared before the group: a cache hit
+        with advised(config, world, data):
+            job = Trainer.build(config, world, data, log, stack)
+        with job.stop.listening(), advised(config, world, data, job):
             job.run()
 
 
