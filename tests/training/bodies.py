@@ -113,8 +113,9 @@ STARVED = {
     "forward": "fivefold.parallel.passes._last_hidden",
     "backward": "fivefold.parallel.passes._loss_of",
     "the optimizer": "fivefold.training.step.clip_",
-    "an evaluation": "fivefold.training.run.mean_loss",
+    "an evaluation": "fivefold.parallel.passes.loss",
     "a save": "fivefold.checkpoint.save._snapshot",
+    "the memory of a save": "fivefold.checkpoint.staging.host_memory",
 }
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.19 GiB is free"

@@ -14,7 +14,7 @@ from fivefold.models.facts import ModelFacts
 from fivefold.planner.auto import workload_of
 from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.engines import ENGINES, Engine
+from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step
 from fivefold.planner.explain import MOST_CURES, cures
 from fivefold.planner.inverse import longest_sequence
@@ -50,15 +50,14 @@ class Relief:
 def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int = 0, needed: float = 0) -> Relief:
     """Of a run on a cluster whose global rank `rank` ran out of memory when it had `needed` bytes of its device, or was
     to have them; 0: nobody knows. Raises `UserError` where the planner cannot price the run."""
-    prices = PriceList(facts, cluster, _engine(config))
-    layout, workload = config.layout.resolve(cluster.world), workload_of(config)
-    step = Step(prices, prices.engine.laid(layout), workload)
-    planned, has = step.estimate(), cluster.chip.memory_bytes
+    step = planned(config, cluster, facts)
+    prices, layout, workload = step.price_list, step.layout, step.workload
+    own, has = step.estimate(), cluster.chip.memory_bytes
     # Example: 70 GiB planned, 84 needed, 80 there. A change that is planned with 66 is taken to need 79.
-    more = min(max(needed / planned.reserved, 1.0), MOST_MORE)
-    budget = min(has / more, LESS * planned.reserved)
+    more = min(max(needed / own.reserved, 1.0), MOST_MORE)
+    budget = min(has / more, LESS * own.reserved)
     lean = prices.repriced(replace(cluster, chip=replace(cluster.chip, memory_gib=budget / GIB)), prices.engine)
-    found = [(changed(layout, each.layout), each.layout, workload) for each in cures(lean, planned)]
+    found = [(changed(layout, each.layout), each.layout, workload) for each in cures(lean, own)]
     if len(found) < MOST_CURES:
         with suppress(UserError):
             length = longest_sequence(lean, workload, layout).seq_length
@@ -66,11 +65,13 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
                 found.append((f"data.seq_length={length}", layout, replace(workload, seq_length=length)))
     changes = (Change(text, Step(prices, each, of).estimate()) for text, each, of in found)
     items = step.memory_of(rank // (cluster.world // layout.pp))
-    return Relief(planned, items, tuple(changes))
+    return Relief(own, items, tuple(changes))
 
 
-def _engine(config: RunConfig) -> Engine:
-    return replace(ENGINES["fivefold"], compiled=config.train.compile is not False)
+def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
+    """The step of a run on a cluster. Raises `UserError` where the planner cannot price it."""
+    engine = replace(ENGINES["fivefold"], compiled=config.train.compile is not False)
+    return Step(PriceList(facts, cluster, engine), config.layout.resolve(cluster.world), workload_of(config))
 
 
 def changed(layout: Layout, other: Layout) -> str:

@@ -35,6 +35,7 @@ from fivefold.training.model import build_model
 if TYPE_CHECKING:
     from fivefold.training.run import Trainer
 
+TRIAL = "training/trial.py"
 STATE = ("parameters", "gradients", "optimizer state")
 REST = "all other tensors"
 _ASKED = r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes"
@@ -49,8 +50,10 @@ _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 # What a rank was at, by a frame of its stack as (part of the file's name, function); the first of them that is there.
 _PHASES = (
     ("training/checkpoints.py", "save", "a save"),
+    ("training/checkpoints.py", "try_memory", "the memory of a save"),
     ("training/checkpoints.py", "resume", "loading the checkpoint"),
     ("training/run.py", "_evaluate", "an evaluation"),
+    ("training/step.py", "mean_loss", "an evaluation"),
     ("training/run.py", "_sample", "a sample"),
     ("training/run.py", "_check", "the standing checks"),
     ("torch/autograd/", "backward", "backward"),
@@ -94,8 +97,7 @@ def _advice(
         there = held(what, world.device, job)
         traceback.clear_frames(error.__traceback__)  # what the step had made: on a CPU the planner needs some of it
         is_of_host = world.device != "cpu" and not isinstance(error, torch.OutOfMemoryError)
-        step = "before the first step" if job is None else f"step {job.step + (phase in _OF_STEP)}"
-        where = f"rank {world.rank}: memory ran out in {phase}, {step}"
+        where = f"rank {world.rank}: memory ran out in {phase}, {_when(error, phase, job)}"
         if is_of_host:
             return RunFailed(f"{where}: that of the machine, not of its GPUs{_asked(what)}", fix=_for_host(world))
         kind = "cpu" if world.device == "cpu" else "cuda"
@@ -105,6 +107,13 @@ def _advice(
         fix = [line for line in (address_said() if kind == "cpu" else "", *_table(there.items, told)) if line]
         return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join([*fix, *_changes(told)]))
     return None
+
+
+def _when(error: Exception, phase: str, job: "Trainer | None") -> str:
+    if job is None:
+        return "before the first step"
+    is_trial = any(frame.filename.endswith(TRIAL) for frame in traceback.extract_tb(error.__traceback__))
+    return "the trial before the first step" if is_trial else f"step {job.step + (phase in _OF_STEP)}"
 
 
 def _within_addresses(cluster: Cluster) -> Cluster:
