@@ -15,18 +15,18 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.planned_memory import prices
+
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.planner.answers import answer
 from fivefold.planner.chips import GIB
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.inverse import longest_sequence
 
@@ -102,7 +102,7 @@ class Cell:
 
     @property
     def asked(self) -> Asked | None:
-        """The fullest rank of it. Micro batches beyond the second, or beyond those that fill a pipeline, add nothing."""
+        """The fullest rank. Micro batches beyond the second, or beyond those that fill a pipeline, add nothing."""
         if self.best is None:
             return None
         layout = self.best.layout
@@ -113,7 +113,7 @@ class Cell:
         return Asked(self.model, self.devices, str(layout), rank, self.seq_length, rows)
 
 
-# ---- planned -----------------------------------------------------------------------------------------------------------
+# ---- planned ---------------------------------------------------------------------------------------------------------
 
 
 def cells() -> Iterator[Cell]:
@@ -151,7 +151,7 @@ def _prices(model: str, devices: int):  # type: ignore[no-untyped-def]
     return prices(model, f"{devices // A_NODE}x{A_NODE}x{CHIP}", True)
 
 
-# ---- rehearsed ---------------------------------------------------------------------------------------------------------
+# ---- rehearsed -------------------------------------------------------------------------------------------------------
 
 
 def known() -> dict[Asked, Rehearsed]:
@@ -192,7 +192,7 @@ def record(found: Sequence[Rehearsed]) -> None:
     RESULTS.write_text("[\n" + ",\n".join(f" {json.dumps(asdict(each))}" for each in found) + "\n]\n", encoding="utf-8")
 
 
-# ---- what is published -------------------------------------------------------------------------------------------------
+# ---- what is published -----------------------------------------------------------------------------------------------
 
 
 def table(model: str, found: Sequence[Cell], seen: dict[Asked, Rehearsed]) -> str:
@@ -256,7 +256,9 @@ def main() -> None:
     publish("cells", "\n\n".join(table(model, found, seen) for model in MODELS))
     planned = {each.asked for each in (*levers, *found) if each.asked}
     real = [seen[each] for each in planned if each in seen]
-    print(f"{len(planned)} cells fit as planned, {len(real)} rehearsed, {sum(not r.reserved for r in real)} did not fit")
+    print(
+        f"{len(planned)} cells fit as planned, {len(real)} rehearsed, {sum(not r.reserved for r in real)} did not fit"
+    )
 
 
 if __name__ == "__main__":
