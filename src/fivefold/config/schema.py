@@ -298,6 +298,11 @@ class MemorySection(Section):
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
+    trial: Literal["auto"] | bool = Field(
+        default="auto",
+        description="take the memory of a step, an evaluation and a save before the first step: auto (on a GPU), "
+        "true, false",
+    )
 
     @field_validator("loss_chunks")
     @classmethod

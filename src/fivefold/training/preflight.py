@@ -21,6 +21,7 @@ from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
 from fivefold.core.units import human_bytes
 from fivefold.data.prepare import PreparedData
+from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import GIB, Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
@@ -28,6 +29,7 @@ from fivefold.parallel import plain
 from fivefold.parallel.memory import StepBytes
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.state import state_of
+from fivefold.planner.relief import planned
 from fivefold.training.optimizers import rule_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
@@ -113,6 +115,21 @@ def _bytes(plan: ParallelPlan, config: RunConfig) -> StepBytes:
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
     shape = plan.step_shape(layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks)
     return plan.bytes(replace(shape, optimizer=config.optimizer.name))
+
+
+def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | None:
+    """GiB of tensors of the fullest rank, as the planner says; None where it does not know the devices."""
+    kind = "cpu" if world.device == "cpu" else "cuda"
+    try:
+        cluster = cluster_here(kind, world.size, world.local_size, config.hardware)
+        return planned(config, cluster, facts).estimate().memory_gib
+    except UserError:
+        return None
+
+
+def optimizer_bytes(model: nn.Module, config: RunConfig) -> int:
+    """Of the optimizer's state on this rank, which is not there before the first step."""
+    return _bytes(state_of(model).plan, config).optimizer
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
