@@ -24,7 +24,6 @@ _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data r
 NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "memory.recompute": (("selective",), "none or full"),
     "memory.offload_activations": ((True,), "false"),
-    "memory.offload_optimizer": ((True,), "false"),
 }
 
 

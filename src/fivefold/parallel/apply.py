@@ -32,8 +32,10 @@ from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.offload import offload_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
@@ -49,6 +51,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    offload_to: str = HOST,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
@@ -56,7 +59,7 @@ def parallelize(
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
-    users: `fivefold.own_loop.parallelize`.
+    users: `fivefold.own_loop.parallelize`. `offload_to`: where what the layout offloads lies, see `HostMemory`.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -93,6 +96,7 @@ def parallelize(
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
     compiled = Compiled() if compile_blocks else None
+    offload = offload_of(layout, offload_to, device)
     _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
@@ -103,7 +107,7 @@ def parallelize(
     _tie(model, facts.anatomy)
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
     model.fivefold = ParallelState(
-        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, compiled
+        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, offload, compiled
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
