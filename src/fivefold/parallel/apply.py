@@ -35,7 +35,7 @@ from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.offload import offload_of
+from fivefold.parallel.offload import Offload, offload_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
@@ -97,7 +97,7 @@ def parallelize(
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
     compiled = Compiled() if compile_blocks else None
     offload = offload_of(layout, offload_to, device)
-    _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled)
+    _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled, offload=offload)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
@@ -153,8 +153,10 @@ def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Pro
     return {**products, "expert": partial(Float8Grouped, recipe)}
 
 
-def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:
-    """Recompute and compile each block inside FSDP's hooks; names do not change."""
+def _wrap_blocks(
+    model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None, offload: Offload
+) -> None:
+    """Recompute, compile and offload each block inside FSDP's hooks; names do not change."""
     for region in plan.partition.of_layers(plan.layers).tp_blocks:
         if compiled and region.is_last and recompute.wraps(region.row) and plan.reduces_rows:
             # A graph saves its tensors when all of it has run. A second forward stops at the last saved tensor: it is
@@ -167,6 +169,10 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, 
             block.forward = compiled.block(name, block.forward)
         if recompute.wraps(name):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if offload.activations:
+            block.forward = offload.activations.layer(
+                block, block.forward, is_first=name in plan.stage_ends[0], is_last=name in plan.stage_ends[1]
+            )
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:

@@ -31,6 +31,7 @@ FIRST = {
 }
 UPDATE = "the update"
 MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
+SMALL = 16  # what a layer saves stays on the device below so many parts of its input: it is many, and weighs nothing
 PARTS = 3  # of offloaded optimizer state, on the device at once: one comes, one is updated, one goes
 PART_BYTES = 64 * 2**20  # of the parameters of a part; of a small model, an eighth of them
 Bytes = Any  # a number, or an array of them: the planner adds up many layouts at once

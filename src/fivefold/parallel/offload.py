@@ -26,6 +26,7 @@ from fivefold.parallel.dtensor import local, with_local
 from fivefold.parallel.host_memory import HostMemory, most_bytes
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.memory import part_bytes
+from fivefold.parallel.offload_activations import HostActivations
 from fivefold.torch_internals import step_hooks
 
 WALKING = "fivefold_walking"  # an attribute of an optimizer whose state is on the device part by part
@@ -37,13 +38,15 @@ class Offload:
 
     memory: HostMemory | None
     states: "OptimizerStates"
+    activations: HostActivations | None
 
 
 def offload_of(layout: Layout, place: str, device: torch.device) -> Offload:
     """What `layout` asks for, at `place`: see `HostMemory`."""
     is_on = layout.offload_optimizer or layout.offload_activations
     memory = HostMemory(place, locks=device.type == "cuda") if is_on else None
-    return Offload(memory, OptimizerStates(memory if layout.offload_optimizer else None, device))
+    states = OptimizerStates(memory if layout.offload_optimizer else None, device)
+    return Offload(memory, states, HostActivations(memory, device) if memory and layout.offload_activations else None)
 
 
 class OptimizerStates:
