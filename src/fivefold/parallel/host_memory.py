@@ -35,6 +35,8 @@ class HostMemory:
     def __init__(self, place: str, *, locks: bool) -> None:
         self._place, self._locks = place, locks and place == HOST
         self._file = None if place == HOST else _file(Path(place))
+        if self._file is not None:
+            weakref.finalize(self, os.close, self._file)
         self._segments: list[tuple[Tensor, mmap.mmap | None]] = []
         self._starts: list[int] = []  # addresses of the segments of a file, in order
         self._left = torch.empty(0, dtype=torch.uint8)  # of the last segment
@@ -87,7 +89,7 @@ class HostMemory:
                 self._locked.append(found)
         else:
             self._lengthen(size)
-            mapped = mmap.mmap(self._file.fileno(), size, offset=self.bytes)
+            mapped = mmap.mmap(self._file, size, offset=self.bytes)
             found = torch.frombuffer(mapped, dtype=torch.uint8)
         self._segments.append((found, mapped))
         self._left = found
@@ -99,9 +101,9 @@ class HostMemory:
         assert self._file is not None
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), self.bytes, size)
+                os.posix_fallocate(self._file, self.bytes, size)
             else:
-                os.ftruncate(self._file.fileno(), self.bytes + size)
+                os.ftruncate(self._file, self.bytes + size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -143,10 +145,13 @@ def _check(error: object) -> None:
     torch.cuda.check_error(int(error))  # type: ignore[call-overload]
 
 
-def _file(folder: Path) -> Any:
+def _file(folder: Path) -> int:
+    """A new file without a name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryFile(dir=folder, prefix="fivefold-offload-")
+        file, name = tempfile.mkstemp(prefix="fivefold-offload-", dir=folder)
+        os.unlink(name)
+        return file
     except OSError as error:
         raise UserError(
             f"memory.offload_to {folder} cannot be written: {error.strerror}", fix="name a folder of yours on a disk"
