@@ -61,7 +61,8 @@ class Passing:
     `later_at_loss`: the same, once there are gradients; 0 where no backward, or no loss, comes after the first one.
     `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what
     the backward of a layer has besides, with all that recompute makes again. `loss`: one chunk of the loss with its
-    gradients; 0 where another rank has it.
+    gradients; 0 where another rank has it. `fetched`: what comes from host memory while the layer behind it runs
+    backward.
     """
 
     saved: Bytes
@@ -72,13 +73,15 @@ class Passing:
     stage: Bytes
     working: Bytes
     loss: Bytes
+    fetched: Bytes = 0
 
     def at(self) -> dict[str, dict[str, Bytes]]:
         """Of each moment, by kind."""
         nothing, later, has_loss = 0 * self.saved, self.later - self.layer, self.later_at_loss > 0
+        comes = self.fetched
         kept = (
-            self.later_at_loss, self.later, later * (later > 0), self.saved - self.stage, nothing,
-            self.at_loss, self.saved, self.saved - self.layer,
+            self.later_at_loss, self.later + comes, (later + 2 * comes) * (later > 0), self.saved - self.stage, nothing,
+            self.at_loss, self.saved + comes, self.saved - self.layer + 2 * comes,
         )  # fmt: skip
         working = (nothing, self.working, self.working, nothing, nothing, nothing, self.working, self.working)
         loss = (self.loss * has_loss, nothing, nothing, nothing, nothing, self.loss, nothing, nothing)
@@ -90,14 +93,14 @@ class Passing:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes of this rank. `optimizer`: its state. `host`: what lies in host memory. `saved`: by layer, what forward
-    passes leave for backward. `logits`: of one chunk of the loss, with its gradients. `buffers`: of routers. `moments`:
-    moment -> kind in words -> bytes."""
+    """Bytes of this rank. `optimizer`: its state. `saved`: by layer, what forward passes leave for backward. `host`: of
+    both, what lies in host memory. `logits`: of one chunk of the loss, with its gradients. `buffers`: of routers.
+    `moments`: moment -> kind in words -> bytes."""
 
     parameters: int
     gradients: int
     optimizer: int
-    host: int
+    host: Mapping[str, int]
     saved: Mapping[str, int]
     logits: int
     buffers: int
@@ -134,13 +137,16 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         ),
         "router buffers": buffer_bytes(plan.buffers),
     }
-    saved, passing = _passing(plan, shape)
+    saved, passing, away = _passing(plan, shape)
     resting, moving = _resting(plan, shape, state), passing.at()
     return StepBytes(
         parameters=state["parameters"],
         gradients=state["gradients"],
         optimizer=state["optimizer state"],
-        host=state["optimizer state"] * plan.layout.offload_optimizer,
+        host={
+            "optimizer state": state["optimizer state"] * plan.layout.offload_optimizer,
+            "saved activations": away,
+        },
         saved=saved,
         logits=passing.loss,
         buffers=state["router buffers"],
@@ -178,8 +184,8 @@ def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -
 def offloaded(state: Mapping[str, int], largest: int) -> dict[str, int]:
     """`state` with its optimizer state in host memory, but for what is on the device in the update. `largest`: bytes of
     the largest parameter, which is a part of its own."""
-    part = max(part_bytes(state["parameters"]), largest)
-    share = min(1.0, PARTS * part / max(1, state["parameters"]))
+    part = part_bytes(state["parameters"])
+    share = min(1.0, (max(part, largest) + (PARTS - 1) * part) / max(1, state["parameters"]))
     return {**state, "optimizer state": 0, UPDATE: round(state["optimizer state"] * share)}
 
 
@@ -228,18 +234,22 @@ def resting_bytes(
     return found
 
 
-def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Passing]:
-    """By layer, what its micro batches in flight keep for backward; and all that is under way. With recompute a layer
-    keeps only its input."""
+def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Passing, int]:
+    """By layer, what its micro batches in flight keep for backward; all that is under way; and what of it lies in host
+    memory: all but the last layer of a stage. With recompute a layer keeps only its input."""
     layers = [last - first for first, last in plan.stages.splits]
     counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     kept, saved, stages, working = dict[str, int](), dict[str, int](), dict[int, int](), [0]
+    away, fetched, moves = 0, 0, plan.layout.offload_activations
     for stage in plan.own_stages:
         own = plan.stages.layers[slice(*plan.stages.splits[stage])]
         for layer in own:
             of_layer = layer_bytes(plan, costs[layer], shape, is_again=shape.recompute.wraps(layer))
             kept[layer], more = of_layer.kept, of_layer.working
+            if moves and layer != own[-1]:
+                away += counts.most[stage] * kept[layer]
+                fetched, kept[layer] = max(fetched, kept[layer]), 0
             saved[layer] = counts.most[stage] * kept[layer]
             working.append(more)
         edges = edge_bytes(plan, shape)
@@ -260,8 +270,9 @@ def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Pa
         stage=max(stages.values(), default=0),
         working=max(working),
         loss=logit_bytes(plan, shape),
+        fetched=fetched,
     )
-    return saved, found
+    return saved, found, away
 
 
 @dataclass(frozen=True)

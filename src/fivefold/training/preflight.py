@@ -100,19 +100,21 @@ def needs_of(
     """Of `ranks` of a resolved layout together, as their plans say. Activations: those kept for backward, and the
     logits of one chunk of the loss. `is_host`: the device is the CPU, in whose memory is what is offloaded to `host`.
     """
-    of_ranks = [_bytes(lower(facts, layout, rank), config) for rank in ranks]
+    of_ranks = [bytes_of(lower(facts, layout, rank), config) for rank in ranks]
     away = 0 if is_host and config.memory.offload_to == HOST else 1  # host memory that is not the device's
     return Needs(
         parameters=facts.size,
         ranks=len(ranks),
         weights=sum(each.parameters for each in of_ranks),
         gradients=sum(each.gradients for each in of_ranks),
-        optimizer=sum(each.optimizer - away * each.host for each in of_ranks),
-        activations=sum(each.logits + sum(each.saved.values()) for each in of_ranks),
+        optimizer=sum(each.optimizer - away * each.host["optimizer state"] for each in of_ranks),
+        activations=sum(
+            each.logits + sum(each.saved.values()) + (1 - away) * each.host["saved activations"] for each in of_ranks
+        ),
     )
 
 
-def _bytes(plan: ParallelPlan, config: RunConfig) -> StepBytes:
+def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
     """Of a step of the run."""
     layout = plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
@@ -128,7 +130,7 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
     try:
         if state.offload.states.is_on:
             tensors = sum(map(len, rule_of(config.optimizer.name).state(state.plan).values()))
-            state.offload.states.reserve(_bytes(state.plan, config).host, tensors)
+            state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
     except UserError as error:
         failed = error.to_json()
     if state.offload.memory and (told := next(filter(None, plain.everywhere(failed)), None)):
