@@ -656,7 +656,7 @@ def resting_bytes(
     state = {
         "parameters": held * shape.master_bytes,
         "gradients": trained * shape.master_bytes,
-        "optimizer state": trained * shape.master_bytes * len(OPTIMIZERS[shape.optimizer].state),
+        "optimizer state": sum(unit.state for unit in units) * len(OPTIMIZERS[shape.optimizer].state),
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if price_list.engine.moments:

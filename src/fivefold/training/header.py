@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import human, many
 from fivefold.launch.world import multiplies_bf16
 from fivefold.ops.fp8 import emulated
@@ -47,6 +48,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
             f"{', blocks compiled' if compiled else ''}",
         ),
         *_fp8_lines(job),
+        *_states_lines(job),
         *_mfu_lines(job),
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
@@ -87,6 +89,18 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     if why := emulated(recipe, job.world.device, plan.layout.precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
     return rows
+
+
+def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
+    """In what the optimizer keeps its state, where that is not the type of the weights."""
+    plan, options = state_of(job.model).plan, job.config.optimizer
+    if plan.layout.state_dtype == "fp32":
+        return []
+    held, master = [name for name in plan.shards if plan.holds(name)], next(job.model.parameters()).element_size()
+    each = sum(plan.state_bytes(name, master) for name in held) / sum(plan.held_bytes(name, 1) for name in held)
+    kinds = " and ".join(OPTIMIZERS[options.name].state.values())
+    return [("states", f"{plan.layout.state_dtype}: {kinds} of {options.name} take {each:.3g} bytes a number each, "
+             f"not {master}; vectors stay as they are")]  # fmt: skip
 
 
 def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:
