@@ -24,9 +24,8 @@ def kept(values: Tensor, name: str, kind: str, step: int, dtype: StateDtype) -> 
     rows = values.detach().cpu().reshape(-1, values.shape[-1])
     at_random = uniform(name, step, *rows.shape) if kind == "exp_avg_sq" else None
     if dtype == "bf16":
-        left = _rounded(
-            rows.to(torch.float32).double(), numbers_of_bf16(), None if at_random is None else 1 - at_random
-        )
+        chance = None if at_random is None else 1 - at_random  # which end goes up is a matter of taste
+        left = _rounded(rows.to(torch.float32).double(), numbers_of_bf16(), chance)
     else:
         left = _in_blocks(rows, at_random)
     return left.to(values.dtype).view_as(values).to(values.device)
