@@ -40,7 +40,7 @@ def random_numbers_by_rank() -> Any:
     "the momentum of a block has the scale of the block before it",
     known="scales laid out along the other dimension",
     layout="tp2+8bit_states",
-    expects=[("momentum", r"_proj")],
+    expects=[("first moment|momentum", r"_proj|embed")],
     model=Model(optimizer="muon"),
 )
 def scale_of_another_block() -> Any:
