@@ -93,14 +93,13 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
 
 def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
     """In what the optimizer keeps its state, where that is not the type of the weights."""
-    plan, options = state_of(job.model).plan, job.config.optimizer
+    plan, kinds = state_of(job.model).plan, OPTIMIZERS[job.config.optimizer.name].state.values()
     if plan.layout.state_dtype == "fp32":
         return []
     held, master = [name for name in plan.shards if plan.holds(name)], next(job.model.parameters()).element_size()
     each = sum(plan.state_bytes(name, master) for name in held) / sum(plan.held_bytes(name, 1) for name in held)
-    kinds = " and ".join(OPTIMIZERS[options.name].state.values())
-    return [("states", f"{plan.layout.state_dtype}: {kinds} of {options.name} take {each:.3g} bytes a number each, "
-             f"not {master}; vectors stay as they are")]  # fmt: skip
+    what = f"{', '.join(kinds)}: {each:.3g} bytes a number, not {master}; vectors stay as they were"
+    return [("states", f"{plan.layout.state_dtype} {what}")]
 
 
 def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:
