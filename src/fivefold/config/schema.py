@@ -33,6 +33,7 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.core.layout import FP8, SAID, Compute, Layout, RecomputeMode
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
+from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 
 DEMO = Path(__file__).with_name("demo.yaml")
@@ -238,6 +239,7 @@ class OptimizerSection(Section):
     ns_steps: Whole | None = Field(
         default=None, ge=1, description="muon: Newton-Schulz iterations of an update; not set: 5"
     )
+    state_dtype: StateDtype = of_layout("state_dtype")
 
     @model_validator(mode="before")
     @classmethod

@@ -130,9 +130,9 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         "parameters": sum(held.values()),
         "gradients": sum(trained.values()),
         "optimizer state": sum(
-            size
+            plan.state_bytes(name, shape.master_bytes)
             for kind in optimizer.state
-            for name, size in trained.items()
+            for name in trained
             if optimizer.keeps(kind, is_matrix=name in matrices)
         ),
         "router buffers": buffer_bytes(plan.buffers),
