@@ -174,7 +174,7 @@ def _notes(
     others: Sequence[Log], unlike: Mapping[str, str], device: str,
 ) -> list[str]:  # fmt: skip
     """What the numbers are of, and what is not to be read into them."""
-    lines = [f"speed: the median step, without the first {warmup} of a start; ±: half of what lies between repeats"]
+    lines = [f"speed: median step, the first {warmup} of a start left out; ±: half the range of repeats"]
     if tokens:
         evaluated = "; eval loss: of held-out rows then" if any(row.eval_loss for row in found) else ""
         lines.append(f"loss: mean of the last {100 * LAST:.0f} % of {human(min(tokens.values()))} tokens{evaluated}")
@@ -187,9 +187,9 @@ def _notes(
     if any(row.faster_pct or row.loss_difference_pct for row in found):
         lines.append(f"base: {base} on as many devices")
     if any(each.measured is False for each in differences):
-        lines.append("(x): smaller than what lies between its repeats: no difference measured")
+        lines.append("(x): not larger than the range of its repeats: no difference measured")
     if any(each.measured is None for each in differences):
-        lines.append("x?: one repeat; what lies between repeats is not known")
+        lines.append("x?: one repeat; the range of repeats is not known")
     lines += [f"{name}: losses not compared, {key} is not that of {base}" for name, key in unlike.items()]
     lines += [f"{row.configuration} {on(row.devices)} {row.note}" for row in found if row.note]
     lines += [f"devices: {device}"] if device else []
