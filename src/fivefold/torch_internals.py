@@ -50,6 +50,18 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
+# What selective recompute keeps: products of linears, and attention in one operator.
+DEAR = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
+
+
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """The norm of each tensor, a scalar, in few kernels (`torch._foreach_norm`)."""
     return list(torch._foreach_norm(list(tensors), order))
@@ -90,6 +102,11 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def storage_key(tensor: Tensor) -> int:
     """What a tensor and its views have in common, on meta too, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def times_changed(tensor: Tensor) -> int:
+    """How often the memory of a tensor has been changed in place."""
+    return tensor._version
 
 
 def saves_memory_of(output: Tensor) -> bool:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Site:
     """A module of a layer that computes or sends. `module`: its name. `is_last`: no module with weights runs after it
-    in the layer, so nothing after it is saved for backward."""
+    in the layer, so nothing after it is saved for backward. `is_kept`: selective recompute keeps what it gives."""
 
     module: str
     is_last: bool = False
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,13 @@ class Recompute:
 
     def wraps(self, layer: str) -> bool:
         """Whether `layer` keeps only its input, and runs forward again in backward."""
-        return self.mode == "full"
+        return self.mode != "none"
+
+    def keeps(self, layer: str) -> bool:
+        """Whether `layer` also keeps what is dear: products, attention and what comes of most collectives."""
+        return self.mode == "selective"
 
     def forwards(self, site: Site) -> int:
         """How often `site` runs forward in a micro batch."""
-        return 2 if self.wraps(site.module) and not site.is_last else 1
+        is_kept = site.is_last or (site.is_kept and self.keeps(site.module))
+        return 2 if self.wraps(site.module) and not is_kept else 1

@@ -22,12 +22,14 @@ from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.attention import KEEPS
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.ops.fp8 import Float8, Float8Grouped
+from fivefold.ops.keep import computing_again, contexts, handing_on, keeping
 from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
@@ -92,8 +94,9 @@ def parallelize(
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
-    compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled)
+    compiled, recompute = Compiled() if compile_blocks else None, Recompute(layout.recompute)
+    _keep_products(model, plan, recompute=recompute, is_compiled=compile_blocks)
+    _wrap_blocks(model, plan, recompute=recompute, compiled=compiled)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
@@ -149,6 +152,22 @@ def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Pro
     return {**products, "expert": partial(Float8Grouped, recipe)}
 
 
+def _keep_products(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, is_compiled: bool) -> None:
+    """Under selective recompute, let linears and attention keep what they give. A graph cannot keep anything: it ends
+    before, and another begins behind."""
+    outside: Callable[..., Any] = torch.compiler.disable if is_compiled else lambda forward: forward
+    rows = {block.row: block.is_last for block in plan.partition.tp_blocks} if plan.reduces_rows else {}
+    for layer in filter(recompute.keeps, plan.layers):
+        block = model.get_submodule(layer)
+        for name, module in block.named_modules(prefix=layer):
+            if name in plan.facts.attends:
+                setattr(module, KEEPS, lambda forward: outside(keeping(forward)))
+            elif name in rows:
+                module.forward = outside((computing_again if rows[name] else handing_on)(module.forward))
+            elif name in plan.kept_linears:
+                module.forward = outside(keeping(module.forward))
+
+
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:
     """Recompute and compile each block inside FSDP's hooks; names do not change."""
     for region in plan.partition.of_layers(plan.layers).tp_blocks:
@@ -162,7 +181,8 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, 
         if compiled:
             block.forward = compiled.block(name, block.forward)
         if recompute.wraps(name):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            around = {"context_fn": contexts} if recompute.keeps(name) else {}
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **around)
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:
