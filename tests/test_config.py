@@ -70,7 +70,7 @@ def test_keys_say_what_may_be_chosen() -> None:
     assert choices["scheduler.name"] == ("cosine", "linear", "wsd", "constant")
     assert choices["layout.pp_schedule"] == tuple(SCHEDULES)
     assert choices["precision.compute"] == ("bf16", "fp32", "fp64")
-    assert choices["memory.recompute"] == ("none", "full")  # selective is not built
+    assert choices["memory.recompute"] == ("none", "selective", "full")
     assert choices["train.compile"] == ("auto", True, False)
     assert choices["memory.loss_chunks"] == ("auto", "a number")
     assert choices["log.to"][:2] == ("jsonl", "tensorboard")
@@ -301,8 +301,8 @@ def test_a_layout_that_the_planner_chooses_is_open(here: Path) -> None:
     assert settled.layout == layout and parse_config(settled.to_yaml()) == settled
     assert loaded(here, "layout: auto", "layout=tp2").layout == Layout.parse("tp2")
     assert loaded(here, "layout: tp2", "layout=auto").given == {}
-    with pytest.raises(UserError, match="recompute selective is not built"):
-        check_supported(loaded(here, "layout: auto", "memory.recompute=selective"))
+    with pytest.raises(UserError, match="offload_activations true is not built"):
+        check_supported(loaded(here, "layout: auto", "memory.offload_activations=true"))
 
 
 @pytest.mark.parametrize(("text", "what", "fix"), ERRORS, ids=[what[:40] for _, what, _ in ERRORS])
@@ -371,7 +371,6 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
         "layout=cp4+2x3",
         "layout=tp2.ep2",
         "layout=tp2+etp",
-        "memory.recompute=selective",
         "memory.offload_activations=true",
         "memory.offload_optimizer=true",
         "model.init=pretrained",

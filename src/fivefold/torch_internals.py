@@ -60,6 +60,7 @@ DEAR = frozenset(
     )
     if hasattr(torch.ops.aten, name)
 )  # fmt: skip
+SUMS = frozenset({collectives.reduce_scatter_tensor, collectives.all_reduce})
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
@@ -237,6 +238,8 @@ def compiled_versions(at_least: int = 0) -> int:
     """How often Dynamo compiles one function anew before it gives the function up; raised to `at_least`."""
     config: Any = import_module("torch._dynamo").config
     config.recompile_limit = max(at_least, config.recompile_limit)
+    # What a forward under a checkpoint notes in Python, it notes once: the graph of the backward has only its tensors.
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return int(config.recompile_limit)
 
 

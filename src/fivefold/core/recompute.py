@@ -5,7 +5,7 @@ backward needs, so a collective behind which its layer saves nothing is not issu
 also keeps what is dear: the products of its linears, attention, and what comes of every collective but those that
 gather what a linear reads, which is many times as large as one rank's part.
 
-| policy | kept besides the layer's input | a site inside a layer | one that is kept | one behind which nothing is saved |
+| policy | kept besides the layer's input | a site in a layer | one that is kept | one behind which nothing is saved |
 |---|---|---|---|---|
 | `none` | all that backward needs | 1 | 1 | 1 |
 | `selective` | products, attention | 2 | 1 | 1 |

@@ -24,8 +24,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fivefold.torch_internals import DEAR, Dispatch, times_changed
+from fivefold.torch_internals import DEAR, SUMS, Dispatch, times_changed
 
 Forward = Callable[..., Any]
 
@@ -103,6 +104,16 @@ def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[Non
     return _during(block), second()
 
 
+def graph_contexts() -> Any:
+    """The same for a block that `torch.compile` makes one graph of: it is told which operators to keep."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = _is_dear(operator) or operator.overloadpacket in SUMS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 # ---- around a forward ------------------------------------------------------------------------------------------------
 
 
@@ -119,10 +130,13 @@ def keeping(forward: Forward) -> Forward:
 
 
 def _dispatched(block: _Block, operator: Any, args: Any, kwargs: Any) -> Any:
-    is_dear = operator.overloadpacket in DEAR or operator.namespace == "fivefold"
-    if is_dear and _block is block:
+    if _is_dear(operator) and _block is block:
         return block.product(lambda: operator(*args, **kwargs))
     return operator(*args, **kwargs)
+
+
+def _is_dear(operator: Any) -> bool:
+    return operator.overloadpacket in DEAR or operator.namespace == "fivefold"
 
 
 def handing_on(forward: Forward) -> Forward:
@@ -161,4 +175,4 @@ def kept(compute: Callable[[], Any]) -> Any:
 
 def product(compute: Callable[[], Tensor]) -> Tensor:
     """As `kept`, for the product of a linear."""
-    return compute() if _block is None else _block.product(compute)  # type: ignore[no-any-return]
+    return compute() if _block is None else _block.product(compute)

@@ -164,9 +164,7 @@ def _share(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Te
 
 
 # Rows to other ranks, `sent[r]` of them to rank r, for `received[r]` of theirs; backward sends gradients back.
-all_to_all = mapping(
-    exchange, lambda grad, received, sent, group: exchange(grad, sent, received, group), is_kept=True
-)
+all_to_all = mapping(exchange, lambda grad, received, sent, group: exchange(grad, sent, received, group), is_kept=True)
 take_share = mapping(_share, _joined)
 join_shares = mapping(_joined, _share, is_kept=True)
 

@@ -70,7 +70,7 @@ def mapping(
         @staticmethod
         def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
             ctx.args = args
-            return kept(lambda: there(x, *args)) if is_kept else there(x, *args)  # type: ignore[no-any-return]
+            return kept(lambda: there(x, *args)) if is_kept else there(x, *args)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

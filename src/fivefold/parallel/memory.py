@@ -267,36 +267,35 @@ def dear_numbers(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepS
     """Numbers of a token that selective recompute keeps of a layer: outputs of its linears and of attention, with one
     statistic of each query in fp32, and rows of experts."""
     tp, splits, partition = plan.layout.tp, plan.splits_sequence, plan.facts.partition
-    inside = sum(each.query * (each.value_size + max(4, shape.compute_bytes) / shape.compute_bytes)
-                 for each in cost.attention)
+    inside = sum(
+        each.query * (each.value_size + max(4, shape.compute_bytes) / shape.compute_bytes) for each in cost.attention
+    )
     found = exchanged_numbers(plan, cost)
-    if plan.cp_method.ulysses > 1:  # queries, too, are there before and after their exchange
+    if found:  # queries, too, are there before and after their exchange
         found += sum(each.query * each.key_size for each in cost.attention) / tp
     for matmul in cost.matmuls:
         name, sizes = f"{layer}.{matmul.name}", (matmul.outputs, matmul.inputs)
         role = partition.roles.get(name)
-        if matmul.times > 1 or (role is not None and role.kind == "experts"):
-            found += _dear_rows(plan, matmul, shape)
+        if role is not None and role.kind == "experts":
+            found += _dear_rows(plan, name, matmul, shape)
+        elif plan.keeps(name) and role is not None and role.kind == "column":
+            inside += sizes[role.dim or 0]
+        elif plan.keeps(name) and role is not None and role.kind == "row":
+            found += sizes[1 - (role.dim or 0)] / (tp if splits else 1)
         elif plan.keeps(name):
-            kind, dim = (role.kind, role.dim) if role else ("replicated", None)
-            if kind == "column":
-                inside += sizes[dim or 0]
-            elif kind == "row":
-                found += sizes[1 - (1 if dim is None else dim)] / (tp if splits else 1)
-            else:
-                found += matmul.outputs
+            found += matmul.outputs
     return found + inside / tp
 
 
-def _dear_rows(plan: "ParallelPlan", matmul: Matmul, shape: StepShape) -> float:
-    """Of a matmul of experts. The second one gives rows as wide as hidden states, and where rows are sent, they are
-    kept when they come, and when they come back."""
-    tp, etp = plan.layout.tp, plan.layout.expert_tp
-    is_first = matmul.inputs * matmul.outputs != shape.hidden**2 and matmul.outputs != shape.hidden
-    if is_first:
-        return matmul.outputs * matmul.times / tp
-    rows = 3 if plan.layout.ep > 1 else 1
-    return rows * shape.hidden * matmul.times / (1 if etp else tp)
+def _dear_rows(plan: "ParallelPlan", name: str, matmul: Matmul, shape: StepShape) -> float:
+    """Of the matrices `name` of experts. The first ones make features. The second ones make rows as wide as hidden
+    states, and where rows are sent, they are kept when they come, and when they come back."""
+    layout = plan.layout
+    features = next((each.features for each in plan.facts.experts if is_within(name, [each.name])), None)
+    if features is not None and name.endswith(features.first):
+        return (matmul.outputs, matmul.inputs)[features.made - 1] * matmul.times / layout.tp
+    rows = 3 if plan.grid.size("ep") > 1 else 1
+    return rows * shape.hidden * matmul.times / (1 if layout.expert_tp else layout.tp)
 
 
 def exchanged_numbers(plan: "ParallelPlan", cost: LayerCost) -> float:

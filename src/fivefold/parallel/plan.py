@@ -254,6 +254,12 @@ class ParallelPlan:
         """Whether selective recompute keeps the product with a weight."""
         return weight.removesuffix(".weight") in self.kept_linears
 
+    def is_one_graph(self, layer: str) -> bool:
+        """Whether a compiled layer is one graph. Attention that sends, experts, and gradients of weights that are put
+        off run outside of graphs; fp8 agrees on scales outside of its kernels."""
+        parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.grid.size("cp") > 1
+        return not (parts or any(is_within(each.name, [layer]) for each in self.facts.experts))
+
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
