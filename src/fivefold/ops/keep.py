@@ -106,7 +106,7 @@ def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[Non
 
 def graph_contexts() -> Any:
     """The same for a block that `torch.compile` makes one graph of: it is told which operators to keep."""
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
