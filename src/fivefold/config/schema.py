@@ -553,13 +553,13 @@ def parse_config(text: str) -> RunConfig:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not legal, not built yet, or not installed.
+    """Raise `UserError` for what the run file may say but cannot be run: not legal, or not installed.
 
     Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
     layout = config.written_layout
     # What the planner chooses is legal; the part of it that is written need not be.
-    legality.refuse((legality.of_what_is_not_built if config.is_automatic else legality.violations)(layout))
+    legality.refuse(() if config.is_automatic else legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
         legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.ops.keep import keeping, product
 from fivefold.torch_internals import grouped_mm
 
 Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
@@ -90,16 +91,16 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products, queue: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.products, ctx.queue, ctx.weight = products, queue, weight
-        return products.output(x, weight)
+        return product(lambda: products.output(x, weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        product, made = partial(ctx.products.weight_grad, grads[0], x), None
+        of_weight, made = partial(ctx.products.weight_grad, grads[0], x), None
         if ctx.queue is not None:
-            ctx.queue.append((ctx.weight, product))
+            ctx.queue.append((ctx.weight, of_weight))
         elif ctx.needs_input_grad[1]:
-            made = product()
+            made = of_weight()
         back = ctx.products.input_grad(grads[0], weight) if ctx.needs_input_grad[0] else None
         return back, made, None, None
 
@@ -138,7 +139,7 @@ class Linears:
         is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
         products = self.products.get("expert", Grouped)(counts_E, is_transposed, is_served)
         if is_served and not ("expert" in self.products or self._is_put_off("expert", weight)):
-            return products.output(x_SI, weight)  # the kernel has a backward of its own
+            return keeping(products.output)(x_SI, weight)  # type: ignore[no-any-return]  # the kernel has a backward of its own
         return self._multiply(x_SI, weight, products, "expert")
 
     def _multiply(self, x: Tensor, weight: Tensor, products: Products, role: Role) -> Tensor:
