@@ -104,12 +104,12 @@ class Float8:
     agree: Mapping[Dim, Agree]
     is_transposed: bool
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         (rows,), matrices = casts("output", self.recipe, self.agree, [_flat(x)], self._of_outputs(weights))
         outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
         return outs, (*rows, *(scale for _, scale in matrices)) if self.recipe.casts_once else (x,)
 
-    def backward(
+    def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
         flat, dtype = [_flat(grad) for grad in grads], grads[0].dtype

@@ -48,10 +48,10 @@ class Products(Protocol):
     """The three products of linears that are given the same input: most often one linear. Weights are as their modules
     store them."""
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(outputs, what backward needs besides the weights)."""
 
-    def backward(
+    def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
         """(gradient of the input where it is wanted, what computes the gradients of the weights)."""
@@ -60,10 +60,10 @@ class Products(Protocol):
 class OneByOne:
     """`Products` of linears that share nothing but their input, from the three products of one."""
 
-    def forward(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(self.output(x, weight) for weight in weights), (x,)
 
-    def backward(
+    def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
         def later() -> tuple[Tensor, ...]:
@@ -120,11 +120,11 @@ class WeightGradStore:
 
 
 class _Matmul(torch.autograd.Function):
-    """`products.forward`; backward puts the weights' gradients into `queue`, or without one computes them at once."""
+    """`products.outputs`; backward puts the weights' gradients into `queue`, or without one computes them at once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, products: Products, queue: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        outs, kept = products.forward(x, weights)
+        outs, kept = products.outputs(x, weights)
         ctx.save_for_backward(*weights, *kept)
         ctx.products, ctx.queue, ctx.weights = products, queue, weights
         return outs
@@ -132,7 +132,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, count, wanted = ctx.saved_tensors, len(grads), ctx.needs_input_grad[3:]
-        back, later = ctx.products.backward(grads, saved[:count], saved[count:], wants_input=ctx.needs_input_grad[0])
+        back, later = ctx.products.gradients(grads, saved[:count], saved[count:], wants_input=ctx.needs_input_grad[0])
         made: Sequence[Tensor | None] = [None] * count
         if ctx.queue is not None:
             ctx.queue.append((ctx.weights, later))
