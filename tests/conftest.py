@@ -1,12 +1,17 @@
 """What holds for every test."""
 
 import gc
+import os
 import signal
 import time
 from collections import Counter
 from typing import Any
 
 gc.disable()  # a sixth of the time of imports and collection, which leave nothing to collect
+
+# Of commands too, which inherit it: three processes of tests with two threads each would wait for each other at every
+# barrier of OpenMP, spinning, which doubles the time of a run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 

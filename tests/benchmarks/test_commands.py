@@ -83,6 +83,25 @@ def test_gpu_train(tmp_path: Path) -> None:
     assert result["tokens_per_step"] == 64 and len(result["steps"]) == 2 and result["mfu_pct"] is None
 
 
+@pytest.mark.campaign
+def test_gpu_levers() -> None:
+    done = run("gpu_levers", "--device", "cpu", "--tiny", "--only", "1b 8K x 2 single")
+    assert "failed" not in done.stdout, done.stdout + done.stderr
+    assert "1b 8K x 2 single+fp8_rowwise: " in done.stdout and "x the speed of bf16" in done.stdout
+
+
+def test_longer_rows_than_those_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    levers = importlib.import_module("gpu_levers")
+    cells = list(levers.cells())
+    line = [cell for cell in cells if cell.line == ("llama-3.2-1b", "single", True, 1)]
+    found = {str(line[0]): {"step_seconds": 1.0}, str(line[1]): {"does not fit": True}}
+    assert [levers.skipped(cell, cells, found) is not None for cell in line[:4]] == [False, False, True, True]
+    name = "llama-3.2-1b 8K x 2 single"
+    measured = {name: {"step_seconds": 3.0}, f"{name}+fp8": {"step_seconds": 2.0}}
+    assert list(levers.ratios(measured)) == [f"{name}+fp8: 1.50x the speed of bf16"]
+
+
 def test_what_runs_beside_compute_is_told_from_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     overlap = importlib.import_module("overlap")

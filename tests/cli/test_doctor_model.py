@@ -119,6 +119,7 @@ def test_a_plan_that_cannot_be_is_refused(capsys: Any) -> None:
         code, _ = doctor("llama-3.1-8b", "--layout", layout, capsys=capsys)
         assert code == 2, said
     assert doctor("llama-3.1-8b", "--layout", "tp2", "--rank", "2", capsys=capsys)[0] == 2
+    assert doctor("--layout", "tp2", capsys=capsys) == (2, "")  # of no model
 
 
 def test_a_plan_of_more_tokens_than_can_be_listed_is_refused(capsys: Any) -> None:

@@ -30,8 +30,11 @@ def doctor(
     Example: fivefold doctor llama-3.1-8b --tp 8
     Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
     """
+    from fivefold.core.errors import UserError
     from fivefold.report.table import write
 
+    if model is None and layout is not None:
+        raise UserError("--layout needs a model", fix=f"fivefold doctor demo --layout {layout}, for example")
     if model is None:
         from fivefold.doctor.machine import examine
 
