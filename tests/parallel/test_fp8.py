@@ -92,6 +92,19 @@ def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) ->
             )
 
 
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_two_that_share_their_input_are_one_graph(has_gradient: bool) -> None:
+    """With a gradient and without (an evaluation), as what they compute one by one."""
+    torch._dynamo.reset()
+    gate, up, x = nn.Linear(32, 16), nn.Linear(32, 16), torch.randn(4, 32)
+    expected = [fp8_by_hand._forward(each, RECIPES["rowwise"], x) for each in (gate, up)]
+    ours = Linears(products={"column": lambda is_transposed: Float8(RECIPES["rowwise"], {}, is_transposed)})
+    ours.place_together([gate, up], "column", is_transposed=False)
+    block = torch.compile(lambda x: (gate(x), up(x)), backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(has_gradient):
+        assert all(torch.allclose(*both, atol=1e-5) for both in zip(block(x), expected, strict=True))
+
+
 def _gradients(linear: nn.Module, x: Tensor, forward: Any) -> list[Tensor]:
     given = x.clone().requires_grad_()
     linear.zero_grad()

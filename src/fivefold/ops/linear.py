@@ -123,10 +123,14 @@ class _Matmul(torch.autograd.Function):
     """`products.outputs`; backward puts the weights' gradients into `queue`, or without one computes them at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, products: Products, queue: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # Named arguments before the weights would not do: where no gradient is asked for, Dynamo leaves out `ctx` if a
+        # call has one argument more than the signature, which here is two weights.
+        x, products, queue, *weights = given
+        outs: tuple[Tensor, ...]
         outs, kept = products.outputs(x, weights)
         ctx.save_for_backward(*weights, *kept)
-        ctx.products, ctx.queue, ctx.weights = products, queue, weights
+        ctx.products, ctx.queue, ctx.weights = products, queue, tuple(weights)
         return outs
 
     @staticmethod
