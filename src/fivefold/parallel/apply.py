@@ -143,6 +143,10 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
             tensor.place(module, role, linears)
+    for group in plan.fp8_inputs:
+        modules = [model.get_submodule(linear.name.removesuffix(".weight")) for linear in group]
+        if len(group) > 1:
+            tensor.place_together(modules, "column", linears)
 
 
 def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Products]]:
