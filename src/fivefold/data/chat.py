@@ -11,7 +11,7 @@ of which `4<|im_end|>` is the assistant's: what it answers, and that it ends the
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,14 @@ from fivefold.core.errors import UserError
 
 Turn = Mapping[str, Any]  # as templates take it: role, content, and what else a template reads (tool_calls, ...)
 Span = tuple[int, int]  # characters, the end excluded
+Render = Callable[..., str]
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FRONT, _BACK = "\ue0f5\ue0f6", "\ue0f7\ue0f8"  # characters that no text has, and no template takes away
+_MARK = "\ue0f5\ue0f6"  # characters that no text has, and no template takes away
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _MOST_BYTES = 2**20  # of a template; the longest known has some 10 kB
 
@@ -80,29 +81,19 @@ class ChatTemplate:
         text = render(turns)
         return text, {number: self._span(render, turns, number, text) for number in own}
 
-    def _span(self, render: Any, turns: Sequence[Turn], number: int, text: str) -> Span:
-        before, after = render(turns[:number], answer=True), render(turns[: number + 1])
-        start = len(before) if text.startswith(before) else None
-        end = len(after.rstrip()) if text.startswith(after.rstrip()) else None
+    def _span(self, render: Render, turns: Sequence[Turn], number: int, text: str) -> Span:
+        asked, after = render(turns[:number], answer=True), render(turns[: number + 1]).rstrip()
+        before = render(turns[:number])
+        start = len(asked) if text.startswith(asked) else _front(render, turns, number, text)
+        if start is None and text.startswith(before) and asked.startswith(before):
+            start = _alike(text, asked)  # a question for an answer that begins to answer itself
+        end = len(after) if text.startswith(after) else _back(render, turns, number, text)
         if start is None or end is None or end < start:
-            front, back = self._marked(render, turns, number, text)
-            start, end = front if start is None else start, back if end is None or end < start else end
-        return start, end
-
-    def _marked(self, render: Any, turns: Sequence[Turn], number: int, text: str) -> Span:
-        """Where the content of a turn begins, and where what ends the turn ends."""
-        turn = turns[number]
-        content = str(turn.get("content") or "").strip()
-        marked = {**turn, "content": f"{_FRONT}{content}{_BACK}"}
-        found = render([*turns[:number], marked, *turns[number + 1 :]])
-        front, back = found.find(_FRONT), found.find(_BACK) - len(_FRONT)
-        if front < 0 or back < front or found.replace(_FRONT, "").replace(_BACK, "") != text:
             raise UserError(
                 f"{self.name} does not tell where the assistant's turn {number + 1} of {len(turns)} begins and ends",
                 fix="put {% generation %} and {% endgeneration %} around the answer in the template",
             )
-        ending = render([*turns[:number], marked]).partition(_BACK)[2].rstrip()
-        return front, back + (len(ending) if text.startswith(ending, back) else 0)
+        return start, end
 
     def _rendered(
         self, turns: Sequence[Turn], tools: Sequence[Any] | None, **options: Any
@@ -120,6 +111,40 @@ class ChatTemplate:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
         return texts[0], [(first, last) for first, last in (marked[0] if marked else [])]
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters at the front are the same."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _front(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
+    """Where the content of a turn begins in `text`, if a mark in front of it tells."""
+    for marked in _with(turns, number, "{mark}{content}"):
+        found = render(marked)
+        if found.replace(_MARK, "") == text and _MARK in found:
+            return found.index(_MARK)
+    return None
+
+
+def _back(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
+    """Where what ends a turn ends in `text`, if a mark behind its content tells."""
+    for marked in _with(turns, number, "{content}{mark}"):
+        found = render(marked)
+        if found.replace(_MARK, "") == text and _MARK in found:
+            ending = render(marked[: number + 1]).partition(_MARK)[2].rstrip()
+            at = found.index(_MARK)
+            return at + (len(ending) if text.startswith(ending, at) else 0)
+    return None
+
+
+def _with(turns: Sequence[Turn], number: int, form: str) -> Iterator[list[Turn]]:
+    """The turns with a mark at the content of one; once more without the space around it, which templates take away."""
+    content = str(turns[number].get("content") or "")
+    for each in (content, content.strip()):
+        marked = {**turns[number], "content": form.format(mark=_MARK, content=each)}
+        yield [*turns[:number], marked, *turns[number + 1 :]]
 
 
 def _read(path: Path) -> str | None:

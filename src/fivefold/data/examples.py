@@ -115,10 +115,8 @@ def chat(
 
 def pair(where: str, prompt: object, answer: object, *, train_on: TrainOn = "assistant") -> Example:
     """The example of two texts, one of which goes on where the other ends. Raises `UserError`."""
-    for text, name in ((prompt, "prompt"), (answer, "answer")):
-        if not isinstance(text, str):
-            raise UserError(f"{where}: the {name} is a {type(text).__name__}, not a string", fix="write it as a string")
-    return Example(where, pair=(str(prompt), str(answer)), train_on=train_on)
+    texts = _string(prompt, where, "the prompt"), _string(answer, where, "the answer")
+    return Example(where, pair=texts, train_on=train_on)
 
 
 def _turns(value: object, where: str) -> list[Turn]:
@@ -144,12 +142,24 @@ def _turn(value: object, where: str) -> Turn:
         content = "".join(part["text"] for part in content)
     if content is None and role == "assistant" and value.get("tool_calls"):
         content = ""
-    if not isinstance(content, str):
-        raise UserError(f"{where}: its content is a {type(content).__name__}, not a string", fix="write a string")
+    content = _string(content, where, "its content")
     more = {
         key: each for key, each in value.items() if key not in ("role", "from", "content", "value") and each is not None
     }
     return {"role": role, "content": content, **more}
+
+
+def _string(value: object, where: str, what: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {what} is a {type(value).__name__}, not a string", fix="write it as a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can say half a character
+        raise UserError(
+            f"{where}: {what} has half of a surrogate pair, \\u{ord(value[error.start]):04x}",
+            fix="it stands for no character; remove it or write the file again from its origin",
+        ) from error
+    return value
 
 
 def _tools(value: object, where: str) -> tuple[Any, ...] | None:

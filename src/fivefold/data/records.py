@@ -33,8 +33,7 @@ _PARTS = {
     "tools": ("tools",),
 }  # fmt: skip
 
-_RENDER = "render each record to one text with tokenizer.apply_chat_template(messages, tokenize=False), under the key"
-_PLAIN = "fivefold trains plain text; docs/data.md, 'Conversations and instructions', shows how"
+_MORE = "docs/data.md, 'Conversations and instructions'"
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,8 @@ def example_of(record: Mapping[str, object], source: Source, where: str) -> Exam
         if source.format in RECORD_KINDS:
             raise UserError(
                 f"{where}: no {source.format} record; the keys are {_listed(record)}",
-                fix=source.option("columns", "{prompt: KEY, completion: KEY}") + ", or {messages: KEY}",
+                fix=_columns(source),
+                more=_MORE,
             )
         return None
     system, tools = (record.get(key) if key else None for key in (parts.system, parts.tools))
@@ -218,10 +218,11 @@ def no_text(
     names = list(names)
     if conversation := conversation_of(names):
         # No key is advised: any of them would train on the answers, or the prompts, alone.
-        key = Source.text_key if source.text_key in conversation.keys else source.text_key
-        found = f"{conversation.name} ({_listed(conversation.keys)})"
         return UserError(
-            f"{where}: these are {found}, without a plain text under {key!r}", fix=f"{_RENDER} {key!r}", more=_PLAIN
+            f"{where}: these are {conversation.name} ({_listed(conversation.keys)}), and which keys are asked and "
+            "answered is not to be told",
+            fix=_columns(source),
+            more=_MORE,
         )
     if kind is not None:
         return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
@@ -229,6 +230,12 @@ def no_text(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
         fix=_fix(source, None if _asks(names) else likely, noun),
         more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
+    )
+
+
+def _columns(source: Source) -> str:
+    return (
+        f"name them, {source.label}.columns: {{prompt: KEY, completion: KEY}}, or {{messages: KEY}} for a list of turns"
     )
 
 
