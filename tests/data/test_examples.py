@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
 
+from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, prepare
 from fivefold.data.tokenizer import _byte_characters
@@ -233,3 +234,29 @@ def test_another_template_makes_other_tokens(tmp_path: Path, folder: Any) -> Non
     first = read(tmp_path, [{"messages": TALK}], folder())
     second = read(tmp_path, [{"messages": TALK}], folder(MARKS))
     assert texts(first) != texts(second) and first.fingerprint != second.fingerprint
+
+
+def test_the_command_shows_rows_as_the_model_sees_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p" * n, "completion": "c\x1b[2J"}) + "\n" for n in (3, 40)))
+    command = [
+        "data",
+        f"data.train.path={path}",
+        "data.validation=0",
+        "tokenizer.name_or_path=byte",
+        "data.seq_length=99",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--rows", "5"])
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    assert "ppp[[c\\x1b[2J<|endoftext|>]]" in out and "row 1: 2 documents, 55 tokens, 12 trained" in out
+    assert "trained     12 tokens of 55 (21.8%), in 2 examples" in out
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--json", "-"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["trained"] == [{"least": 5, "most": 8, "pieces": 2}]
+    assert [each["pieces"] for each in shown["lengths"]] == [1, 0, 1]  # of 9 to 16 tokens, 17 to 32, 33 to 64

@@ -2,9 +2,9 @@
 
 Inputs hide nothing: documents of unequal, mostly prime lengths, packed several to a row, one row nearly empty, and some
 that go on after their row's end, whose last token has a target; of every second document only some targets are trained,
-as of a conversation; biases and norm weights are random; clipping bites in one step and not in the next; weights decay; a router's bias that load may move is moved, and the losses that balance
-experts are on. Zero biases, uniform lengths, power-of-two sizes, or a clip that never bites or always does would each
-hide a whole class of bugs.
+as of a conversation; biases and norm weights are random; clipping bites in one step and not in the next; weights decay;
+a router's bias that load may move is moved, and the losses that balance experts are on. Zero biases, uniform lengths,
+power-of-two sizes, or a clip that never bites or always does would each hide a whole class of bugs.
 """
 
 import math
