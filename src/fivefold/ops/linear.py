@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.ops.keep import keeping, kept, product
+from fivefold.ops.keep import keeping, product_with_inputs
 from fivefold.torch_internals import grouped_mm
 
 Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
@@ -50,10 +50,7 @@ class Products(Protocol):
     store them."""
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(outputs, what backward needs besides the weights: the input or what is left of it, then scales)."""
-
-    def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        """The first thing that backward needs, where the outputs and the scales have been kept."""
+        """(outputs, what backward needs besides the weights)."""
 
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
@@ -66,9 +63,6 @@ class OneByOne:
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(self.output(x, weight) for weight in weights), (x,)
-
-    def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        return x
 
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
@@ -134,15 +128,15 @@ class _Matmul(torch.autograd.Function):
         # Named arguments before the weights would not do: where no gradient is asked for, Dynamo leaves out `ctx` if a
         # call has one argument more than the signature, which here is two weights.
         x, products, queue, *weights = given
-        made: list[tuple[Tensor, ...]] = []
 
-        def outputs() -> tuple[Tensor, ...]:
-            made.extend(products.outputs(x, weights))
-            return made[0]
+        def compute() -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+            outs, kept = products.outputs(x, weights)
+            return outs, tuple(None if each is x else each for each in kept)
 
-        outs = (product(lambda: outputs()[0]),) if len(weights) == 1 else kept(outputs)
-        scales = kept(lambda: made[1][1:])
-        ctx.save_for_backward(*weights, made[1][0] if made else products.input_again(x, scales), *scales)
+        # Under selective recompute the second forward has an input of its own, with the same numbers.
+        outs: tuple[Tensor, ...]
+        outs, kept = product_with_inputs(compute)
+        ctx.save_for_backward(*weights, *(x if each is None else each for each in kept))
         ctx.products, ctx.queue, ctx.weights = products, queue, tuple(weights)
         return outs
 
@@ -209,8 +203,8 @@ class Linears:
         `is_transposed`: [S, O]. One kernel where it serves these tensors."""
         is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
         if is_served and not ("expert" in self.products or self._is_put_off("expert", weight)):
-            # The kernel has a backward of its own.
-            return keeping(Grouped(counts_E, is_transposed, is_served).output)(x_SI, weight)  # type: ignore[no-any-return]
+            plain = Grouped(counts_E, is_transposed, is_served)
+            return keeping(plain.output)(x_SI, weight)  # type: ignore[no-any-return]  # the kernel has its own backward
         products = self.products.get("expert", Grouped)(counts_E, is_transposed, is_served)
         return self._multiply(x_SI, [weight], products, "expert")[0]
 

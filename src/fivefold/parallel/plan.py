@@ -245,15 +245,6 @@ class ParallelPlan:
         return tuple(found)
 
     @cached_property
-    def fp8_inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
-        """`fp8_linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
-        own = {linear.name.removesuffix(".weight"): linear for linear in self.fp8_linears}
-        shared = {names[0]: names for block in self.facts.partition.tp_blocks for names in block.shared}
-        later = {name for names in shared.values() for name in names[1:]}
-        groups = (shared.get(name, (name,)) for name in own if name not in later)
-        return tuple(tuple(own[name] for name in group) for group in groups)
-
-    @cached_property
     def kept_linears(self) -> frozenset[str]:
         """The linears of all layers whose results selective recompute keeps: all but routers and a layer's last one,
         which nothing behind it reads again."""
@@ -275,6 +266,15 @@ class ParallelPlan:
         off run outside of graphs; fp8 agrees on scales outside of its kernels."""
         parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.grid.size("cp") > 1
         return not (parts or any(is_within(each.name, [layer]) for each in self.facts.experts))
+
+    @cached_property
+    def fp8_inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
+        """`fp8_linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
+        own = {linear.name.removesuffix(".weight"): linear for linear in self.fp8_linears}
+        shared = {names[0]: names for block in self.facts.partition.tp_blocks for names in block.shared}
+        later = {name for names in shared.values() for name in names[1:]}
+        groups = (shared.get(name, (name,)) for name in own if name not in later)
+        return tuple(tuple(own[name] for name in group) for group in groups)
 
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
