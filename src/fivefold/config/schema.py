@@ -149,9 +149,16 @@ class TokenizerSection(Section):
 class DataSource(Section):
     path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(
-        default="auto", description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens"
+        default="auto",
+        description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat, completion",
     )
     text_key: str = Field(default="text", description="key that holds the text of a record")
+    columns: dict[Literal["messages", "prompt", "completion", "system", "tools"], str] = Field(
+        default={}, description="keys of a record's parts: messages, prompt, completion, system, tools"
+    )
+    train_on: Literal["assistant", "all", "last"] = Field(
+        default="assistant", description="what of an example is trained: every answer, all of it, the last answer"
+    )
     weight: Number = Field(
         default=1.0, gt=0, description="how often its documents are read, relative to those of the other sources"
     )
@@ -553,13 +560,13 @@ def parse_config(text: str) -> RunConfig:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not legal, not built yet, or not installed.
+    """Raise `UserError` for what the run file may say but cannot be run: not legal, or not installed.
 
     Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
     layout = config.written_layout
     # What the planner chooses is legal; the part of it that is written need not be.
-    legality.refuse((legality.of_what_is_not_built if config.is_automatic else legality.violations)(layout))
+    legality.refuse(() if config.is_automatic else legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
         legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package
