@@ -174,7 +174,7 @@ def _notes(
     others: Sequence[Log], unlike: Mapping[str, str], device: str,
 ) -> list[str]:  # fmt: skip
     """What the numbers are of, and what is not to be read into them."""
-    lines = [f"speed: median step, the first {warmup} of a start left out; ±: half the range of repeats"]
+    lines = [f"speed: median step after the first {warmup} of a start; ±: half the range of repeats"]
     if tokens:
         evaluated = "; eval loss: of held-out rows then" if any(row.eval_loss for row in found) else ""
         lines.append(f"loss: mean of the last {100 * LAST:.0f} % of {human(min(tokens.values()))} tokens{evaluated}")
