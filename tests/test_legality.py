@@ -182,7 +182,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert found[2].legal == (1, 2, 4) and found[2].error.fix == "try tp 1, 2, 4"
 
 
-@pytest.mark.parametrize("text", ["shard2+selective", "shard2+offload", "shard2+offload_optimizer"])
+@pytest.mark.parametrize("text", ["shard2+selective"])
 def test_what_is_not_built_is_refused_wherever_a_layout_comes_from(text: str) -> None:
     """Also from `ff.parallelize`, which reads no run file: it would train without it, and not say so."""
     (found,) = violations(Layout.parse(text))

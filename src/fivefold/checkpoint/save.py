@@ -170,12 +170,12 @@ class Saver:
     def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
         """The slices on the CPU; asynchronous: copies that training does not touch."""
         on_gpu = any(one.values.is_cuda for one in slices)
-        if not (self._asynchronous or on_gpu):
-            return slices
-        copies = self._staging.copies([one.values for one in slices])
+        moved = [self._asynchronous or one.values.is_cuda for one in slices]  # offloaded state is on the CPU
+        there = [one.values for one, is_moved in zip(slices, moved, strict=True) if is_moved]
+        copies = iter(self._staging.copies(there) if there else ())
         if on_gpu:
             torch.cuda.synchronize()
-        return [replace(one, values=copy) for one, copy in zip(slices, copies, strict=True)]
+        return [replace(one, values=next(copies)) if own else one for one, own in zip(slices, moved, strict=True)]
 
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""

@@ -23,8 +23,6 @@ _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data r
 # Key -> the values that are not built yet, and what can be set instead.
 NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "memory.recompute": (("selective",), "none or full"),
-    "memory.offload_activations": ((True,), "false"),
-    "memory.offload_optimizer": ((True,), "false"),
 }
 
 

@@ -32,8 +32,10 @@ from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.offload import Offload, offload_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
@@ -49,6 +51,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    offload_to: str = HOST,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
@@ -56,7 +59,7 @@ def parallelize(
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
-    users: `fivefold.own_loop.parallelize`.
+    users: `fivefold.own_loop.parallelize`. `offload_to`: where what the layout offloads lies, see `HostMemory`.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -93,7 +96,8 @@ def parallelize(
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
     compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled)
+    offload = offload_of(layout, offload_to, device)
+    _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled, offload=offload)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
@@ -103,7 +107,7 @@ def parallelize(
     _tie(model, facts.anatomy)
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
     model.fivefold = ParallelState(
-        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, compiled
+        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, offload, compiled
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -149,8 +153,10 @@ def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Pro
     return {**products, "expert": partial(Float8Grouped, recipe)}
 
 
-def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:
-    """Recompute and compile each block inside FSDP's hooks; names do not change."""
+def _wrap_blocks(
+    model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None, offload: Offload
+) -> None:
+    """Recompute, compile and offload each block inside FSDP's hooks; names do not change."""
     for region in plan.partition.of_layers(plan.layers).tp_blocks:
         if compiled and region.is_last and recompute.wraps(region.row) and plan.reduces_rows:
             # A graph saves its tensors when all of it has run. A second forward stops at the last saved tensor: it is
@@ -163,6 +169,10 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, 
             block.forward = compiled.block(name, block.forward)
         if recompute.wraps(name):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if offload.activations:
+            block.forward = offload.activations.layer(
+                block, block.forward, is_first=name in plan.stage_ends[0], is_last=name in plan.stage_ends[1]
+            )
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:

@@ -59,6 +59,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
     for layer in plan.layers:
         if recompute.wraps(layer):
             yield Intervention(layer, "forward", "recompute", "its activations are computed again in backward")
+        if plan.layout.offload_activations:
+            yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
     for unit in plan.units:
         yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
 

@@ -164,6 +164,12 @@ class ParallelPlan:
         return self.stages.layers_of(self.coords.pp)
 
     @cached_property
+    def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The first layers of the stages of this rank, and the last ones."""
+        own = [self.stages.layers[slice(*self.stages.splits[stage])] for stage in self.own_stages]
+        return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
+
+    @cached_property
     def own_stages(self) -> tuple[int, ...]:
         """The stages of this rank, in their order."""
         return self.stages.stages_of(self.coords.pp)

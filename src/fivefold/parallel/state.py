@@ -18,6 +18,7 @@ from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.guard import Guard
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload import Offload
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Region
 
@@ -37,6 +38,7 @@ class ParallelState:
     partial_gradients: Mapping[str, Sequence[nn.Parameter]]  # by axis, see `tensor.held_in_part`
     reduce_dtype: torch.dtype
     balance: balancing.Balance  # of routers
+    offload: Offload  # to host memory
     compiled: Compiled | None = None  # None where blocks run as they are
     guard: Guard = field(default_factory=Guard)
 

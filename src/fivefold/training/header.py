@@ -8,11 +8,12 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
-from fivefold.core.units import human, many
+from fivefold.core.units import human, human_bytes, many
 from fivefold.launch.memory import GIB
 from fivefold.launch.world import multiplies_bf16
 from fivefold.ops.fp8 import emulated
 from fivefold.parallel.data import PRECISION_OF
+from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, schedule
 
@@ -50,6 +51,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
             f"{', blocks compiled' if compiled else ''}",
         ),
         *_fp8_lines(job),
+        *_offload_lines(job),
         *_mfu_lines(job),
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
@@ -103,6 +105,19 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     rows = [("fp8", f"{recipe}: {cast} of this rank; head, norms and attention in {plan.layout.precision}")]
     if why := emulated(recipe, job.world.device, plan.layout.precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
+    return rows
+
+
+def _offload_lines(job: "Trainer") -> list[tuple[str, str]]:
+    """What of this rank lies in host memory, or in a file."""
+    state, place = state_of(job.model), job.config.memory.offload_to
+    if state.offload.memory is None:
+        return []
+    sizes = {what: size for what, size in preflight.bytes_of(state.plan, job.config).host.items() if size}
+    what = " and ".join(f"{human_bytes(size)} of {kind}" for kind, size in sizes.items()) or "nothing"
+    rows = [("offload", f"{what} of this rank to {'host memory' if place == HOST else place}")]
+    if job.world.device == "cpu" and place == HOST:
+        rows.append(("", "the device is the CPU, whose memory that is: only memory.offload_to=FOLDER saves any"))
     return rows
 
 

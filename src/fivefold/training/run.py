@@ -117,7 +117,9 @@ class Trainer:
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
+            offload_to=config.memory.offload_to,
         )  # fmt: skip
+        preflight.reserve_host_memory(model, config)
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
         optimizer = build_optimizer(model, config.optimizer)
         stack.callback(log.folder.release)
