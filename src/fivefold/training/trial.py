@@ -33,13 +33,13 @@ def run(job: "Trainer") -> None:
     """On every rank, of a run that is about to begin its first step."""
     with _put_back(job.model), ExitStack() as until_then:
         until_then.callback(job.optimizer.zero_grad, set_to_none=True)
-        state_bytes = 0 if job.optimizer.state else preflight.optimizer_bytes(job.model, job.config)
-        kept = torch.full((state_bytes,), 1, dtype=torch.uint8, device=job.world.device)
+        saved, on_device = (0, 0) if job.optimizer.state else preflight.optimizer_bytes(job.model, job.config)
+        kept = torch.full((on_device,), 1, dtype=torch.uint8, device=job.world.device)
         _step(job)
         job.optimizer.zero_grad(set_to_none=True)
         if job.config.eval.every and job.data.validation:
             mean_loss(job.model, islice(job.evaluation(job.data.validation), 1))
-        job.keeper.try_memory(state_bytes)
+        job.keeper.try_memory(saved)
         del kept
     if job.world.device != "cpu":
         torch.cuda.synchronize()
