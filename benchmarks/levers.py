@@ -5,8 +5,8 @@
                                               GPU), and records them in benchmarks/results/levers.json
 
 Llama 3.2 1B on two H100, rows of 8,192 tokens, two micro batches of one row, bf16, layers compiled: the real second
-step of rank 0 on torch's own caching allocator. A lever is a line of `ROWS`. What a CPU takes with most of them is measured
-by `planner_truth.py`.
+step of rank 0 on torch's own caching allocator. A lever is a line of `ROWS`. What a CPU takes with most of
+them is measured by `planner_truth.py`.
 """
 
 import argparse
