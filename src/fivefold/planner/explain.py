@@ -87,6 +87,8 @@ def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[La
 def _changed(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
     """With one change each. What a dimension gains, data parallelism loses: replicas first, then shards."""
     if layout.recompute == "none":
+        yield replace(layout, recompute="selective")
+    if layout.recompute in ("none", "selective"):
         yield replace(layout, recompute="full")
     if not cluster.chip.is_host:  # whose memory is that of the host
         if not layout.offload_activations:

@@ -186,12 +186,11 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of the weights and of what the optimizer keeps of them, in their shape."""
-    plan = state_of(model).plan
-    sizes = {name: prod(spec.shape) for name, spec in plan.shards.items()}
-    kept = rule_of(config.optimizer.name).state(plan).values()
-    elements = sum(sizes.values()) + sum(sizes[name] for names in kept for name in names)
-    return elements * next(model.parameters()).dtype.itemsize
+    """Bytes of the weights and of what the optimizer keeps of them."""
+    plan, itemsize = state_of(model).plan, next(model.parameters()).dtype.itemsize
+    kept = [name for names in rule_of(config.optimizer.name).state(plan).values() for name in names]
+    weights = sum(prod(spec.shape) for spec in plan.shards.values()) * itemsize
+    return weights + sum(plan.whole_state_bytes(name, itemsize) for name in kept)
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:
