@@ -125,6 +125,20 @@ class Saver:
             futures.wait([self._pending])
             self._staging.free()
 
+    def try_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, more: int) -> None:
+        """Take the memory that a save copies to, and keep it where a save would: in the background. `more`: bytes of
+        the optimizer's state that is not there yet, of which the slices of this rank have their part."""
+        reshard(model)
+        own = list(collect(model, optimizer))
+        held = sum(local(each).nbytes for each in model.parameters())
+        weights = [one.values for one in own if one.kind == WEIGHT]
+        written = sum(each.nbytes for each in weights)
+        if not weights or not (self._asynchronous or weights[0].is_cuda):
+            return
+        self._staging.take([one.values for one in own], more * written // max(held, 1))
+        if not self._asynchronous:
+            self._staging.free()
+
     def wait(self) -> None:
         """Wait for the save under way, if any.
 

@@ -27,11 +27,7 @@ class Staging:
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each of `tensors` on the CPU, in memory that training does not touch. Those of a GPU are complete when the
         device has been waited for."""
-        needed: dict[torch.dtype, int] = {}
-        for tensor in tensors:
-            needed[tensor.dtype] = needed.get(tensor.dtype, 0) + tensor.numel()
-        self._make_room(needed, lock=any(tensor.is_cuda for tensor in tensors))
-        used = dict.fromkeys(needed, 0)
+        used = dict.fromkeys(self.take(tensors), 0)
         found = []
         for tensor in tensors:
             start = used[tensor.dtype]
@@ -39,6 +35,18 @@ class Staging:
             copy = self._buffers[tensor.dtype][start:stop].view(tensor.shape)
             found.append(copy.copy_(tensor, non_blocking=True))
         return found
+
+    def take(self, tensors: Sequence[Tensor], more: int = 0) -> dict[torch.dtype, int]:
+        """Have the memory for these tensors, and `more` bytes beside them, of the first one's dtype. Returns how many
+        numbers of each dtype there are."""
+        needed: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            needed[tensor.dtype] = needed.get(tensor.dtype, 0) + tensor.numel()
+        if more:
+            first = tensors[0].dtype
+            needed[first] += more // first.itemsize
+        self._make_room(needed, lock=any(tensor.is_cuda for tensor in tensors))
+        return needed
 
     def free(self) -> None:
         """Give the memory back. The copies must not be used afterwards."""

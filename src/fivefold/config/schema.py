@@ -299,6 +299,11 @@ class MemorySection(Section):
     offload_optimizer: bool = of_layout("offload_optimizer")
     offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
+    trial: Literal["auto"] | bool = Field(
+        default="auto",
+        description="take the memory of a step, an evaluation and a save before the first step: auto (on a GPU), "
+        "true, false",
+    )
 
     @field_validator("loss_chunks")
     @classmethod

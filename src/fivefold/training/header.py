@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
 from fivefold.core.units import human, human_bytes, many
+from fivefold.launch.memory import GIB
 from fivefold.launch.world import multiplies_bf16
 from fivefold.ops.fp8 import emulated
 from fivefold.parallel.data import PRECISION_OF
@@ -60,6 +63,20 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def memory_line(job: "Trainer", peaks: Mapping[str, float | None]) -> str:
+    """What the trial before the first step took on the fullest rank, beside what there is and what was planned."""
+    taken, reserved = peaks["memory/peak_gib"], peaks.get("memory/peak_reserved_gib")
+    if taken is None:
+        return ""
+    on_gpu = job.world.device != "cpu"
+    has = torch.cuda.get_device_properties(job.world.device).total_memory / GIB if on_gpu else None
+    planned = preflight.planned_gib(job.config, job.world, state_of(job.model).plan.facts)
+    beside = [f"{reserved:.1f} reserved" if reserved else "", f"planned {planned:.1f}" if planned else ""]
+    brackets = ", ".join(filter(None, beside))
+    of = f" of {has:.1f}" if has else ""
+    return f"tried: {taken:.1f}{of} GiB in a step, an evaluation and a save{f' ({brackets})' if brackets else ''}"
 
 
 def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
 from fivefold.core.units import human_bytes
 from fivefold.data.prepare import PreparedData
+from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import GIB, Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
@@ -29,6 +30,7 @@ from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.memory import StepBytes
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.state import state_of
+from fivefold.planner.relief import planned
 from fivefold.training.optimizers import rule_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
@@ -135,6 +137,26 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
         failed = error.to_json()
     if state.offload.memory and (told := next(filter(None, plain.everywhere(failed)), None)):
         raise UserError.from_json(told)
+
+
+def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | None:
+    """GiB of tensors of the fullest rank, as the planner says; None where it does not know the devices."""
+    kind = "cpu" if world.device == "cpu" else "cuda"
+    try:
+        cluster = cluster_here(kind, world.size, world.local_size, config.hardware)
+        return planned(config, cluster, facts).estimate().memory_gib
+    except UserError:
+        return None
+
+
+def optimizer_bytes(model: nn.Module, config: RunConfig) -> int:
+    """Of the optimizer's state on this rank, which is not there before the first step."""
+    return bytes_of(state_of(model).plan, config).optimizer
+
+
+def host_bytes(model: nn.Module, config: RunConfig) -> int:
+    """Of it, in host memory."""
+    return bytes_of(state_of(model).plan, config).host["optimizer state"]
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
