@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
@@ -18,7 +19,7 @@ from fivefold.planner.search import NEAR
 
 USEFUL = ("matmuls", "attention")  # what a model cannot be trained without
 MOST_CURES = 3
-OFFLOADS = (  # asked for where nothing else fits: the way to host memory is slow
+OFFLOADS: tuple[dict[str, Any], ...] = (  # asked for where nothing else fits: the way to host memory is slow
     {"offload_activations": True}, {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
 )  # fmt: skip
@@ -149,8 +150,8 @@ def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iter
     with suppress(UserError):
         shorter = longest_sequence(prices, workload, closest.layout).seq_length
         yield f"rows of {shorter:,} tokens fit, with {closest.layout}"
-    for step in _offloaded(prices, [closest.layout], workload):
-        yield f"{step.layout} fits, with a step of {step.seconds:.3g} s"
+    for away in _offloaded(prices, [closest.layout], workload):
+        yield f"{away.layout} fits, with a step of {away.seconds:.3g} s"
         break
     for times in TIMES_NODES:
         cluster = replace(prices.cluster, nodes=prices.cluster.nodes * times)
