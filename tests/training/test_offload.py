@@ -28,7 +28,7 @@ CASES = {  # both levers, in turns with each fold; more micro batches than stage
     "dp2.shard2+mb2": {},
     "shard2.tp2+full+mb1": {"optimizer": "muon"},
     "pp2+zb+v2+mb1": {"overrides": (("num_hidden_layers", 8),)},
-    "shard2.ep2+mb1": {"family": "mixtral"},
+    "shard2.ep2+selective+mb1": {"family": "mixtral"},
     "cp2+ring+mb2": {"optimizer": "muon"},
 }
 

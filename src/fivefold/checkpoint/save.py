@@ -40,10 +40,12 @@ from fivefold.config import RunConfig
 from fivefold.core import files
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
+from fivefold.core.optimizers import SCALE
 from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.sharding import by_block, numbers_each, regions_by_block
 from fivefold.parallel.state import state_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
@@ -239,8 +241,9 @@ def collect(
     """The slices of weights and optimizer state that this rank owns: over all ranks, every element once. `gradients`:
     those of the weights' gradients instead.
 
-    State in its parameter's shape lies as the parameter does; state of another shape is the same on all ranks (only
-    layouts of whole tensors have it). Raises `UserError` for what no checkpoint holds.
+    State in its parameter's shape lies as the parameter does, and so do the scales of its blocks; state of another
+    shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for what no checkpoint
+    holds.
     """
     plan = state_of(model).plan
     for name, parameter in model.named_parameters():
@@ -249,10 +252,11 @@ def collect(
             continue
         for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():
             _check_type(kind, name, tensor)
-            if tensor.shape == parameter.shape:
-                for whole, here in plan.regions(name):
+            if length := numbers_each(tensor.shape, parameter.shape, is_scale=kind.endswith(SCALE)):
+                shape = by_block(plan.shards[name].shape, length)
+                for whole, here in regions_by_block(plan.regions(name), length):
                     offset = tuple(one.start for one in whole)
-                    yield OwnedSlice(kind, name, plan.shards[name].shape, offset, local(tensor)[here])
+                    yield OwnedSlice(kind, name, shape, offset, local(tensor)[here])
             elif plan.shard_index(name).part == plan.shard_index(name).fsdp_rank == 0:
                 yield _whole(kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     if plan.is_first_of_stage and not gradients:

@@ -33,6 +33,7 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.core.layout import FP8, SAID, Compute, Layout, RecomputeMode
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
+from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 
 DEMO = Path(__file__).with_name("demo.yaml")
@@ -238,6 +239,7 @@ class OptimizerSection(Section):
     ns_steps: Whole | None = Field(
         default=None, ge=1, description="muon: Newton-Schulz iterations of an update; not set: 5"
     )
+    state_dtype: StateDtype = of_layout("state_dtype")
 
     @model_validator(mode="before")
     @classmethod
@@ -551,13 +553,13 @@ def parse_config(text: str) -> RunConfig:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not legal, not built yet, or not installed.
+    """Raise `UserError` for what the run file may say but cannot be run: not legal, or not installed.
 
     Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
     layout = config.written_layout
     # What the planner chooses is legal; the part of it that is written need not be.
-    legality.refuse((legality.of_what_is_not_built if config.is_automatic else legality.violations)(layout))
+    legality.refuse(() if config.is_automatic else legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
         legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.schedule import Slot
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import LayerCost
+from fivefold.models.facts import LayerCost, Matmul
 from fivefold.parallel.collectives import StepShape
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         "parameters": sum(held.values()),
         "gradients": sum(trained.values()),
         "optimizer state": sum(
-            size
+            plan.state_bytes(name, shape.master_bytes)
             for kind in optimizer.state
-            for name, size in trained.items()
+            for name in trained
             if optimizer.keeps(kind, is_matrix=name in matrices)
         ),
         "router buffers": buffer_bytes(plan.buffers),
@@ -245,7 +245,7 @@ def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Pa
     for stage in plan.own_stages:
         own = plan.stages.layers[slice(*plan.stages.splits[stage])]
         for layer in own:
-            of_layer = layer_bytes(plan, costs[layer], shape, is_again=shape.recompute.wraps(layer))
+            of_layer = layer_bytes(plan, layer, costs[layer], shape)
             kept[layer], more = of_layer.kept, of_layer.working
             if moves and layer != own[-1]:
                 away += counts.most[stage] * kept[layer]
@@ -285,15 +285,55 @@ class LayerBytes:
     working: int
 
 
-def layer_bytes(plan: "ParallelPlan", cost: LayerCost, shape: StepShape, *, is_again: bool) -> LayerBytes:
-    """`is_again`: it keeps only its input, and is computed again in backward."""
+def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
+    """Of `layer`, which costs `cost`. Where it is computed again, it keeps its input, with selective recompute also
+    what is dear; the rest of what it saves is there while its backward runs."""
     tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
     made = cost.kept(shape.compute_bytes, compiled=shape.compiled)
     numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
     saved = round((numbers + exchanged_numbers(plan, cost)) * token)
     entered = shape.hidden_bytes // (tp if splits else 1)
-    working = round(working_numbers(plan, cost, shape) * token)
-    return LayerBytes(saved, entered if is_again else saved, working + (saved if is_again else 0))
+    working, dear = round(working_numbers(plan, cost, shape) * token), 0
+    if not shape.recompute.wraps(layer):
+        return LayerBytes(saved, saved, working)
+    if shape.recompute.keeps(layer):
+        dear = round(dear_numbers(plan, layer, cost, shape) * token)
+    return LayerBytes(saved, entered + dear, working + max(0, saved - dear))
+
+
+def dear_numbers(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> float:
+    """Numbers of a token that selective recompute keeps of a layer: outputs of its linears and of attention, with one
+    statistic of each query in fp32, and rows of experts."""
+    tp, splits, partition = plan.layout.tp, plan.splits_sequence, plan.facts.partition
+    inside = sum(
+        each.query * (each.value_size + max(4, shape.compute_bytes) / shape.compute_bytes) for each in cost.attention
+    )
+    found = exchanged_numbers(plan, cost)
+    if found:  # queries, too, are there before and after their exchange
+        found += sum(each.query * each.key_size for each in cost.attention) / tp
+    for matmul in cost.matmuls:
+        name, sizes = f"{layer}.{matmul.name}", (matmul.outputs, matmul.inputs)
+        role = partition.roles.get(name)
+        if role is not None and role.kind == "experts":
+            found += _dear_rows(plan, name, matmul, shape)
+        elif plan.keeps(name) and role is not None and role.kind == "column":
+            inside += sizes[role.dim or 0]
+        elif plan.keeps(name) and role is not None and role.kind == "row":
+            found += sizes[1 - (role.dim or 0)] / (tp if splits else 1)
+        elif plan.keeps(name):
+            found += matmul.outputs
+    return found + inside / tp
+
+
+def _dear_rows(plan: "ParallelPlan", name: str, matmul: Matmul, shape: StepShape) -> float:
+    """Of the matrices `name` of experts. The first ones make features. The second ones make rows as wide as hidden
+    states, and where rows are sent, they are kept when they come, and when they come back."""
+    layout = plan.layout
+    features = next((each.features for each in plan.facts.experts if is_within(name, [each.name])), None)
+    if features is not None and name.endswith(features.first):
+        return (matmul.outputs, matmul.inputs)[features.made - 1] * matmul.times / layout.tp
+    rows = 3 if plan.grid.size("ep") > 1 else 1
+    return rows * shape.hidden * matmul.times / (1 if layout.expert_tp else layout.tp)
 
 
 def exchanged_numbers(plan: "ParallelPlan", cost: LayerCost) -> float:

@@ -584,8 +584,8 @@ class Step:
         found = edges_of(self.price_list, self.shards, self.content, self.layout)
         if not self.layout.offload_optimizer:
             return found
-        held = sum(unit.trained * count for shard, count in self.shards.of(self.content) for unit in shard.units)
-        copies = host_seconds(self.cluster.chip, held * state_bytes(self.shards.shape))
+        state = sum(unit.state * count for shard, count in self.shards.of(self.content) for unit in shard.units)
+        copies = host_seconds(self.cluster.chip, state * len(OPTIMIZERS[self.shards.shape.optimizer].state))
         return replace(found, update=np.maximum(found.update, copies))
 
     @cached_property
@@ -690,10 +690,11 @@ def resting_bytes(
     shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
+    kinds = len(OPTIMIZERS[shape.optimizer].state)
     state = {
         "parameters": held * shape.master_bytes,
         "gradients": trained * shape.master_bytes,
-        "optimizer state": trained * state_bytes(shape),
+        "optimizer state": sum(unit.state for unit in units) * kinds,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if offloads:
@@ -814,11 +815,6 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         reductions=sum(unit.reduce_seconds * count for unit, count in units),
         sums=sums,
     )
-
-
-def state_bytes(shape: StepShape) -> int:
-    """Of the optimizer, for each number that is trained."""
-    return shape.master_bytes * len(OPTIMIZERS[shape.optimizer].state)
 
 
 def host_seconds(chip: Chip, size: Numbers | float) -> Numbers:

@@ -48,7 +48,8 @@ def nothing() -> Seconds:
 
 @dataclass(frozen=True)
 class UnitPrice:
-    """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding.
+    """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding. `state`:
+    bytes of one kind of the optimizer's state.
     `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
     `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered."""
 
@@ -60,6 +61,7 @@ class UnitPrice:
     gather_seconds: float
     reduce_seconds: float
     largest: int = 0
+    state: int = 0
 
     @property
     def is_sent(self) -> bool:
@@ -266,7 +268,7 @@ class _Pricing:
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
         """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
         attention (FlashAttention computes the scores again)."""
-        chip, dtype, recompute = self.chip, self.dtype, self.shape.recompute.wraps(layer)
+        chip, dtype, mode = self.chip, self.dtype, self.shape.recompute.of(layer)
         engine, token = self.engine, self.tokens * self.shape.compute_bytes
         products = tuple(self.products(layer, cost))
         matmuls = sum(map(self._matmul_seconds, products))
@@ -284,14 +286,16 @@ class _Pricing:
             cast = [each.rows * each.inputs + each.inputs * each.outputs for each in products]
             forward[2] += traffic_seconds(chip, engine.cast_bytes * sum(cast))
             backward[2] += traffic_seconds(chip, engine.cast_bytes * sum(each.rows * each.outputs for each in products))
-        partly = self.shape.recompute.mode == "selective"
-        keeps, again = engine.selective if partly else (1.0, float(recompute))
+        partly = mode == "selective"
+        keeps, again = engine.selective if partly else (1.0, float(mode == "full"))
         backward[:3] += forward[:3] * again
+        if partly and engine.moments:  # all but matmuls and attention is computed again
+            backward[2] += traffic
         if partly and engine.score_bytes:  # attention alone is computed again
             backward[1:3] += attention, traffic_seconds(chip, engine.score_bytes * scores) / 3
         calls = self._sent(layer, forward, backward)
         host = self._host_seconds()
-        kept, working = self._kept(layer, cost, keeps, is_again=recompute)
+        kept, working = self._kept(layer, cost, keeps)
         return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
 
     def _matmul_seconds(self, product: Product) -> float:
@@ -304,16 +308,17 @@ class _Pricing:
         numbers = sum(each.inputs * each.outputs * each.count for each in products)
         return traffic_seconds(self.chip, self.engine.sum_bytes * numbers)
 
-    def _kept(self, layer: str, cost: LayerCost, keeps: float, *, is_again: bool) -> tuple[int, int]:
+    def _kept(self, layer: str, cost: LayerCost, keeps: float) -> tuple[int, int]:
         """Bytes of a layer that stay until backward, and that its backward has besides. `keeps`: the part of what
         forward saves that selective recompute leaves."""
-        own, engine = layer_bytes(self.plan, cost, self.shape, is_again=is_again), self.engine
+        own, engine = layer_bytes(self.plan, layer, cost, self.shape), self.engine
         if engine.moments:
             return own.kept, own.working
         scores = sum(map(self.scores, cost.attention))
         saved = self._saved(layer, cost) * self.tokens * self.shape.compute_bytes * engine.saved_scale
-        saved = round(saved + (0 if self.shape.recompute.mode == "selective" else engine.score_memory) * scores)
-        return (own.kept, saved) if is_again and own.kept < saved else (round(saved * keeps), 0)
+        mode = self.shape.recompute.of(layer)
+        saved = round(saved + (0 if mode == "selective" else engine.score_memory) * scores)
+        return (own.kept, saved) if mode == "full" and own.kept < saved else (round(saved * keeps), 0)
 
     def _saved(self, layer: str, cost: LayerCost) -> float:
         """Numbers that a token leaves on a rank of a trainer that is not this one."""
@@ -421,7 +426,11 @@ class _Sharding(_Pricing):
         itemsize = self.shape.compute_bytes
         gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
-        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit))
+        trained = [name for name in unit.parameters if name not in unit.frozen]
+        return UnitPrice(
+            held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit),
+            sum(self.plan.state_bytes(name, self.shape.master_bytes) for name in trained),
+        )  # fmt: skip
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
@@ -450,6 +459,7 @@ def shard_layout(layout: Layout) -> Layout:
     return Layout(
         dp_replicate=2, dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
+        state_dtype=layout.state_dtype,
     )  # fmt: skip
 
 

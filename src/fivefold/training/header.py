@@ -8,6 +8,7 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import human, human_bytes, many
 from fivefold.launch.memory import GIB
 from fivefold.launch.world import multiplies_bf16
@@ -52,6 +53,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
         ),
         *_fp8_lines(job),
         *_offload_lines(job),
+        *_states_lines(job),
         *_mfu_lines(job),
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
@@ -119,6 +121,17 @@ def _offload_lines(job: "Trainer") -> list[tuple[str, str]]:
     if job.world.device == "cpu" and place == HOST:
         rows.append(("", "the device is the CPU, whose memory that is: only memory.offload_to=FOLDER saves any"))
     return rows
+
+
+def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
+    """In what the optimizer keeps its state, where that is not the type of the weights."""
+    plan, kinds = state_of(job.model).plan, OPTIMIZERS[job.config.optimizer.name].state.values()
+    if plan.layout.state_dtype == "fp32":
+        return []
+    held, master = [name for name in plan.shards if plan.holds(name)], next(job.model.parameters()).element_size()
+    each = sum(plan.state_bytes(name, master) for name in held) / sum(plan.held_bytes(name, 1) for name in held)
+    what = f"{', '.join(kinds)}: {each:.3g} bytes a number, not {master}; vectors stay as they were"
+    return [("states", f"{plan.layout.state_dtype} {what}")]
 
 
 def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:

@@ -124,21 +124,6 @@ def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
     return plan.bytes(replace(shape, optimizer=config.optimizer.name))
 
 
-def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
-    """Room for what is offloaded, before the first step. Raises `UserError`, the same on every rank, where there is
-    none."""
-    state = state_of(model)
-    failed: dict[str, Any] | None = None
-    try:
-        if state.offload.states.is_on:
-            tensors = sum(map(len, rule_of(config.optimizer.name).state(state.plan).values()))
-            state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
-    except UserError as error:
-        failed = error.to_json()
-    if state.offload.memory and (told := next(filter(None, plain.everywhere(failed)), None)):
-        raise UserError.from_json(told)
-
-
 def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | None:
     """GiB of tensors of the fullest rank, as the planner says; None where it does not know the devices."""
     kind = "cpu" if world.device == "cpu" else "cuda"
@@ -152,6 +137,21 @@ def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | N
 def optimizer_bytes(model: nn.Module, config: RunConfig) -> int:
     """Of the optimizer's state on this rank, which is not there before the first step."""
     return bytes_of(state_of(model).plan, config).optimizer
+
+
+def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
+    """Room for what is offloaded, before the first step. Raises `UserError`, the same on every rank, where there is
+    none."""
+    state = state_of(model)
+    failed: dict[str, Any] | None = None
+    try:
+        if state.offload.states.is_on:
+            tensors = sum(map(len, rule_of(config.optimizer.name).state(state.plan).values()))
+            state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
+    except UserError as error:
+        failed = error.to_json()
+    if state.offload.memory and (told := next(filter(None, plain.everywhere(failed)), None)):
+        raise UserError.from_json(told)
 
 
 def host_bytes(model: nn.Module, config: RunConfig) -> int:
@@ -189,12 +189,11 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of the weights and of what the optimizer keeps of them, in their shape."""
-    plan = state_of(model).plan
-    sizes = {name: prod(spec.shape) for name, spec in plan.shards.items()}
-    kept = rule_of(config.optimizer.name).state(plan).values()
-    elements = sum(sizes.values()) + sum(sizes[name] for names in kept for name in names)
-    return elements * next(model.parameters()).dtype.itemsize
+    """Bytes of the weights and of what the optimizer keeps of them."""
+    plan, itemsize = state_of(model).plan, next(model.parameters()).dtype.itemsize
+    kept = [name for names in rule_of(config.optimizer.name).state(plan).values() for name in names]
+    weights = sum(prod(spec.shape) for spec in plan.shards.values()) * itemsize
+    return weights + sum(plan.whole_state_bytes(name, itemsize) for name in kept)
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:

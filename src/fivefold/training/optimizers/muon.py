@@ -24,6 +24,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
+from fivefold.training.optimizers.states import KeptStates, rows_of
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 MOMENTUM = "momentum_buffer"  # its kind of state
@@ -82,6 +83,7 @@ class Muon(torch.optim.Optimizer):
         self._dtype = COMPUTE_DTYPES[state.plan.layout.precision]
         self._whole = FullMatrices(state.plan, names)
         self._states = state.offload.states
+        self.kept = KeptStates(model)
         self._shapes = {name: state.plan.shards[name].shape for name in names}
 
     @torch.no_grad()
@@ -108,12 +110,17 @@ class Muon(torch.optim.Optimizer):
         next(self._there)  # its momentum is on the device
         if parameter.grad is None:
             return torch.zeros_like(local(parameter), dtype=self._dtype)
-        state = self.state[parameter]
+        state, kept = self.state[parameter], self.kept.of[parameter]
         if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter)
-        gradient, buffer = local(parameter.grad), local(state[MOMENTUM])
-        buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum).to(self._dtype)
+            state |= kept.new(parameter, MOMENTUM)
+        gradient = rows_of(local(parameter.grad))
+        update = torch.empty_like(gradient, dtype=self._dtype)
+        for rows in kept.pieces(parameter):
+            buffer = kept.read(state, MOMENTUM, rows, gradient.dtype)
+            buffer.lerp_(gradient[rows], 1 - momentum)
+            update[rows] = gradient[rows].lerp(buffer, momentum)
+            kept.write(state, MOMENTUM, rows, buffer)
+        return update.view_as(local(parameter))
 
 
 def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:
