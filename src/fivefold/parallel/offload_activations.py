@@ -138,7 +138,8 @@ class HostActivations:
             own.copies.meet()
         assert packed.of.values is not None
         whole = torch.empty(0, dtype=packed.dtype, device=self._device)
-        return whole.set_(packed.of.values.untyped_storage(), packed.offset, packed.shape, packed.stride)
+        whole.set_(packed.of.values.untyped_storage(), packed.offset, packed.shape, packed.stride)
+        return whole.data  # which nobody has changed in place yet: its count of changes is zero
 
     def _fetch(self, own: Pass) -> None:
         """Begin to copy back what a layer saved."""
