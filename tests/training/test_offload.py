@@ -48,7 +48,7 @@ class Bits:
 def test_no_bit_changes(layout: str, tmp_path: Path) -> None:
     """Losses, weights and state after three steps that are clipped, on every rank; in memory, or in a file."""
     case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
-    plain, moved = bits(case), bits(case, str(tmp_path))
+    plain, moved = bits(case), bits(case, str(tmp_path) if "mb2" in layout else "host")
     for own, other in zip(plain, moved, strict=True):
         assert own.moved == (0, 0) and min(other.moved) > 0
         assert own.losses == other.losses and len(set(own.losses)) == 3
