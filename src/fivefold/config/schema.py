@@ -297,6 +297,7 @@ class PrecisionSection(Section):
 
 class MemorySection(Section):
     recompute: RecomputeMode = of_layout("recompute")
+    mlp_chunks: Whole = of_layout("mlp_chunks", ge=1)
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
