@@ -30,11 +30,11 @@ def _in_pieces(
     plain: Callable[..., Tensor], enter: Callable[[Tensor], Tensor], pieces: int, *args: Tensor, **named: Tensor
 ) -> Tensor:
     """The forward of an MLP, whose one argument are hidden states [B, T, D]."""
-    (key, hidden), *others = [*enumerate(args), *named.items()]
-    assert not others, "an MLP that is given more than hidden states is not run in pieces"
+    assert len(args) + len(named) == 1, "an MLP that is given more than hidden states is not run in pieces"
+    hidden = next(iter((*args, *named.values())))
 
     def piece(part: Tensor) -> Tensor:
-        return plain(enter(part)) if isinstance(key, int) else plain(**{key: enter(part)})
+        return plain(enter(part)) if args else plain(**dict.fromkeys(named, enter(part)))
 
     run = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
-    return torch.cat([run(part) for part in hidden.split(-(-hidden.shape[1] // pieces), dim=1)], dim=1)
+    return torch.cat([run(part) for part in torch.split(hidden, -(-hidden.shape[1] // pieces), dim=1)], dim=1)

@@ -224,6 +224,16 @@ class ParallelPlan:
         Experts are not, nor what stands beside them."""
         return _dense_mlps(self.facts, self.layers) if self.layout.mlp_chunks > 1 else ()
 
+    @cached_property
+    def chunked_linears(self) -> frozenset[str]:
+        """Their linears, by their names within a layer."""
+        mlps = set(self.chunked_mlps)
+        blocks = [each for each in self.facts.partition.tp_blocks if each.owner in mlps]
+        names = {name for each in blocks for name in (*each.columns, each.row)}
+        return frozenset(
+            next(name[len(each) + 1 :] for each in self.layers if is_within(name, [each])) for name in names
+        )
+
     def pieces(self, tokens: int) -> tuple[int, ...]:
         """Of how many tokens of a row each piece of a chunked MLP is, of `tokens` that this rank has of it."""
         size = -(-tokens // self.layout.mlp_chunks)
