@@ -50,6 +50,19 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
+# What selective recompute keeps: products of linears, and attention in one operator.
+DEAR = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
+SUMS = frozenset({collectives.reduce_scatter_tensor, collectives.all_reduce})
+
+
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """The norm of each tensor, a scalar, in few kernels (`torch._foreach_norm`)."""
     return list(torch._foreach_norm(list(tensors), order))
@@ -92,6 +105,11 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def times_changed(tensor: Tensor) -> int:
+    """How often the memory of a tensor has been changed in place."""
+    return tensor._version
+
+
 def saves_memory_of(output: Tensor) -> bool:
     """Whether backward needs the memory of `output`, as that of a tanh does: an operation in its graph saved it."""
     memory, nodes = output.untyped_storage().data_ptr(), [node for node in (output.grad_fn,) if node]
@@ -112,6 +130,18 @@ def is_convolution(module: nn.Module) -> bool:
 def fans(tensor: Tensor) -> tuple[int, int]:
     """(fan in, fan out) as torch's initialisers count them."""
     return nn.init._calculate_fan_in_and_fan_out(tensor)
+
+
+@contextmanager
+def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool, after: bool) -> Iterator[None]:
+    """Inside, the optimizer's own hooks run `before` a step and `after` it, or not."""
+    first, last = kept = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks = first if before else type(first)()
+    optimizer._optimizer_step_post_hooks = last if after else type(last)()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = kept
 
 
 # Process groups ------------------------------------------------------------------------------------------------------
@@ -220,6 +250,8 @@ def compiled_versions(at_least: int = 0) -> int:
     """How often Dynamo compiles one function anew before it gives the function up; raised to `at_least`."""
     config: Any = import_module("torch._dynamo").config
     config.recompile_limit = max(at_least, config.recompile_limit)
+    # What a forward under a checkpoint notes in Python, it notes once: the graph of the backward has only its tensors.
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return int(config.recompile_limit)
 
 

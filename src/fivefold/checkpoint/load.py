@@ -211,6 +211,7 @@ def restore(
             if name in source.names():
                 state[kind] = _moment(model, name, parameter.detach(), source, is_scale=kind.endswith(SCALE))
         optimizer.state[parameter] = state
+        state_of(model).offload.states.keep(optimizer, parameter)
 
 
 def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:

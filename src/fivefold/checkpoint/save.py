@@ -127,6 +127,20 @@ class Saver:
             futures.wait([self._pending])
             self._staging.free()
 
+    def try_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, more: int) -> None:
+        """Take the memory that a save copies to, and keep it where a save would: in the background. `more`: bytes of
+        the optimizer's state that is not there yet, of which the slices of this rank have their part."""
+        reshard(model)
+        own = list(collect(model, optimizer))
+        held = sum(local(each).nbytes for each in model.parameters())
+        weights = [one.values for one in own if one.kind == WEIGHT]
+        written = sum(each.nbytes for each in weights)
+        if not weights or not (self._asynchronous or weights[0].is_cuda):
+            return
+        self._staging.take([one.values for one in own], more * written // max(held, 1))
+        if not self._asynchronous:
+            self._staging.free()
+
     def wait(self) -> None:
         """Wait for the save under way, if any.
 
@@ -158,12 +172,12 @@ class Saver:
     def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
         """The slices on the CPU; asynchronous: copies that training does not touch."""
         on_gpu = any(one.values.is_cuda for one in slices)
-        if not (self._asynchronous or on_gpu):
-            return slices
-        copies = self._staging.copies([one.values for one in slices])
+        moved = [self._asynchronous or one.values.is_cuda for one in slices]  # offloaded state is on the CPU
+        there = [one.values for one, is_moved in zip(slices, moved, strict=True) if is_moved]
+        copies = iter(self._staging.copies(there) if there else ())
         if on_gpu:
             torch.cuda.synchronize()
-        return [replace(one, values=copy) for one, copy in zip(slices, copies, strict=True)]
+        return [replace(one, values=next(copies)) if own else one for one, own in zip(slices, moved, strict=True)]
 
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""

@@ -149,9 +149,16 @@ class TokenizerSection(Section):
 class DataSource(Section):
     path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(
-        default="auto", description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens"
+        default="auto",
+        description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat, completion",
     )
     text_key: str = Field(default="text", description="key that holds the text of a record")
+    columns: dict[Literal["messages", "prompt", "completion", "system", "tools"], str] = Field(
+        default={}, description="keys of a record's parts: messages, prompt, completion, system, tools"
+    )
+    train_on: Literal["assistant", "all", "last"] = Field(
+        default="assistant", description="what of an example is trained: every answer, all of it, the last answer"
+    )
     weight: Number = Field(
         default=1.0, gt=0, description="how often its documents are read, relative to those of the other sources"
     )
@@ -300,7 +307,13 @@ class MemorySection(Section):
     mlp_chunks: Whole = of_layout("mlp_chunks", ge=1)
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
+    offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
+    trial: Literal["auto"] | bool = Field(
+        default="auto",
+        description="take the memory of a step, an evaluation and a save before the first step: auto (on a GPU), "
+        "true, false",
+    )
 
     @field_validator("loss_chunks")
     @classmethod
@@ -548,13 +561,13 @@ def parse_config(text: str) -> RunConfig:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not legal, not built yet, or not installed.
+    """Raise `UserError` for what the run file may say but cannot be run: not legal, or not installed.
 
     Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
     layout = config.written_layout
     # What the planner chooses is legal; the part of it that is written need not be.
-    legality.refuse((legality.of_what_is_not_built if config.is_automatic else legality.violations)(layout))
+    legality.refuse(() if config.is_automatic else legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
         legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package

@@ -23,6 +23,7 @@ from fivefold.models.packed import packed_attention
 
 NAME = "fivefold"
 CONTEXT = "context_parallel"  # attribute of an attention module: the fold that attends in place of this file
+KEEPS = "keeps_attention"  # attribute of an attention module: wraps what attends here, to keep its result
 
 # Keywords that say nothing about what attention computes: positions are in the queries and keys already.
 _HARMLESS = (
@@ -84,6 +85,15 @@ def _attend(
     if context is not None and context.is_on:
         attended: Tensor = context.attend(query, key, value, cu_seqlens, rule, sinks)
         return attended
+    wrapped = getattr(module, KEEPS, lambda forward: forward)
+    attended = wrapped(_attend_here)(query, key, value, cu_seqlens, rule, sinks)
+    return attended
+
+
+def _attend_here(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, rule: AttentionParams, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """[B,T,H,D]: rows that are whole on this rank."""
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = cu_seqlens is not None and cu_seqlens.shape[0] != rows + 1
     window = rule.window if rule.window is not None and rule.window < keys else None

@@ -22,19 +22,23 @@ from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.attention import KEEPS
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.ops.fp8 import Float8, Float8Grouped
+from fivefold.ops.keep import computing_again, contexts, graph_contexts, handing_on, keeping
 from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
 from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.offload import Offload, offload_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
@@ -50,6 +54,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    offload_to: str = HOST,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
@@ -57,7 +62,7 @@ def parallelize(
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
-    users: `fivefold.own_loop.parallelize`.
+    users: `fivefold.own_loop.parallelize`. `offload_to`: where what the layout offloads lies, see `HostMemory`.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -94,8 +99,10 @@ def parallelize(
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
-    compiled = Compiled() if compile_blocks else None
-    _wrap_blocks(model, plan, recompute=Recompute(layout.recompute), compiled=compiled)
+    compiled, recompute = Compiled() if compile_blocks else None, Recompute(layout.recompute)
+    offload = offload_of(layout, offload_to, device)
+    _keep_products(model, plan, recompute, is_compiled=compile_blocks)
+    _wrap_blocks(model, plan, recompute=recompute, compiled=compiled, offload=offload)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
@@ -105,7 +112,7 @@ def parallelize(
     _tie(model, facts.anatomy)
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
     model.fivefold = ParallelState(
-        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, compiled
+        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, offload, compiled
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -138,6 +145,10 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
             tensor.place(module, role, linears)
+    for group in plan.fp8_inputs:
+        modules = [model.get_submodule(linear.name.removesuffix(".weight")) for linear in group]
+        if len(group) > 1:
+            tensor.place_together(modules, "column", linears)
 
 
 def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Products]]:
@@ -151,20 +162,59 @@ def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Pro
     return {**products, "expert": partial(Float8Grouped, recipe)}
 
 
-def _wrap_blocks(model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None) -> None:
-    """Recompute and compile each block inside FSDP's hooks; names do not change."""
+def _keep_products(model: nn.Module, plan: ParallelPlan, recompute: Recompute, *, is_compiled: bool) -> None:
+    """Under selective recompute, let linears and attention keep what they give. A graph cannot keep anything: it ends
+    before, and another begins behind. (A block that is one graph keeps by `torch.compile`'s own means.)"""
+    outside: Callable[..., Any] = torch.compiler.disable if is_compiled else lambda forward: forward
+    rows = {block.row: block.is_last for block in plan.partition.tp_blocks} if plan.reduces_rows else {}
+    for layer in filter(recompute.keeps, plan.layers):
+        if is_compiled and plan.is_one_graph(layer):
+            continue
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer):
+            if name in plan.facts.attends:
+                setattr(module, KEEPS, lambda forward: outside(keeping(forward)))
+            elif name in rows:
+                module.forward = outside((computing_again if rows[name] else handing_on)(module.forward))
+            elif name in plan.kept_linears:
+                module.forward = outside(keeping(module.forward))
+
+
+def _wrap_blocks(
+    model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None, offload: Offload
+) -> None:
+    """Recompute, compile and offload each block inside FSDP's hooks; names do not change.
+
+    A block that is one graph is compiled with its second forward: what runs again joins the kernels of the backward,
+    and what nothing there reads is left out. Else its graphs are compiled, and all of them run again.
+    """
     for region in plan.partition.of_layers(plan.layers).tp_blocks:
-        if compiled and region.is_last and recompute.wraps(region.row) and plan.reduces_rows:
+        layer = next(name for name in plan.layers if is_within(region.row, [name]))
+        if compiled and region.is_last and recompute.of(layer) == "full" and plan.reduces_rows:
+            if plan.is_one_graph(layer):
+                continue
             # A graph saves its tensors when all of it has run. A second forward stops at the last saved tensor: it is
             # the input of this row, whose product and collective then come once.
             row = model.get_submodule(region.row)
             row.forward = torch.compiler.disable(row.forward)  # type: ignore[no-untyped-call]
     for name in plan.layers:
-        block = model.get_submodule(name)
+        block, is_again, keeps = model.get_submodule(name), recompute.wraps(name), recompute.keeps(name)
+        is_inside = is_again and compiled is not None and plan.is_one_graph(name)
+        if is_inside:
+            block.forward = _again(block.forward, graph_contexts if keeps else None)
         if compiled:
             block.forward = compiled.block(name, block.forward)
-        if recompute.wraps(name):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if is_again and not is_inside:
+            block.forward = _again(block.forward, contexts if keeps else None)
+        if offload.activations:
+            block.forward = offload.activations.layer(
+                block, block.forward, is_first=name in plan.stage_ends[0], is_last=name in plan.stage_ends[1]
+            )
+
+
+def _again(forward: Callable[..., Any], around: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`forward`, which runs once more in backward. `around`: what stands around the two."""
+    more: dict[str, Any] = {} if around is None else {"context_fn": around}
+    return partial(checkpoint, forward, use_reentrant=False, **more)
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:

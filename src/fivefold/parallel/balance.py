@@ -293,7 +293,7 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     found = []
     for each in balance.modules:
         if is_within(each.name, layers):
-            passes = 2 * shape.recompute.forwards(Site(each.name)) + 2
+            passes = 2 * shape.recompute.forwards(Site(each.name, is_kept=True)) + 2
             unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
             found.append(Collective("ep", "all_to_all", 0, -passes * unsent))
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fivefold.core.fp8 import RECIPES, Dim, agreements
+from fivefold.core.fp8 import RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
@@ -71,12 +71,13 @@ class _Step:
 
     def forwards(
         self, axis: str, kind: str, size: int, site: str, *, layer: str | None = None, is_last: bool = False,
-        overlaps: bool = False,
+        is_kept: bool = False, overlaps: bool = False,
     ) -> Iterator[Call]:  # fmt: skip
-        """A call that every forward of the module `site` makes. A recomputed forward counts as backward."""
+        """A call that every forward of the module `site` makes. A recomputed forward counts as backward. `is_kept`:
+        selective recompute keeps what it gives."""
         layer = self.layer_of(site) if layer is None else layer
         yield self.call(axis, kind, size, "forward", layer, overlaps=overlaps)
-        if again := self.shape.recompute.forwards(Site(site, is_last)) - 1:
+        if again := self.shape.recompute.forwards(Site(site, is_last, is_kept)) - 1:
             yield self.call(axis, kind, size, "backward", layer, times=again, overlaps=overlaps)
 
 
@@ -171,7 +172,7 @@ def _leave(step: _Step, site: str, *, is_in_block: bool = True, is_last: bool = 
     """Out of a row: partial sums are reduced; backward gathers the gradients (nothing with `+nosp`)."""
     size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     kind, is_last = ("reduce_scatter" if step.plan.splits_sequence else "all_reduce"), is_last or not is_in_block
-    yield from step.forwards("tp", kind, size, site, layer=layer, is_last=is_last)
+    yield from step.forwards("tp", kind, size, site, layer=layer, is_last=is_last, is_kept=True)
     if step.plan.splits_sequence:
         yield step.call("tp", "all_gather", size, "backward", layer)
 
@@ -210,19 +211,19 @@ def _across(step: _Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
 
 
 def _of_fp8(step: _Step) -> Iterator[Call]:
-    """Ranks that split a dimension of a linear agree on the largest values that its regions have."""
+    """Ranks that split a dimension of a linear agree on the largest values that its regions have, together with those
+    of linears that are given the same input."""
     plan, shape = step.plan, step.shape
-    for linear in plan.fp8_linears:
-        sizes: dict[Dim, int] = {
-            "tokens": shape.rows * shape.tokens, "inputs": linear.inputs, "outputs": linear.outputs,
-        }  # fmt: skip
-        for product, dim, numbers in agreements(RECIPES[plan.layout.fp8], sizes):
-            if axis := linear.axes.get(dim):
+    for group in plan.fp8_inputs:
+        first, outputs = group[0], [linear.outputs for linear in group]
+        recipe = RECIPES[plan.layout.fp8]
+        for product, dim, numbers in agreements(recipe, shape.rows * shape.tokens, first.inputs, outputs):
+            if axis := first.axes.get(dim):
                 size = numbers * shape.compute_bytes
                 if product == "output":
-                    yield from step.forwards(axis, "all_reduce", size, linear.name)
+                    yield from step.forwards(axis, "all_reduce", size, first.name, is_kept=plan.keeps(first.name))
                 else:
-                    yield step.call(axis, "all_reduce", size, "backward", step.layer_of(linear.name))
+                    yield step.call(axis, "all_reduce", size, "backward", step.layer_of(first.name))
 
 
 def _of_loss(step: _Step) -> Iterator[Call]:
@@ -255,7 +256,7 @@ def _of_attention(step: _Step) -> Iterator[Call]:
         yield from exchange(step, ring_axis, name, size, rings, plan.coords.cp // u)
         for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
             size = features * shape.tokens * token
-            yield from step.forwards(ulysses_axis, "all_to_all", size, name)
+            yield from step.forwards(ulysses_axis, "all_to_all", size, name, is_kept=True)
             yield step.call(ulysses_axis, "all_to_all", size, "backward", layer)
 
 
@@ -265,7 +266,7 @@ def _ring(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: in
     for part in range(1, len(tokens)):
         keys, gradients = ring_keys(tokens, rank, part), ring_gradients(tokens, rank, part)
         for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
-            yield from step.forwards(axis, kind, of_keys * size, site, overlaps=True)
+            yield from step.forwards(axis, kind, of_keys * size, site, is_kept=True, overlaps=True)
             yield step.call(axis, kind, of_keys * size, "backward", step.layer_of(site), overlaps=True)
             yield step.call(axis, kind, of_gradients * size, "backward", step.layer_of(site), overlaps=True)
 
@@ -273,7 +274,7 @@ def _ring(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: in
 def _gathered(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
     """Every rank gathers the keys and values of whole rows. One all-to-all sends their gradients to the owners."""
     whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
-    yield from step.forwards(axis, "all_gather", whole, site, overlaps=True)
+    yield from step.forwards(axis, "all_gather", whole, site, is_kept=True, overlaps=True)
     yield step.call(axis, "all_gather", whole, "backward", step.layer_of(site), overlaps=True)
     yield step.call(axis, "all_to_all", whole, "backward", step.layer_of(site), overlaps=True)
 
@@ -292,9 +293,9 @@ def _of_experts(step: _Step) -> Iterator[Call]:
         layer = step.layer_of(each.name)
         tokens = shape.rows * shape.tokens // (1 if layout.expert_tp else layout.tp)
         rows = tokens * each.top_k * shape.hidden * shape.compute_bytes
-        yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name)  # how many rows come
+        yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name, is_kept=True)  # how many rows come
         for _ in ("there", "back"):
-            yield from step.forwards("ep", "all_to_all", rows, each.name)
+            yield from step.forwards("ep", "all_to_all", rows, each.name, is_kept=True)
             yield step.call("ep", "all_to_all", rows, "backward", layer)
         if layout.expert_tp:
             yield from _summed_over_tp(step, each, layer)
@@ -309,14 +310,14 @@ def _summed_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]
     tokens, hidden = shape.rows * shape.tokens, shape.hidden_bytes
     weights = tokens * experts.top_k * max(4, shape.compute_bytes)
     if not step.plan.splits_sequence:
-        yield from step.forwards("tp", "all_reduce", hidden, site, is_last=experts.is_last)
+        yield from step.forwards("tp", "all_reduce", hidden, site, is_last=experts.is_last, is_kept=True)
         yield step.call("tp", "all_reduce", hidden, "backward", layer)
         yield step.call("tp", "all_reduce", weights, "backward", layer)
         return
     for size in (hidden, weights, tokens * experts.top_k * 8):  # the last: which experts, int64
         yield from step.forwards("tp", "all_gather", size, site)
     yield step.call("tp", "all_gather", hidden, "backward", layer)
-    yield from step.forwards("tp", "reduce_scatter", hidden, site, is_last=experts.is_last)
+    yield from step.forwards("tp", "reduce_scatter", hidden, site, is_last=experts.is_last, is_kept=True)
     yield step.call("tp", "reduce_scatter", hidden, "backward", layer)
     yield step.call("tp", "reduce_scatter", weights, "backward", layer)
 
@@ -327,7 +328,7 @@ def _shared_over_tp(step: _Step, experts: Experts, layer: str) -> Iterator[Call]
     shape, tp = step.shape, step.plan.layout.tp
     longest = -(-shape.rows * shape.tokens // tp) * tp
     rows = longest * shape.hidden * shape.compute_bytes
-    yield from step.forwards("tp", "all_gather", rows, experts.name, is_last=experts.is_last)
+    yield from step.forwards("tp", "all_gather", rows, experts.name, is_last=experts.is_last, is_kept=True)
     yield step.call("tp", "all_gather", rows, "backward", layer)
     yield step.call("tp", "all_gather", longest * experts.top_k * max(4, shape.compute_bytes), "backward", layer)
 

@@ -31,6 +31,7 @@ from fivefold.models.forwards import check_slices
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import Blocks
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
+from fivefold.ops.keep import kept
 from fivefold.parallel.kv_exchange import (
     AllGatherKV,
     Exchange,
@@ -185,21 +186,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: CPAttentionArgs) -> Tensor:
-        kv, rule = torch.stack([k, v]), job.rule
-        parts = job.parts(kv)
-        first = next(parts)  # from here on the next is on its way
-        own, lse = packed_attention(
-            *(each.transpose(1, 2) for each in (q, k, v)), job.cu_seqlens, rule.scale, rule.window, rule.softcap
-        )
-        out: Tensor = own.to(lse.dtype)
-        for blocks, (keys, values) in chain([first], parts):
-            for part in job.offdiagonal_blocks(blocks):
-                offdiagonal.merge(part, out, lse, *offdiagonal.forward(part, q, keys, values, rule))
-        if sinks is not None:
-            kernels.join_sinks(out, lse, sinks)
-        ctx.job, out = job, out.to(q.dtype)
+        kv, ctx.job = torch.stack([k, v]), job
+        out, lse = kept(lambda: _attended(q, kv, sinks, job))
         ctx.save_for_backward(q, kv, out, lse, sinks)
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -226,6 +216,22 @@ class _Attention(torch.autograd.Function):
         dk, dv = total.to(kv.dtype)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return dq.to(q.dtype), dk, dv, dsinks, None
+
+
+def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs) -> tuple[Tensor, Tensor]:
+    """Output [B,L,H,D] and log-sum-exp [B,L,H] of this rank's queries."""
+    rule, parts = job.rule, job.parts(kv)
+    first = next(parts)  # from here on the next is on its way
+    own, lse = packed_attention(
+        *(each.transpose(1, 2) for each in (q, *kv)), job.cu_seqlens, rule.scale, rule.window, rule.softcap
+    )
+    out: Tensor = own.to(lse.dtype)
+    for blocks, (keys, values) in chain([first], parts):
+        for part in job.offdiagonal_blocks(blocks):
+            offdiagonal.merge(part, out, lse, *offdiagonal.forward(part, q, keys, values, rule))
+    if sinks is not None:
+        kernels.join_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
 
 
 def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:

@@ -10,6 +10,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_local(tensor: Tensor, values: Tensor) -> Tensor:
+    """`tensor` with other values on this rank, in the same shape, wherever they lie: `DTensor.from_local` would move
+    them to the device of the mesh."""
+    if not isinstance(tensor, DTensor):
+        return values
+    return DTensor(values, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def zeros_by_block(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Zeros, one for each `length` of a row of `like`, spread as it is."""
     if length == 1:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fivefold.models.experts import Permute, expert_mlp, inverse, routed
 from fivefold.models.facts import Experts
+from fivefold.ops.keep import kept
 from fivefold.ops.linear import PLAIN, Linears
 from fivefold.parallel.mappings import exchange, gather, mapping
 from fivefold.parallel.plan import ParallelPlan
@@ -79,14 +80,19 @@ class ExpertParallel:
             return self._made(module, rows_SD, counts_E)
         size = dist.get_world_size(self.group)
         held = [stop - start for start, stop in split_even(len(counts_E), size)]
-        counts_nE = exchange_counts(counts_E, held, self.rank, self.group)  # of this rank's experts, by who sends
-        sent = [int(part.sum()) for part in torch.split(counts_E.cpu(), held)]
-        received = counts_nE.sum(1).tolist()
+        # How many rows come for this rank's experts, by who sends, and how many go to each rank.
+        counts_nE, sent, received = kept(lambda: self._counts(counts_E, held))
         order, counts = by_expert(counts_nE)
         # As in `routed`, rows in an order that is no longer needed are held by no name.
         rows = Permute.apply(all_to_all(rows_SD, received, sent, self.group), order)  # type: ignore[no-untyped-call]
         back = Permute.apply(self._made(module, rows, counts), inverse(order))  # type: ignore[no-untyped-call]
         return all_to_all(back, sent, received, self.group)
+
+    def _counts(self, counts_E: Tensor, held: list[int]) -> tuple[Tensor, list[int], list[int]]:
+        assert self.group is not None, "rows stay here"
+        counts_nE = exchange_counts(counts_E, held, self.rank, self.group)
+        sent = [int(part.sum()) for part in torch.split(counts_E.cpu(), held)]
+        return counts_nE, sent, counts_nE.sum(1).tolist()
 
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
@@ -158,9 +164,9 @@ def _share(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Te
 
 
 # Rows to other ranks, `sent[r]` of them to rank r, for `received[r]` of theirs; backward sends gradients back.
-all_to_all = mapping(exchange, lambda grad, received, sent, group: exchange(grad, sent, received, group))
+all_to_all = mapping(exchange, lambda grad, received, sent, group: exchange(grad, sent, received, group), is_kept=True)
 take_share = mapping(_share, _joined)
-join_shares = mapping(_joined, _share)
+join_shares = mapping(_joined, _share, is_kept=True)
 
 
 # ---- routers in fp32 -------------------------------------------------------------------------------------------------

@@ -58,9 +58,14 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(layer, "forward", "documents", "its attention is given the bounds of packed documents")
     yield from _of_stages(plan)
     recompute = Recompute(plan.layout.recompute)
-    for layer in plan.layers:
-        if recompute.wraps(layer):
-            yield Intervention(layer, "forward", "recompute", "its activations are computed again in backward")
+    why = {
+        "selective": "all but products and attention is computed again in backward",
+        "full": "its activations are computed again in backward",
+    }
+    for layer in filter(recompute.wraps, plan.layers):
+        yield Intervention(layer, "forward", "recompute", why[recompute.of(layer)])
+    for layer in plan.layers if plan.layout.offload_activations else ():
+        yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
     for unit in plan.units:
         yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
 

@@ -131,9 +131,9 @@ def _all_to_all(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 # [B,L,n,h,D] -> [B,T,h,D]: rank i is sent the heads [:, :, i] of the tokens of all ranks, in the row's order.
-ulysses_all_to_all = mapping(_to_heads, _to_tokens)
+ulysses_all_to_all = mapping(_to_heads, _to_tokens, is_kept=True)
 # [B,T,h,D] -> [B,L,n,h,D]: the way back.
-tokens_for_heads = mapping(_to_tokens, _to_heads)
+tokens_for_heads = mapping(_to_tokens, _to_heads, is_kept=True)
 
 
 # ---- rows of all ranks -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.ops.keep import kept
 from fivefold.parallel.sharding import Block
 from fivefold.torch_internals import collectives
 
@@ -56,14 +57,20 @@ def exchange(rows: Tensor, received: list[int], sent: list[int], group: dist.Pro
 # ---- mappings --------------------------------------------------------------------------------------------------------
 
 
-def mapping(there: Callable[..., Tensor], back: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of a tensor that computes `there(x, *args)`, and whose gradient is `back(gradient, *args)`."""
+def mapping(
+    there: Callable[..., Tensor], back: Callable[..., Tensor], *, is_kept: bool = False
+) -> Callable[..., Tensor]:
+    """A function of a tensor that computes `there(x, *args)`, and whose gradient is `back(gradient, *args)`.
+
+    `is_kept`: selective recompute keeps its result. What gathers tokens is not kept: it is as many times as large as
+    there are ranks.
+    """
 
     class Mapping(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
             ctx.args = args
-            return there(x, *args)
+            return kept(lambda: there(x, *args)) if is_kept else there(x, *args)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -80,11 +87,11 @@ def identity(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # [B, T/n, D] -> [B, T, D]. Each rank's gradient covers its own features only, so it is summed while it is scattered.
 gather_from_sequence = mapping(gather, scatter_sum)
 # Partial sums [B, T, D] -> their sum [B, T/n, D].
-reduce_scatter_to_sequence = mapping(scatter_sum, gather)
+reduce_scatter_to_sequence = mapping(scatter_sum, gather, is_kept=True)
 # Into column-parallel linears: [B, T, D] on every rank, whose gradients are those of the ranks' own features.
 copy_to_tensor_parallel = mapping(identity, sum_all)
 # Out of row-parallel linears: partial sums -> their sum on every rank.
-reduce_from_tensor_parallel = mapping(sum_all, identity)
+reduce_from_tensor_parallel = mapping(sum_all, identity, is_kept=True)
 
 
 def gather_columns(logits: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:

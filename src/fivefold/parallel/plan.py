@@ -166,6 +166,12 @@ class ParallelPlan:
         return self.stages.layers_of(self.coords.pp)
 
     @cached_property
+    def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The first layers of the stages of this rank, and the last ones."""
+        own = [self.stages.layers[slice(*self.stages.splits[stage])] for stage in self.own_stages]
+        return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
+
+    @cached_property
     def own_stages(self) -> tuple[int, ...]:
         """The stages of this rank, in their order."""
         return self.stages.stages_of(self.coords.pp)
@@ -259,6 +265,38 @@ class ParallelPlan:
                     outputs, inputs = reversed(shape) if is_transposed else shape
                     found.append(Fp8Linear(name, inputs, outputs, splits[kind]))
         return tuple(found)
+
+    @cached_property
+    def kept_linears(self) -> frozenset[str]:
+        """The linears of all layers whose results selective recompute keeps: all but routers and a layer's last one,
+        which nothing behind it reads again."""
+        routers = {each.router for each in self.facts.experts}
+        last = {block.row for block in self.facts.partition.tp_blocks if block.is_last}
+        names = (
+            f"{layer}.{matmul.name}".removesuffix(".weight")
+            for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True)
+            for matmul in cost.matmuls
+        )
+        return frozenset(name for name in names if name not in last and not is_within(f"{name}.", routers))
+
+    def keeps(self, weight: str) -> bool:
+        """Whether selective recompute keeps the product with a weight."""
+        return weight.removesuffix(".weight") in self.kept_linears
+
+    def is_one_graph(self, layer: str) -> bool:
+        """Whether a compiled layer is one graph. Attention that sends, experts, and gradients of weights that are put
+        off run outside of graphs; fp8 agrees on scales outside of its kernels."""
+        parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.grid.size("cp") > 1
+        return not (parts or any(is_within(each.name, [layer]) for each in self.facts.experts))
+
+    @cached_property
+    def fp8_inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
+        """`fp8_linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
+        own = {linear.name.removesuffix(".weight"): linear for linear in self.fp8_linears}
+        shared = {names[0]: names for block in self.facts.partition.tp_blocks for names in block.shared}
+        later = {name for names in shared.values() for name in names[1:]}
+        groups = (shared.get(name, (name,)) for name in own if name not in later)
+        return tuple(tuple(own[name] for name in group) for group in groups)
 
     # ---- who holds what ----------------------------------------------------------------------------------------------
 

@@ -86,6 +86,8 @@ def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[La
 def _changed(layout: Layout, domain: int) -> Iterator[Layout]:
     """With one change each. What a dimension gains, data parallelism loses: replicas first, then shards."""
     if layout.recompute == "none":
+        yield replace(layout, recompute="selective")
+    if layout.recompute in ("none", "selective"):
         yield replace(layout, recompute="full")
     if layout.micro_batch_size > 1:
         yield replace(layout, micro_batch_size=layout.micro_batch_size // 2)

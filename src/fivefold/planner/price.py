@@ -268,7 +268,7 @@ class _Pricing:
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
         """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
         attention (FlashAttention computes the scores again)."""
-        chip, dtype, recompute = self.chip, self.dtype, self.shape.recompute.wraps(layer)
+        chip, dtype, mode = self.chip, self.dtype, self.shape.recompute.of(layer)
         engine, token = self.engine, self.tokens * self.shape.compute_bytes
         products = tuple(self.products(layer, cost))
         matmuls = sum(map(self._matmul_seconds, products))
@@ -286,14 +286,16 @@ class _Pricing:
             cast = [each.rows * each.inputs + each.inputs * each.outputs for each in products]
             forward[2] += traffic_seconds(chip, engine.cast_bytes * sum(cast))
             backward[2] += traffic_seconds(chip, engine.cast_bytes * sum(each.rows * each.outputs for each in products))
-        partly = self.shape.recompute.mode == "selective"
-        keeps, again = engine.selective if partly else (1.0, float(recompute))
+        partly = mode == "selective"
+        keeps, again = engine.selective if partly else (1.0, float(mode == "full"))
         backward[:3] += forward[:3] * again
+        if partly and engine.moments:  # all but matmuls and attention is computed again
+            backward[2] += traffic
         if partly and engine.score_bytes:  # attention alone is computed again
             backward[1:3] += attention, traffic_seconds(chip, engine.score_bytes * scores) / 3
         calls = self._sent(layer, forward, backward)
         host = self._host_seconds()
-        kept, working = self._kept(layer, cost, keeps, is_again=recompute)
+        kept, working = self._kept(layer, cost, keeps)
         return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
 
     def _matmul_seconds(self, product: Product) -> float:
@@ -306,16 +308,17 @@ class _Pricing:
         numbers = sum(each.inputs * each.outputs * each.count for each in products)
         return traffic_seconds(self.chip, self.engine.sum_bytes * numbers)
 
-    def _kept(self, layer: str, cost: LayerCost, keeps: float, *, is_again: bool) -> tuple[int, int]:
+    def _kept(self, layer: str, cost: LayerCost, keeps: float) -> tuple[int, int]:
         """Bytes of a layer that stay until backward, and that its backward has besides. `keeps`: the part of what
         forward saves that selective recompute leaves."""
-        own, engine = layer_bytes(self.plan, cost, self.shape, is_again=is_again), self.engine
+        own, engine = layer_bytes(self.plan, layer, cost, self.shape), self.engine
         if engine.moments:
             return own.kept, own.working
         scores = sum(map(self.scores, cost.attention))
         saved = self._saved(layer, cost) * self.tokens * self.shape.compute_bytes * engine.saved_scale
-        saved = round(saved + (0 if self.shape.recompute.mode == "selective" else engine.score_memory) * scores)
-        return (own.kept, saved) if is_again and own.kept < saved else (round(saved * keeps), 0)
+        mode = self.shape.recompute.of(layer)
+        saved = round(saved + (0 if mode == "selective" else engine.score_memory) * scores)
+        return (own.kept, saved) if mode == "full" and own.kept < saved else (round(saved * keeps), 0)
 
     def _saved(self, layer: str, cost: LayerCost) -> float:
         """Numbers that a token leaves on a rank of a trainer that is not this one."""
@@ -499,6 +502,8 @@ class PriceList:
         """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Raises `UserError` where the layout does
         not fit the model."""
         work = work_layout(layout)
+        if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
+            work = replace(work, fp8=layout.fp8)
         across = layout.pp > 1 and self.cluster.world > self.cluster.domain
         key = work, tokens, layout.micro_batch_size, layout.recompute, across, layout.fp8 != "none"
         if key not in self._found:

@@ -180,7 +180,7 @@ class Space:
         length = self.workload.seq_length // shared.cp
         useful = [rows for rows in self._all_sizes if rows == 1 or (rows // 2) * length < ENOUGH_TOKENS]
         useful = list(self._all_sizes) if "micro_batch_size" in self.given else useful
-        for rows, recompute in product(useful, ("none", "full")):
+        for rows, recompute in product(useful, ("none", "selective", "full")):
             layout = replace(shared, micro_batch_size=rows, recompute=recompute)
             found.append((len(self.works), rows))
             self.works.append((rows, recompute, self.prices.of(layout, layout.padded(self.workload.seq_length))))

@@ -94,7 +94,7 @@ def _shows(part: Unmoved) -> bool:
     """Whether the last update is larger somewhere than what two roundings of the weight can swallow."""
     weight, rate, count = part.weight, float(part.group["lr"]), float(part.state["step"])
     beta1, beta2 = part.group["betas"]
-    first, second = (local(part.state[kind]).double() for kind in ("exp_avg", "exp_avg_sq"))
+    first, second = (local(part.state[kind]).to(weight.device).double() for kind in ("exp_avg", "exp_avg_sq"))
     root = (second / (1 - beta2**count)).sqrt() + part.group["eps"]
     update, decay = first / (1 - beta1**count) / root, part.group["weight_decay"] * weight.double()
     limits = torch.finfo(weight.dtype)
