@@ -13,7 +13,8 @@ A value is kept below autograd. So the second forward makes the same graph as th
 | `computing_again(forward)` | nothing is kept |
 | `kept(compute)`, `product(compute)` | for the forward of an `autograd.Function`: what `compute` gives is kept |
 
-Outside of a block that keeps anything, none of them does anything.
+Outside of a block that keeps anything, none of them does anything. Hooks for saved tensors that stand around a block
+get what it keeps, too: what moves saved activations to the host moves these with them.
 """
 
 from collections import deque
@@ -26,9 +27,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fivefold.torch_internals import DEAR, SUMS, Dispatch, times_changed
+from fivefold.torch_internals import DEAR, SUMS, Dispatch, hooks_of_saved, times_changed, without_graph
 
 Forward = Callable[..., Any]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 
 
 @dataclass(frozen=True)
@@ -44,21 +46,33 @@ class _Held:
         return self.own
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """A tensor that is kept by way of the hooks around the block."""
+
+    value: Any
+    unpack: Callable[[Any], Tensor]
+
+    def taken(self) -> Tensor:
+        return self.unpack(self.value)
+
+
 @dataclass
 class _Block:
-    """One forward of one block: what it keeps, in order. `hands_on`: products are read by what is kept, and by nothing
-    else."""
+    """One forward of one block: what it keeps, in order. `hooks`: those around it. `hands_on`: products are read by
+    what is kept, and by nothing else."""
 
+    hooks: Hooks | None = None
     values: deque[Any] = field(default_factory=deque)
     is_again: bool = False
     hands_on: bool = False
 
     def kept(self, compute: Callable[[], Any]) -> Any:
         if self.is_again:
-            return tree_map_only(_Held, _Held.taken, self.values.popleft())
+            return tree_map_only((_Held, _Packed), lambda each: each.taken(), self.values.popleft())
         with _during(None):
             found = compute()
-        self.values.append(tree_map_only(Tensor, _held, found))
+        self.values.append(tree_map_only(Tensor, self._hold, found))
         return found
 
     def product(self, compute: Callable[[], Any]) -> Any:
@@ -72,10 +86,12 @@ class _Block:
         self.values.append((found.new_empty(()), found.shape))
         return found
 
-
-def _held(tensor: Tensor) -> _Held:
-    own = tensor.detach()
-    return _Held(own, times_changed(own))
+    def _hold(self, tensor: Tensor) -> _Held | _Packed:
+        own = without_graph(tensor)
+        if self.hooks is None:
+            return _Held(own, times_changed(own))
+        pack, unpack = self.hooks
+        return _Packed(pack(own), unpack)
 
 
 _block: _Block | None = None  # whose forward is under way: of autograd's thread and the main one, one waits
@@ -93,7 +109,7 @@ def _during(block: _Block | None) -> Iterator[None]:
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first forward of a block and around its second: `context_fn` of `torch.utils.checkpoint`."""
-    block = _Block()
+    block = _Block(hooks_of_saved())
 
     @contextmanager
     def second() -> Iterator[None]:

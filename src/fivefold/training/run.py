@@ -115,6 +115,7 @@ class Trainer:
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
+            step=(layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)),
         )  # fmt: skip
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
         optimizer = build_optimizer(model, config.optimizer)
