@@ -9,7 +9,6 @@ import pytest
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.legality import NOT_BUILT
 from fivefold.core.schedule import SCHEDULES
 from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.core.units import human, parse_count, parse_fraction, parse_length
@@ -43,7 +42,7 @@ scheduler.name scheduler.warmup_steps scheduler.min_lr_ratio
 layout.dp_replicate layout.dp_shard layout.tp layout.cp layout.pp layout.ep layout.zero layout.sequence_parallel
 layout.expert_tp layout.pp_schedule layout.pp_virtual layout.pp_split layout.cp_method
 precision.compute precision.reduce precision.fp8
-memory.recompute memory.offload_activations memory.offload_optimizer memory.loss_chunks
+memory.recompute memory.offload_activations memory.offload_optimizer memory.loss_chunks memory.trial
 checkpoint.every checkpoint.keep checkpoint.async checkpoint.resume checkpoint.export_hf
 eval.every eval.max_tokens sample.every sample.prompts log.every log.to run.name run.dir
 """
@@ -51,18 +50,8 @@ eval.every eval.max_tokens sample.every sample.prompts log.every log.to run.name
 
 def test_every_key_of_the_contract_is_there_and_described() -> None:
     known = {key.name: key for key in keys()}
-    hidden = {key for key, (values, _) in NOT_BUILT.items() if key not in known}
-    assert set(CONTRACT.split()) == set(CONTRACT.split()) & set(known) | hidden
-    assert hidden == {"memory.offload_activations", "memory.offload_optimizer"}
+    assert set(CONTRACT.split()) <= set(known)
     assert all(key.help for key in known.values())
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key in NOT_BUILT for value in NOT_BUILT[key][0]])
-def test_what_is_not_built_is_not_listed_and_says_so_when_set(here: Path, key: str, value: object) -> None:
-    assert value not in next((listed.choices for listed in keys() if listed.name == key), ())
-    with pytest.raises(UserError, match=rf"{key} {str(value).lower()} is not built yet\nset {key}: ") as raised:
-        check_supported(load_config(None, [f"{key}={str(value).lower()}"]))
-    assert raised.value.exit_code == 2
 
 
 def test_keys_say_what_may_be_chosen() -> None:
@@ -371,8 +360,6 @@ def test_the_demo_is_a_short_commented_file_that_says_what_it_trains() -> None:
         "layout=cp4+2x3",
         "layout=tp2.ep2",
         "layout=tp2+etp",
-        "memory.offload_activations=true",
-        "memory.offload_optimizer=true",
         "model.init=pretrained",
     ],
 )

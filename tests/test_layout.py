@@ -27,6 +27,7 @@ TEXTS = [
     "shard2+offload+offload_optimizer+selective+fp64",
     "shard2+fp8",
     "shard2+fp8_rowwise",
+    "shard2+8bit_states",
 ]
 
 
@@ -51,6 +52,7 @@ OTHER_VALUES = {
     "offload_optimizer": True,
     "precision": "fp64",
     "fp8": "rowwise",
+    "state_dtype": "bf16",
 }
 
 

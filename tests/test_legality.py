@@ -180,10 +180,3 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     found = violations(layout, ModelLimits(query=4, kv=2, layers=3), world=16, batch=7)
     assert [each.about for each in found] == ["pp_virtual", "dp_shard", "tp", "pp"]
     assert found[2].legal == (1, 2, 4) and found[2].error.fix == "try tp 1, 2, 4"
-
-
-@pytest.mark.parametrize("text", ["shard2+offload", "shard2+offload_optimizer"])
-def test_what_is_not_built_is_refused_wherever_a_layout_comes_from(text: str) -> None:
-    """Also from `ff.parallelize`, which reads no run file: it would train without it, and not say so."""
-    (found,) = violations(Layout.parse(text))
-    assert "is not built yet" in found.what

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.api import Run, export, generate, rehearse, train, verify
+    from fivefold.api import Run, compare, export, generate, rehearse, train, verify
     from fivefold.config import RunConfig, load_config
     from fivefold.core.errors import RunFailed, UserError
     from fivefold.core.layout import Layout
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     name: home
     for home, names in {
-        "fivefold.api": ("Run", "export", "generate", "rehearse", "train", "verify"),
+        "fivefold.api": ("Run", "compare", "export", "generate", "rehearse", "train", "verify"),
         "fivefold.config": ("RunConfig", "load_config"),
         "fivefold.core.errors": ("RunFailed", "UserError"),
         "fivefold.core.layout": ("Layout",),
@@ -46,8 +46,8 @@ _HOMES = {
 }  # fmt: skip
 __all__ = [
     "Estimate", "Layout", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError", "Workload",
-    "clip_grad_norm_", "estimate", "evaluate", "export", "gather", "generate", "gradients", "load", "load_config",
-    "logits", "parallelize", "plan", "rehearse", "save", "train", "train_step", "verify",
+    "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate", "gradients", "load",
+    "load_config", "logits", "parallelize", "plan", "rehearse", "save", "train", "train_step", "verify",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from fivefold.generation import SEED, TEMPERATURE, TOP_K
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fivefold.comparison.report import CompareReport
     from fivefold.own_loop import ParallelModel
     from fivefold.rehearsal.report import Rehearsal
     from fivefold.verification.report import VerifyReport
@@ -96,6 +97,34 @@ def verify(
     )  # fmt: skip
 
 
+def compare(
+    *paths: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    vary: Sequence[Mapping[str, Any]] = (),
+    nproc: Sequence[int] = (),
+    repeats: int = 3,
+    steps: int | None = None,
+    warmup: int = 2,
+    out: str | Path | None = None,
+    against: Sequence[str | Path] = (),
+    quiet: bool = True,
+) -> "CompareReport":
+    """Train run files (none: the demo's) by turns and compare them, as `fivefold compare` does.
+
+    `vary`: of one run file, the keys that are set in each further configuration: `[{"precision.fp8": "rowwise"}]`. The
+    other options are those of `fivefold.comparison.launch.Request`. The report's `.rows` are those of the table, `.ok`
+    says whether every run was trained. Raises `UserError`.
+    """
+    from fivefold.comparison.launch import Request, main
+
+    request = Request(
+        paths=[Path(each) for each in paths], overrides=_written(overrides), vary=[_written(each) for each in vary],
+        nproc=nproc, repeats=repeats, steps=steps, warmup=warmup, out=None if out is None else Path(out),
+        against=[str(each) for each in against],
+    )  # fmt: skip
+    return main(request, lambda report: None, quiet=quiet)
+
+
 def rehearse(
     path: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -128,10 +157,12 @@ def _arguments(path: Any, overrides: Mapping[str, Any] | None) -> tuple[Path | N
             fix='overrides come second: ff.train("run.yaml", {"train.max_steps": 3}), or ff.train(None, {...}) for the '
             "demo",
         )
-    written = [
-        f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()
-    ]
-    return None if path is None else Path(path), written
+    return None if path is None else Path(path), _written(overrides)
+
+
+def _written(overrides: Mapping[str, Any] | None) -> list[str]:
+    """Keys with Python values as the command line writes them."""
+    return [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
 
 
 def export(

@@ -143,6 +143,18 @@ def fans(tensor: Tensor) -> tuple[int, int]:
     return nn.init._calculate_fan_in_and_fan_out(tensor)
 
 
+@contextmanager
+def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool, after: bool) -> Iterator[None]:
+    """Inside, the optimizer's own hooks run `before` a step and `after` it, or not."""
+    first, last = kept = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks = first if before else type(first)()
+    optimizer._optimizer_step_post_hooks = last if after else type(last)()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = kept
+
+
 # Process groups ------------------------------------------------------------------------------------------------------
 
 

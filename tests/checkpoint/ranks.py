@@ -17,6 +17,7 @@ from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import train_step
 from tests.parity import Case, batch_of, documents, hf_config, on_rank, pieces, reference_model  # noqa: F401
 
@@ -83,7 +84,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, case: Case, first: int,
 def _state(model: Any, optimizer: torch.optim.Optimizer) -> State:
     parameters = dict(model.named_parameters())
     kinds = {"weight": pieces(model, parameters)}
-    states = {name: optimizer.state[p] for name, p in parameters.items()}
+    states = {name: restored_state(optimizer, p) for name, p in parameters.items()}
     for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         kinds[kind] = pieces(model, {name: state[kind] for name, state in states.items() if kind in state})
     return State(kinds, {float(state["step"]) for state in states.values() if "step" in state}, [])

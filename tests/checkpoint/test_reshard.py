@@ -107,6 +107,18 @@ def test_tied_embeddings_and_single_key_value_heads(tmp_path: Path, case: Case) 
     assert equal(whole([states[0] for states in ranks]), expected)
 
 
+def test_codes_and_scales_of_8_bits_go_from_layout_to_layout(tmp_path: Path) -> None:
+    """One rank goes on from what four have saved as these do."""
+    case = Case("shard2.tp2+fp64+8bit_states", overrides=(("intermediate_size", 64),))
+    states = run_ranks(4, train_and_save, case, tmp_path, 2, 2)
+    records = Checkpoint.open(tmp_path / "step-000002").manifest.tensors
+    of_one = [records[f"exp_avg{what}"]["model.layers.0.mlp.down_proj.weight"] for what in ("", "_scale")]
+    assert [(each.dtype, each.shape) for each in of_one] == [("uint8", (32, 64)), ("float64", (32, 4))]
+    alone = run_ranks(1, load_and_train, case.with_layout("single+fp64+8bit_states"), [tmp_path / "step-000002"], 2)
+    assert equal(whole([found[0] for found in alone]), whole(states))
+    np.testing.assert_allclose(alone[0][0].losses, states[0].losses, rtol=1e-10)
+
+
 MUON = ("single", "shard4+zero1", "dp2.shard2", "shard2.tp2")
 
 

@@ -24,7 +24,7 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.training import launch
 from fivefold.verification import before_training
 
-VERBS = ("train", "plan", "rehearse", "verify", "generate", "export", "report", "calibrate", "doctor")
+VERBS = ("train", "plan", "rehearse", "verify", "compare", "generate", "export", "report", "calibrate", "doctor")
 
 
 def run(*arguments: str) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
-from fivefold.core.fp8 import RECIPES, WITH_KERNEL
+from fivefold.core.fp8 import RECIPES, WITH_KERNEL, Recipe
 from fivefold.core.layout import Layout
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
@@ -92,6 +92,19 @@ def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) ->
             )
 
 
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_two_that_share_their_input_are_one_graph(has_gradient: bool) -> None:
+    """With a gradient and without (an evaluation), as what they compute one by one."""
+    torch._dynamo.reset()
+    gate, up, x = nn.Linear(32, 16), nn.Linear(32, 16), torch.randn(4, 32)
+    expected = [fp8_by_hand._forward(each, RECIPES["rowwise"], x) for each in (gate, up)]
+    ours = Linears(products={"column": lambda is_transposed: Float8(RECIPES["rowwise"], {}, is_transposed)})
+    ours.place_together([gate, up], "column", is_transposed=False)
+    block = torch.compile(lambda x: (gate(x), up(x)), backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(has_gradient):
+        assert all(torch.allclose(*both, atol=1e-5) for both in zip(block(x), expected, strict=True))
+
+
 def _gradients(linear: nn.Module, x: Tensor, forward: Any) -> list[Tensor]:
     given = x.clone().requires_grad_()
     linear.zero_grad()
@@ -107,13 +120,13 @@ def test_fp64_is_rounded_once(form: Any) -> None:
     middle = (table[1:] + table[:-1]) / 2
     x = torch.cat([middle, middle * (1 + 1e-12), middle * (1 - 1e-12), table])[None] / table[-1]
     cast = next(c for c in (RECIPES["tensorwise"].input_grad[0], RECIPES["tensorwise"].output[0]) if c.form == form)
-    (values, scale), _ = casts("output", RECIPES["tensorwise"].__class__((cast, cast), (cast, cast), None), {}, x, x)
+    [(values, scale)], _ = casts("output", Recipe((cast, cast), (cast, cast), None), {}, [x], [])
     assert torch.equal(restored(values, scale, scale.dtype), fp8_by_hand.cast(x, cast))
 
 
 def test_a_rounding_leaves_what_three_bits_leave() -> None:
     x = torch.randn(64, 64)
-    (values, scale), _ = casts("output", RECIPES["rowwise"], {}, x, x)
+    [(values, scale)], _ = casts("output", RECIPES["rowwise"], {}, [x], [])
     assert values.dtype == torch.float8_e4m3fn
     error = (restored(values, scale, scale.dtype) - x).abs() / x.abs().clamp(min=1e-2)
     assert 2**-6 < float(error.max()) <= 2**-4
@@ -125,10 +138,11 @@ def test_the_kernel_multiplies_what_is_emulated(recipe: str, which: Any) -> None
     """PyTorch has its scaled matmul on a CPU too."""
     pair = getattr(RECIPES[recipe], which)
     a, b = torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(64, 48, dtype=torch.bfloat16)
-    (x, of_x), (y, of_y) = casts(which, RECIPES[recipe], {}, a, b)
-    expected = restored(x, of_x, torch.float32) @ restored(y, of_y, torch.float32).T
-    found = scaled_matmul(x, of_x, y, of_y, torch.bfloat16, fast=False)
-    assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-2) and not is_served(a, b, pair)
+    [x], [y] = casts(which, RECIPES[recipe], {}, [a], [b])
+    expected = restored(*x, torch.float32) @ restored(*y, torch.float32).T
+    found = scaled_matmul(*x, *y, torch.bfloat16, fast=False)
+    assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-2)
+    assert not is_served(x[0], y[0], pair, torch.bfloat16)
 
 
 def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None:

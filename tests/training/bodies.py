@@ -23,6 +23,7 @@ from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.launch.world import World
+from fivefold.parallel import passes
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
@@ -84,9 +85,11 @@ def train(tree: Mapping[str, Any], world: int = 2, **options: Any) -> Ran:
 
 
 def on_rank(
-    tree: Mapping[str, Any], *, stop_at: int = 0, nan_loss: Collection[int] = (), inf_gradient: Collection[int] = ()
-) -> Ran:
-    """Train on this rank. `stop_at`: the call of `train_step` that never happens; faults by call as well, from 1."""
+    tree: Mapping[str, Any], *, stop_at: int = 0, nan_loss: Collection[int] = (), inf_gradient: Collection[int] = (),
+    lacks: str = "",
+) -> Ran:  # fmt: skip
+    """Train on this rank. `stop_at`: the call of `train_step` that never happens; faults by call as well, from 1.
+    `lacks`: what the memory of a GPU does not suffice for, of `STARVED`."""
     config = RunConfig.model_validate(tree)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     screen, error = io.StringIO(), None
@@ -95,11 +98,57 @@ def on_rank(
         stack.enter_context(redirect_stdout(screen))
         stack.enter_context(_stopping(stop_at))
         stack.enter_context(_poisoned(nan_loss, inf_gradient))
+        if lacks:
+            stack.enter_context(patch(STARVED[lacks], _starved(lacks)))
         try:
             run_module.train(config, World(rank=dist.get_rank(), size=dist.get_world_size()))
         except (Stopped, UserError) as caught:
             error = caught
     return Ran(screen.getvalue(), error)
+
+
+# What a run is at -> the function that cannot have its memory.
+STARVED = {
+    "building the model": "fivefold.parallel.apply.fill",
+    "forward": "fivefold.parallel.passes._last_hidden",
+    "backward": "fivefold.parallel.passes._loss_of",
+    "the optimizer": "fivefold.training.step.clip_",
+    "an evaluation": "fivefold.parallel.passes.loss",
+    "a save": "fivefold.checkpoint.save._snapshot",
+    "the memory of a save": "fivefold.checkpoint.staging.host_memory",
+}
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.19 GiB is free"
+    ". Including non-PyTorch memory, this process has 77.91 GiB memory in use. Of the allocated memory 70.00 GiB is "
+    "allocated by PyTorch, and 5.50 GiB is reserved by PyTorch but unallocated. If reserved but ..."
+)
+
+
+def _starved(lacks: str) -> Any:
+    """A function that fails as torch does: at once, in backward, or in the fifth forward."""
+    calls, whole = 0, passes._loss_of
+
+    def starved(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if lacks == "backward":
+            return _Starved.apply(whole(*args, **options))
+        if lacks == "forward" and calls < 5:
+            return last_hidden(*args, **options)
+        raise torch.OutOfMemoryError(TORCH_SAYS)
+
+    last_hidden = passes._last_hidden
+    return starved
+
+
+class _Starved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError(TORCH_SAYS)
 
 
 @contextmanager

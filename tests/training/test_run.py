@@ -260,7 +260,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_built_yet_is_refused(tmp_path: Path) -> None:
-    assert "memory.offload_optimizer" in refusal(run_file(tmp_path, memory__offload_optimizer=True)).what
+    assert "memory.recompute" in refusal(run_file(tmp_path, memory__recompute="selective")).what
 
 
 # ---- steps that are not finite ---------------------------------------------------------------------------------------

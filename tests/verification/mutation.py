@@ -33,14 +33,16 @@ from tests.training import bodies
 from tests.verification.faults import FAULTS, Fault, Model
 
 ROW, SEED = 31, 1234
+DEFAULT = Layout()
 EVIDENCE = "evidence.safetensors"
 OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
 TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 
-def make_subject(model: Model, folder: Path, *, steps: int, fp8: str = "none") -> Path:
-    """The proof case of `model` and its reference in fp64, in `folder`; made once. `fp8`: the recipe of its matmuls."""
-    place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}-{fp8}"
+def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAULT) -> Path:
+    """The proof case of `model` and its reference in fp64, in `folder`; made once. `like`: in the types of a layout."""
+    fp8 = like.fp8
+    place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}-{like.numerics}"
     if (place / "subject.json").exists():
         return place
     (place / "model").mkdir(parents=True)
@@ -57,7 +59,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, fp8: str = "none") -
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
         ),
     )  # fmt: skip
-    prepare(subject, "fp64", place / EVIDENCE, "cpu", fp8=fp8)
+    prepare(subject, "fp64", place / EVIDENCE, "cpu", fp8=fp8, state_dtype=like.state_dtype)
     subject.save(place / "subject.json")
     return place
 
@@ -93,7 +95,7 @@ def prove(
     if kind == "run":
         return _outcome(_run(layout, folder, name, steps=steps, whole=whole))
     parsed = Layout.parse(layout)
-    place, world = str(make_subject(model, folder, steps=steps, fp8=parsed.fp8)), parsed.world
+    place, world = str(make_subject(model, folder, steps=steps, like=parsed)), parsed.world
     if kind == "step":
         return _outcome(_ranks(world, step_on_rank, place, layout, name, whole))
     with tempfile.TemporaryDirectory() as saved:
@@ -105,10 +107,8 @@ def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
     """The losses of the same steps without the fault."""
     if fault.kind == "run":
         return prove("run", fault.model, fault.layout, folder, steps=steps).found.losses
-    fp8 = Layout.parse(fault.layout).fp8
-    losses: list[float] = (
-        ReferenceTensors(make_subject(fault.model, folder, steps=steps, fp8=fp8) / EVIDENCE).whole("losses").tolist()
-    )
+    place = make_subject(fault.model, folder, steps=steps, like=Layout.parse(fault.layout))
+    losses: list[float] = ReferenceTensors(place / EVIDENCE).whole("losses").tolist()
     return losses[steps // 2 :] if fault.kind == "load" else losses
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
+from fivefold.core.layout import SAID
 from fivefold.core.text import shortened
 
 FINGERPRINT = "data.fingerprint"
 WARMUP = "scheduler.warmup_steps"
+STATES = "optimizer.state_dtype"
 _SECTIONS = ("model", "tokenizer", "data", "optimizer", "scheduler")
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_name_or_path")
 _TRAIN_KEYS = ("global_batch_size", "seed")
@@ -32,6 +34,8 @@ def agreement(
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
     keys = {key: value for key, value in keys.items() if value is not None}  # None: of another optimizer
+    if keys[STATES] == SAID["state_dtype"].file_default:  # as in checkpoints from before there was such a key
+        del keys[STATES]
     keys["data.bos"] = bos
     default = type(config.balance)().model_dump()
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}

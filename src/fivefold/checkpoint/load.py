@@ -17,11 +17,13 @@ from fivefold.checkpoint import shard
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, Slice, TensorRecord, read_manifest
 from fivefold.checkpoint.model_folder import FOLDER
 from fivefold.core.errors import UserError
+from fivefold.core.optimizers import SCALE
 from fivefold.core.text import listed
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
-from fivefold.parallel.dtensor import local
+from fivefold.parallel.dtensor import local, zeros_by_block
+from fivefold.parallel.sharding import numbers_each, regions_by_block
 from fivefold.parallel.state import fill, state_of
 
 Region = tuple[slice, ...]
@@ -207,8 +209,9 @@ def restore(
         }
         for kind, source in sources:
             if name in source.names():
-                state[kind] = _moment(model, name, parameter.detach(), source)
+                state[kind] = _moment(model, name, parameter.detach(), source, is_scale=kind.endswith(SCALE))
         optimizer.state[parameter] = state
+        state_of(model).offload.states.keep(optimizer, parameter)
 
 
 def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -248,16 +251,19 @@ def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> N
             )
 
 
-def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource") -> Tensor:
-    """A tensor spread like the parameter `like`, with this rank's part of `source`; one of another shape is whole."""
-    if source.shape(name) != state_of(model).plan.shards[name].shape:
+def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource", *, is_scale: bool) -> Tensor:
+    """A tensor spread like the parameter `like`, with this rank's part of `source`; one of another shape is whole.
+    `is_scale`: it has the scales of blocks."""
+    whole = state_of(model).plan.shards[name].shape
+    length = numbers_each(source.shape(name), whole, is_scale=is_scale)
+    if not length:
         values = source.whole(name).to(like.device)
         if not isinstance(like, DTensor):
             return values
         mesh = like.device_mesh
         return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    moment = torch.zeros_like(like, dtype=source.dtype(name))
-    for global_region, local_region in state_of(model).plan.regions(name):
+    moment = zeros_by_block(like, length, source.dtype(name))
+    for global_region, local_region in regions_by_block(state_of(model).plan.regions(name), length):
         local(moment)[local_region].copy_(source.read(name, global_region))
     return moment
 

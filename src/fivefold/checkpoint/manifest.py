@@ -33,7 +33,8 @@ from fivefold.core.text import listed
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
 VERSION = 1
-DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as torch and safetensors say
+# As torch and safetensors say.
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 WEIGHT = "weight"
 MOST_BYTES = 2**30  # of a manifest; one of 500,000 slices takes 150 MB
 

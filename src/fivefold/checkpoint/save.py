@@ -40,10 +40,12 @@ from fivefold.config import RunConfig
 from fivefold.core import files
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
+from fivefold.core.optimizers import SCALE
 from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
 from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.sharding import by_block, numbers_each, regions_by_block
 from fivefold.parallel.state import state_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
@@ -125,6 +127,20 @@ class Saver:
             futures.wait([self._pending])
             self._staging.free()
 
+    def try_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, more: int) -> None:
+        """Take the memory that a save copies to, and keep it where a save would: in the background. `more`: bytes of
+        the optimizer's state that is not there yet, of which the slices of this rank have their part."""
+        reshard(model)
+        own = list(collect(model, optimizer))
+        held = sum(local(each).nbytes for each in model.parameters())
+        weights = [one.values for one in own if one.kind == WEIGHT]
+        written = sum(each.nbytes for each in weights)
+        if not weights or not (self._asynchronous or weights[0].is_cuda):
+            return
+        self._staging.take([one.values for one in own], more * written // max(held, 1))
+        if not self._asynchronous:
+            self._staging.free()
+
     def wait(self) -> None:
         """Wait for the save under way, if any.
 
@@ -156,12 +172,12 @@ class Saver:
     def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
         """The slices on the CPU; asynchronous: copies that training does not touch."""
         on_gpu = any(one.values.is_cuda for one in slices)
-        if not (self._asynchronous or on_gpu):
-            return slices
-        copies = self._staging.copies([one.values for one in slices])
+        moved = [self._asynchronous or one.values.is_cuda for one in slices]  # offloaded state is on the CPU
+        there = [one.values for one, is_moved in zip(slices, moved, strict=True) if is_moved]
+        copies = iter(self._staging.copies(there) if there else ())
         if on_gpu:
             torch.cuda.synchronize()
-        return [replace(one, values=copy) for one, copy in zip(slices, copies, strict=True)]
+        return [replace(one, values=next(copies)) if own else one for one, own in zip(slices, moved, strict=True)]
 
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """In the thread, on every rank."""
@@ -225,8 +241,9 @@ def collect(
     """The slices of weights and optimizer state that this rank owns: over all ranks, every element once. `gradients`:
     those of the weights' gradients instead.
 
-    State in its parameter's shape lies as the parameter does; state of another shape is the same on all ranks (only
-    layouts of whole tensors have it). Raises `UserError` for what no checkpoint holds.
+    State in its parameter's shape lies as the parameter does, and so do the scales of its blocks; state of another
+    shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for what no checkpoint
+    holds.
     """
     plan = state_of(model).plan
     for name, parameter in model.named_parameters():
@@ -235,10 +252,11 @@ def collect(
             continue
         for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():
             _check_type(kind, name, tensor)
-            if tensor.shape == parameter.shape:
-                for whole, here in plan.regions(name):
+            if length := numbers_each(tensor.shape, parameter.shape, is_scale=kind.endswith(SCALE)):
+                shape = by_block(plan.shards[name].shape, length)
+                for whole, here in regions_by_block(plan.regions(name), length):
                     offset = tuple(one.start for one in whole)
-                    yield OwnedSlice(kind, name, plan.shards[name].shape, offset, local(tensor)[here])
+                    yield OwnedSlice(kind, name, shape, offset, local(tensor)[here])
             elif plan.shard_index(name).part == plan.shard_index(name).fsdp_rank == 0:
                 yield _whole(kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     if plan.is_first_of_stage and not gradients:

@@ -1,14 +1,15 @@
 """Memory of the CPU that a checkpoint's slices are copied to, so that training can go on while they are written.
 
-One flat buffer for each dtype, exactly as large as what is saved. For a GPU it is page-locked where it lies: torch's
-own pinned memory would be rounded up to a power of two, up to twice as much, and kept by its allocator when freed.
+One flat buffer for each dtype, exactly as large as what is saved. For a GPU it is page-locked where it lies.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from fivefold.parallel import host_memory
+from fivefold.parallel.host_memory import page_lock, unlock
 
 
 class Staging:
@@ -26,11 +27,7 @@ class Staging:
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each of `tensors` on the CPU, in memory that training does not touch. Those of a GPU are complete when the
         device has been waited for."""
-        needed: dict[torch.dtype, int] = {}
-        for tensor in tensors:
-            needed[tensor.dtype] = needed.get(tensor.dtype, 0) + tensor.numel()
-        self._make_room(needed, lock=any(tensor.is_cuda for tensor in tensors))
-        used = dict.fromkeys(needed, 0)
+        used = dict.fromkeys(self.take(tensors), 0)
         found = []
         for tensor in tensors:
             start = used[tensor.dtype]
@@ -39,10 +36,22 @@ class Staging:
             found.append(copy.copy_(tensor, non_blocking=True))
         return found
 
+    def take(self, tensors: Sequence[Tensor], more: int = 0) -> dict[torch.dtype, int]:
+        """Have the memory for these tensors, and `more` bytes beside them, of the first one's dtype. Returns how many
+        numbers of each dtype there are."""
+        needed: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            needed[tensor.dtype] = needed.get(tensor.dtype, 0) + tensor.numel()
+        if more:
+            first = tensors[0].dtype
+            needed[first] += more // first.itemsize
+        self._make_room(needed, lock=any(tensor.is_cuda for tensor in tensors))
+        return needed
+
     def free(self) -> None:
         """Give the memory back. The copies must not be used afterwards."""
         for buffer in self._locked:
-            _check(_runtime().cudaHostUnregister(buffer.data_ptr()))
+            unlock(buffer)
         self._locked.clear()
         self._buffers.clear()
 
@@ -51,20 +60,7 @@ class Staging:
             return
         self.free()
         for dtype, size in needed.items():
-            self._buffers[dtype] = buffer = host_memory(size, dtype)
+            self._buffers[dtype] = buffer = host_memory.allocate(size, dtype)
             if lock and size:
-                _check(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+                page_lock(buffer)
                 self._locked.append(buffer)
-
-
-def host_memory(size: int, dtype: torch.dtype) -> Tensor:
-    """`size` numbers of this machine's memory, not set."""
-    return torch.empty(size, dtype=dtype)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _check(error: object) -> None:
-    torch.cuda.check_error(int(error))  # type: ignore[call-overload]

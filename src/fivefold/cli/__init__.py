@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import calibrate, doctor, export, generate, plan, rehearse, report, train, verify
+from fivefold.cli import calibrate, compare, doctor, export, generate, plan, rehearse, report, train, verify
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -29,6 +29,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "plan": plan.plan,
     "rehearse": rehearse.rehearse,
     "verify": verify.verify,
+    "compare": compare.compare,
     "generate": generate.generate,
     "export": export.export,
     "report": report.report,

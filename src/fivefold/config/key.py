@@ -1,7 +1,4 @@
-"""The keys of a run file as people and editors see them, from the types and descriptions of its sections. No torch.
-
-A key, or a value of one, is listed when it works: `core.legality.NOT_BUILT` names what is read and not done yet.
-"""
+"""The keys of a run file as people and editors see them, from the types and descriptions of its sections. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +9,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
-
-from fivefold.core.legality import NOT_BUILT
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBER = r"^\s*[+-]?[0-9][0-9_]*(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*[kKmMgGbB%]?\s*$"  # 8k, 500M, 1%, 1e-4
@@ -42,8 +37,8 @@ class Key:
 
 
 def keys_of(config: type[BaseModel]) -> Iterator[Key]:
-    """Every key that works, in the order of the file; `config` has a field for each section."""
-    return (key for name, field in _fields(config) if (key := _key(name, field)) is not None)
+    """Every key, in the order of the file; `config` has a field for each section."""
+    return (_key(name, field) for name, field in _fields(config))
 
 
 def _fields(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
@@ -58,17 +53,8 @@ def _fields(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
                     yield f"{name}.{key}[].{inner}", of_item
 
 
-def built(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of a key's values that work."""
-    absent, _ = NOT_BUILT.get(name, ((), ""))
-    return tuple(value for value in values if value not in absent)
-
-
-def _key(name: str, field: FieldInfo) -> Key | None:
-    """None for a key of which only the default is built."""
-    choices = built(name, _choices(field))
-    if name in NOT_BUILT and len(choices) == 1:
-        return None
+def _key(name: str, field: FieldInfo) -> Key:
+    choices = _choices(field)
     default = None if field.is_required() else field.get_default()
     is_switch = set(choices) == {True, False}
     return Key(name, default, field.description or "", () if is_switch else choices)
@@ -111,14 +97,10 @@ class _AsWritten(GenerateJsonSchema):
 
 
 def json_schema_of(config: type[BaseModel]) -> dict[str, Any]:
-    """What `load_config` accepts, for editors and for other programs; values that are not built yet are not in it."""
+    """What `load_config` accepts, for editors and for other programs."""
     whole: dict[str, Any] = _tidy(config.model_json_schema(by_alias=True, schema_generator=_AsWritten))
     for section_name, section in config.model_fields.items():
-        name = section.alias or section_name
-        properties = whole["$defs"][type(section.default).__name__]["properties"]
-        for key, values in properties.items():
-            _leave_out_unbuilt(f"{name}.{key}", values)
-        whole["properties"][name].pop("default", None)  # the defaults of its keys say it
+        whole["properties"][section.alias or section_name].pop("default", None)  # the defaults of its keys say it
     layout = whole["properties"]["layout"]
     whole["properties"]["layout"] = {
         "anyOf": [layout, {"type": "string"}],
@@ -142,8 +124,3 @@ def _tidy(node: Any) -> Any:
 
 def _or_text(number: JsonSchemaValue) -> JsonSchemaValue:
     return {"anyOf": [number, {"type": "string", "pattern": _NUMBER}]}
-
-
-def _leave_out_unbuilt(key: str, values: dict[str, Any]) -> None:
-    if key in NOT_BUILT:
-        values["enum"] = list(built(key, tuple(values.get("enum", (False, True)))))

@@ -34,6 +34,7 @@ from fivefold.core.layout import FP8, SAID, Compute, Layout
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.recompute import BUDGET
 from fivefold.core.shapes import shape_folder
+from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 
 DEMO = Path(__file__).with_name("demo.yaml")
@@ -239,6 +240,7 @@ class OptimizerSection(Section):
     ns_steps: Whole | None = Field(
         default=None, ge=1, description="muon: Newton-Schulz iterations of an update; not set: 5"
     )
+    state_dtype: StateDtype = of_layout("state_dtype")
 
     @model_validator(mode="before")
     @classmethod
@@ -300,7 +302,13 @@ class MemorySection(Section):
     )
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
+    offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
+    trial: Literal["auto"] | bool = Field(
+        default="auto",
+        description="take the memory of a step, an evaluation and a save before the first step: auto (on a GPU), "
+        "true, false",
+    )
 
     @field_validator("loss_chunks")
     @classmethod
@@ -548,13 +556,13 @@ def parse_config(text: str) -> RunConfig:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not legal, not built yet, or not installed.
+    """Raise `UserError` for what the run file may say but cannot be run: not legal, or not installed.
 
     Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
     """
     layout = config.written_layout
     # What the planner chooses is legal; the part of it that is written need not be.
-    legality.refuse((legality.of_what_is_not_built if config.is_automatic else legality.violations)(layout))
+    legality.refuse(() if config.is_automatic else legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
         legality.refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package

@@ -18,13 +18,15 @@ row of activations that tp splits costs a collective, and a strip of 128 feature
 Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 Format = Literal["e4m3", "e5m2"]
 Dim = Literal["tokens", "inputs", "outputs"]
 Product = Literal["output", "input_grad", "weight_grad"]
+Operand = Literal["input", "weight", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,20 @@ class Recipe:
     weight_grad: Pair | None
 
     @property
+    def casts_once(self) -> bool:
+        """Whether each operand is cast once and serves both of its products (`tensorwise`). Forward then leaves the
+        cast input for backward, and not the input."""
+        (x, w), (g, w_again), (g_again, x_again) = self.output, self.input_grad, self.weight_grad or (None, None)
+        is_whole = all(cast.region == (None, None) for cast in (x, w, g))
+        return is_whole and (x, w, g) == (x_again, w_again, g_again)
+
+    def cast_for(self, product: Product) -> tuple[Operand, ...]:
+        """The operands that are cast when a product is computed; the others are not, or have been cast before."""
+        if getattr(self, product) is None or (self.casts_once and product == "weight_grad"):
+            return ()
+        return OPERANDS[product][: 1 if self.casts_once and product == "input_grad" else 2]
+
+    @property
     def block(self) -> int:
         """Numbers of the summed dimension that have one scale; 1 where it is all of them."""
         return self.output[0].region[1] or 1
@@ -63,6 +79,13 @@ DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {
     "output": ("tokens", "outputs", "inputs"),  # activations, weight
     "input_grad": ("tokens", "inputs", "outputs"),  # gradients, weight
     "weight_grad": ("outputs", "inputs", "tokens"),  # gradients, activations
+}
+
+# Product -> its operands, the second one turned over.
+OPERANDS: Mapping[Product, tuple[Operand, Operand]] = {
+    "output": ("input", "weight"),
+    "input_grad": ("gradient", "weight"),
+    "weight_grad": ("gradient", "input"),
 }
 
 # What a linear is to tp -> the axis over which each of its dimensions is split, where it is.
@@ -102,10 +125,18 @@ def shared_dims(cast: Cast, free: Dim, summed: Dim) -> tuple[Dim, ...]:
     return tuple(dim for dim, size in zip((free, summed), cast.region, strict=True) if size is None)
 
 
-def agreements(recipe: Recipe, sizes: Mapping[Dim, int]) -> Iterator[tuple[Product, Dim, int]]:
-    """Of one linear: (product, dimension, how many largest values) for every collective that ranks which split the
-    dimension need, in the order of the run."""
+def agreements(recipe: Recipe, tokens: int, inputs: int, outputs: Sequence[int]) -> Iterator[tuple[Product, Dim, int]]:
+    """Of linears that are given the same input: (product, dimension, how many largest values) for every collective
+    that ranks which split the dimension need. `outputs`: features of each linear.
+
+    What is cast at one moment travels together. Example, q, k and v by `rowwise` of 16 tokens and 8 inputs: for the
+    gradient of the input, 3 x 16 largest values of gradients and 3 x 8 of weights go in one collective.
+    """
     for product, (m, n, k) in DIMS.items():
-        for cast, free in zip(getattr(recipe, product) or (), (m, n), strict=False):
-            for dim in shared_dims(cast, free, k):
-                yield product, dim, 1 if cast.region[0] is None else sizes[free]
+        numbers = Counter[Dim]()
+        for operand, cast, free in zip(OPERANDS[product], getattr(recipe, product) or (), (m, n), strict=False):
+            of_each = () if operand not in recipe.cast_for(product) else outputs[:1] if operand == "input" else outputs
+            for own in of_each:
+                size = {"tokens": tokens, "inputs": inputs, "outputs": own}[free] if cast.region[0] else 1
+                numbers.update(dict.fromkeys(shared_dims(cast, free, k), size))
+        yield from ((product, dim, count) for dim, count in numbers.items())

@@ -22,6 +22,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES
 from fivefold.core.recompute import BUDGET, MODES
 from fivefold.core.schedule import SCHEDULES, Schedule
+from fivefold.core.state_dtypes import StateDtype
 
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
@@ -135,6 +136,11 @@ class Layout:
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
 
+    state_dtype: str = _said(
+        "fp32", "optimizer.state_dtype", "dtype in which the optimizer keeps its state",
+        choices=get_args(StateDtype), words={"bf16_states": "bf16", "8bit_states": "8bit"},
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         for name in DEGREES.values():
             degree = getattr(self, name)
@@ -233,7 +239,8 @@ class Layout:
     @property
     def numerics(self) -> str:
         """The types that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
-        return self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
+        with_fp8 = self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
+        return with_fp8 if self.state_dtype == "fp32" else f"{with_fp8}, {self.state_dtype} states"
 
     @property
     def row_multiple(self) -> int:

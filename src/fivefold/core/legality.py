@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what a config.json may call the number of layers
 _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
 
-# Key -> the values that are not built yet, and what can be set instead.
-NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "memory.offload_activations": ((True,), "false"),
-    "memory.offload_optimizer": ((True,), "false"),
-}
-
 
 @dataclass(frozen=True)
 class Violation:
@@ -93,7 +87,7 @@ def violations(
     `world`: devices. `batch`: rows of an optimizer step, over all devices. `micro_batches`: of a data rank in a step,
     where `batch` is not known. `dp_shard` -1 is taken as not known yet.
     """
-    found = [*of_what_is_not_built(layout), *of_cp_method(layout), *of_pipeline(layout)]
+    found = [*of_cp_method(layout), *of_pipeline(layout)]
     if world is not None:
         found += of_world(layout, world)
     if batch is not None and layout.dp_shard != -1:
@@ -112,14 +106,6 @@ def refuse(found: Iterable[Violation]) -> None:
 
 
 # ---- the layout by itself --------------------------------------------------------------------------------------------
-
-
-def of_what_is_not_built(layout: "Layout") -> Iterator[Violation]:
-    """What the text of a layout can say, and no code does yet."""
-    for key, (absent, instead) in NOT_BUILT.items():
-        name = key.partition(".")[2]
-        if (value := getattr(layout, name)) in absent:
-            yield Violation(name, f"{key} {str(value).lower()} is not built yet", f"set {key}: {instead}")
 
 
 def of_world(layout: "Layout", world: int, place: str | None = None) -> Iterator[Violation]:

@@ -28,6 +28,8 @@ class OptimizerFacts:
         return self.of_matrices is None or (kind in self.of_matrices) == is_matrix
 
 
+DIVIDED_BY = frozenset({"exp_avg_sq"})  # kinds of state that are never negative, and whose root an update is divided by
+SCALE = "_scale"  # after a kind of state: the scales of its blocks, where it is kept in 8 bits
 _ADAMW = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -48,5 +50,6 @@ def with_key(key: str) -> list[str]:
 
 
 def state_words() -> dict[str, str]:
-    """Every kind of state of every optimizer, and what a person calls it."""
-    return {kind: word for facts in OPTIMIZERS.values() for kind, word in facts.state.items()}
+    """Every kind of state of every optimizer, and what a person calls it; last the scales of those in 8 bits."""
+    words = {kind: word for facts in OPTIMIZERS.values() for kind, word in facts.state.items()}
+    return words | {kind + SCALE: f"scales of the {word}" for kind, word in words.items()}

@@ -94,8 +94,19 @@ def _is_consequence(failure: dict[str, Any]) -> tuple[bool, int]:
 
 def is_out_of_memory(failure: dict[str, Any]) -> bool:
     """Whether memory could not be had: CUDA's, or of this machine, from torch or from Python."""
-    says_so = any(said in failure["what"] for said in ("can't allocate memory", "std::bad_alloc"))
-    return says_so or failure["type"] in ("OutOfMemoryError", "MemoryError")
+    return _says_so(failure["what"]) or failure["type"] in _LACKS
+
+
+def is_want_of_memory(error: Exception) -> bool:
+    """The same of an error that has not been left yet."""
+    return type(error).__name__ in _LACKS or (isinstance(error, RuntimeError) and _says_so(str(error)))
+
+
+_LACKS = ("OutOfMemoryError", "MemoryError")
+
+
+def _says_so(said: str) -> bool:
+    return any(words in said for words in ("can't allocate memory", "std::bad_alloc"))
 
 
 def place(stack: str) -> str:

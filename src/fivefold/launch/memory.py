@@ -98,6 +98,12 @@ def address_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
+def address_said() -> str:
+    """What to tell of such a limit; "" where there is none."""
+    limit = address_limit()
+    return f"ulimit -v gives each process {limit / GIB:.2f} GiB of addresses: raise that first" if limit else ""
+
+
 class Pressure:
     """Whether memory ran out while it was looked at."""
 

@@ -22,7 +22,7 @@ from fivefold.launch.failure import (
     place,
     put_aside,
 )
-from fivefold.launch.memory import GIB, Needs, Pressure, address_limit, room
+from fivefold.launch.memory import GIB, Needs, Pressure, address_said, room
 from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
@@ -172,11 +172,9 @@ def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
     there = room()
     held = f"the workers held {pressure.held / GIB:.2f} GiB at most" if pressure.held else ""
     total = f"this machine has {there.total / GIB:.2f}" if there else ""
-    limit = address_limit()
-    addresses = f"ulimit -v gives each process {limit / GIB:.2f} GiB of addresses: raise that first" if limit else ""
     helps = "train.micro_batch_size, data.seq_length and memory.recompute: full make activations smaller"
     advice = needs.advice(there.total if there else 2**62) if needs else helps
-    return "; ".join(part for part in (", ".join(filter(None, (held, total))), addresses, advice) if part)
+    return "; ".join(part for part in (", ".join(filter(None, (held, total))), address_said(), advice) if part)
 
 
 def _show_cursor() -> None:

@@ -101,7 +101,8 @@ class TPBlock:
     """One column/row pair: the `columns` are split over outputs, the `row` over inputs, and the row's outputs are
     summed over tp. `owner`: the smallest module that holds all of them and the latent projections before them. `heads`:
     query and key/value heads of an attention, else None. `is_last`: nothing with weights runs after the row in its
-    layer. Example: `q_proj`, `k_proj`, `v_proj` and the row `o_proj` under the owner `self_attn`."""
+    layer. `shared`: columns that are given the same tensor, in the order in which they are called. Example: `q_proj`,
+    `k_proj`, `v_proj`, which share their input, and the row `o_proj` under the owner `self_attn`."""
 
     owner: str
     columns: tuple[str, ...]
@@ -109,6 +110,7 @@ class TPBlock:
     entries: tuple[TPInput, ...]
     heads: tuple[int, int] | None
     is_last: bool
+    shared: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

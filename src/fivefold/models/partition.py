@@ -213,15 +213,15 @@ class _Derivation:
             {RESIDUAL, row} <= event.sources and event.name.startswith(f"{owner}.") for event in block.events
         )
         is_last = block.linear(row) is block.events[-1]
+        called = [event.name for event in block.events if event.kind == "linear" and event.name in columns]
+        shared = tuple(_by_input(block, called))
         if owner != block.layer and owner.startswith(block.layer) and not adds:
             where = block.hidden_arguments.get(owner, [])
             if len(where) != 1:
                 raise Untraceable(f"{owner} is given {len(where)} tensors of hidden states, not one")
-            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), heads, is_last)
-        shared: dict[int, list[str]] = {}
-        for name in pair.entered:
-            shared.setdefault(id(block.linear(name).inputs[0]), []).append(name)
-        return TPBlock(owner, columns, row, tuple(TPInput(tuple(names)) for names in shared.values()), heads, is_last)
+            return TPBlock(owner, columns, row, (TPInput((owner,), where[0]),), heads, is_last, shared)
+        entries = tuple(map(TPInput, _by_input(block, pair.entered)))
+        return TPBlock(owner, columns, row, entries, heads, is_last, shared)
 
     def _small(self, event: Event, block: BlockTrace, rows: set[str], roles: Mapping[str, Role]) -> Role:
         """The role of a module with few parameters, such as a norm."""
@@ -252,6 +252,14 @@ class _Derivation:
             if sources <= {*tp_block.columns, tp_block.owner}:
                 return roles[f"{tp_block.row}.weight"].groups or ()
         raise Untraceable(f"{event.name} mixes the features of {', '.join(sorted(sources))}")
+
+
+def _by_input(block: BlockTrace, names: Sequence[str]) -> Iterable[tuple[str, ...]]:
+    """Linears by the tensor that they are given."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        found.setdefault(id(block.linear(name).inputs[0]), []).append(name)
+    return map(tuple, found.values())
 
 
 def _heads(called: Event) -> tuple[int, int]:

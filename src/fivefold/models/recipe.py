@@ -93,7 +93,7 @@ def draw(
 ) -> Tensor:
     """The values of `region` of the parameter `name` of global `shape`; random ones are drawn in fp32, then cast."""
     bounds = [piece.indices(size)[:2] for piece, size in zip(region, shape, strict=True)]
-    values = torch.empty([stop - start for start, stop in bounds], dtype=dtype)
+    sizes, values = [stop - start for start, stop in bounds], None
     for op in ops:
         both = [(max(a, piece.start), min(b, piece.stop)) for (a, b), piece in zip(bounds, op.region, strict=True)]
         if any(start >= stop for start, stop in both):
@@ -102,8 +102,9 @@ def draw(
         if both == bounds and isinstance(op.fill, Distribution):
             values = piece  # the usual case, without a second copy
         else:
+            values = torch.empty(sizes, dtype=dtype) if values is None else values
             values[_within(both, [start for start, _ in bounds])] = piece
-    return values
+    return torch.empty(sizes, dtype=dtype) if values is None else values
 
 
 def buffer_values(model: PreTrainedModel) -> dict[str, Tensor]:

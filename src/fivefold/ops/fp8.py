@@ -10,8 +10,9 @@ Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,26 +32,23 @@ from fivefold.core.fp8 import (
     by_row,
     shared_dims,
 )
-from fivefold.ops.linear import Dense, Grouped
+from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST = 1e-30  # a region of zeros is scaled as if this were its largest value
 
 Agree = Callable[[Tensor], Tensor]  # largest values on this rank -> those of all ranks that split a dimension
+Rounded = tuple[Tensor, Tensor]  # numbers of eight bits, and the scale that they were multiplied by
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
 
-def scale_of(x_MK: Tensor, cast: Cast, agree: Iterable[Agree] = ()) -> Tensor:
+def scale_of(largest: Tensor, cast: Cast, x_MK: Tensor) -> Tensor:
     """What the numbers of `x_MK` are multiplied by, in fp32 (fp64 for fp64), of a shape that broadcasts with it.
 
-    `agree`: of the dimensions that the regions span and several ranks split. A dimension before the two is one of
-    matrices, each with scales of its own.
+    `largest`: of each region. A dimension before the two is one of matrices, each with scales of its own.
     """
-    largest = _largest(x_MK, cast.region)
-    for of_all in agree:
-        largest = of_all(largest)
     scale = torch.finfo(DTYPES[cast.form]).max / largest.double().clamp(min=LEAST)
     if cast.is_power_of_2:
         scale = torch.exp2(torch.log2(scale).floor())
@@ -95,42 +93,72 @@ def _largest(x_MK: Tensor, region: tuple[int | None, int | None]) -> Tensor:
 
 @dataclass(frozen=True)
 class Float8:
-    """The products of a linear by `recipe`. Its weight is [O, I], or [I, O] where `is_transposed` (GPT-2). `agree`: of
-    the dimensions that several ranks split."""
+    """The products, by `recipe`, of linears that are given the same input. Their weights are [O, I], or [I, O] where
+    `is_transposed` (GPT-2). `agree`: of the dimensions that several ranks split.
+
+    The input is cast once for all of them. Largest values that are needed at one moment travel together: one collective
+    for the outputs, one for the gradient of the input, one for the gradients of the weights.
+    """
 
     recipe: Recipe
     agree: Mapping[Dim, Agree]
     is_transposed: bool
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        out = self._product("output", x.reshape(-1, x.shape[-1]), self._of_outputs(weight))
-        return out.view(*x.shape[:-1], -1)
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        (rows,), matrices = casts("output", self.recipe, self.agree, [_flat(x)], self._of_outputs(weights))
+        outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
+        return outs, (*rows, *(scale for _, scale in matrices)) if self.recipe.casts_once else (x,)
 
-    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        out = self._product("input_grad", grad.reshape(-1, grad.shape[-1]), self._of_outputs(weight).T)
-        return out.view(*grad.shape[:-1], -1)
+    def gradients(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
+    ) -> tuple[Tensor | None, Later]:
+        flat, dtype = [_flat(grad) for grad in grads], grads[0].dtype
+        turned = [weight.T for weight in self._of_outputs(weights)]
+        if self.recipe.casts_once:
+            values, scale, *scales = kept
+            rows, _ = casts("input_grad", self.recipe, self.agree, flat, [])
+            later: Later = partial(self._weight_grads, [(grad.T, own) for grad, own in rows], (values.T, scale), dtype)
+            if not wants_input:
+                return None, later
+            cast = self.recipe.input_grad[1]
+            matrices = [(cast_to_fp8(each, cast, own), own) for each, own in zip(turned, scales, strict=True)]
+        else:
+            later = partial(self._cast_weight_grads, flat, *kept)
+            if not wants_input:
+                return None, later
+            rows, matrices = casts("input_grad", self.recipe, self.agree, flat, turned)
+        parts = [self._product("input_grad", *both, dtype) for both in zip(rows, matrices, strict=True)]
+        return sum(parts[1:], start=parts[0]).view(*grads[0].shape[:-1], -1), later
 
-    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+    def _cast_weight_grads(self, grads_SO: Sequence[Tensor], x: Tensor) -> tuple[Tensor, ...]:
         if self.recipe.weight_grad is None:
-            return Dense(self.is_transposed).weight_grad(grad, x)
-        out = self._product("weight_grad", grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1]).T)
-        return out.T if self.is_transposed else out
+            return tuple(Dense(self.is_transposed).weight_grad(grad, x) for grad in grads_SO)
+        turned = [grad.T for grad in grads_SO]
+        rows, (columns,) = casts("weight_grad", self.recipe, self.agree, turned, [_flat(x).T])
+        return self._weight_grads(rows, columns, x.dtype)
 
-    def _of_outputs(self, weight: Tensor) -> Tensor:
-        return weight.T if self.is_transposed else weight
+    def _weight_grads(self, grads_OS: Sequence[Rounded], x_IS: Rounded, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        made = (self._product("weight_grad", grad, x_IS, dtype) for grad in grads_OS)
+        return tuple(each.T if self.is_transposed else each for each in made)
 
-    def _product(self, which: Product, a_MK: Tensor, b_NK: Tensor) -> Tensor:
-        """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
-        (a, of_a), (b, of_b) = casts(which, self.recipe, self.agree, a_MK, b_NK)
+    def _of_outputs(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        return [weight.T if self.is_transposed else weight for weight in weights]
+
+    def _product(self, which: Product, a_MK: Rounded, b_NK: Rounded, dtype: torch.dtype) -> Tensor:
+        """`a` times `b` transposed, in `dtype`: [M, N]."""
         pair: Pair = getattr(self.recipe, which)
-        if is_served(a_MK, b_NK, pair):
-            return scaled_matmul(a, of_a, b, of_b, a_MK.dtype, fast=which == "output")
-        dtype = held_in(a_MK.dtype, pair)
-        return (restored(a, of_a, dtype) @ restored(b, of_b, dtype).T).to(a_MK.dtype)
+        if is_served(a_MK[0], b_NK[0], pair, dtype):
+            return scaled_matmul(*a_MK, *b_NK, dtype, fast=which == "output")
+        wide = held_in(dtype, pair)
+        return (restored(*a_MK, wide) @ restored(*b_NK, wide).T).to(dtype)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
-class Float8Grouped:
+class Float8Grouped(OneByOne):
     """The products of experts by `recipe`: see `ops.linear.Grouped` for the shapes.
 
     Rows are cast one by one, for the rows of an expert come from other ranks and micro batches: a recipe that casts
@@ -153,21 +181,40 @@ class Float8Grouped:
         return Grouped(self.counts_E, self.is_transposed, self.is_served).weight_grad(grad, x)
 
     def _product(self, which: Product, rows_SK: Tensor, weight_ENK: Tensor) -> Tensor:
-        (rows, of_rows), (weight, of_weight) = casts(which, by_row(self.recipe), {}, rows_SK, weight_ENK)
+        (rows,), (weight,) = casts(which, by_row(self.recipe), {}, [rows_SK], [weight_ENK])
         plain, dtype = Grouped(self.counts_E, False, self.is_served), rows_SK.dtype
-        return plain.output(restored(rows, of_rows, dtype), restored(weight, of_weight, dtype))
+        return plain.output(restored(*rows, dtype), restored(*weight, dtype))
 
 
 def casts(
-    which: Product, recipe: Recipe, agree: Mapping[Dim, Agree], a_MK: Tensor, b_NK: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """Both operands of a product in fp8, each with its scale."""
+    which: Product, recipe: Recipe, agree: Mapping[Dim, Agree], a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
+) -> tuple[list[Rounded], list[Rounded]]:
+    """The operands of products in fp8: several on a side where linears share what is on the other one."""
     m, n, k = DIMS[which]
+    a, b = getattr(recipe, which)
+    operands = [(each, a, m) for each in a_MK] + [(each, b, n) for each in b_NK]
+    largest = _agreed(
+        [_largest(each, cast.region) for each, cast, _ in operands],
+        [shared_dims(cast, free, k) for _, cast, free in operands],
+        agree,
+    )
     found = []
-    for operand, cast, free in zip((a_MK, b_NK), getattr(recipe, which), (m, n), strict=True):
-        scale = scale_of(operand, cast, [agree[dim] for dim in shared_dims(cast, free, k) if dim in agree])
-        found.append((cast_to_fp8(operand, cast, scale), scale))
-    return found
+    for (each, cast, _), own in zip(operands, largest, strict=True):
+        scale = scale_of(own, cast, each)
+        found.append((cast_to_fp8(each, cast, scale), scale))
+    return found[: len(a_MK)], found[len(a_MK) :]
+
+
+def _agreed(largest: list[Tensor], spans: Sequence[Sequence[Dim]], agree: Mapping[Dim, Agree]) -> list[Tensor]:
+    """The largest values of whole regions, from those of this rank's parts: one collective for each dimension that
+    ranks split. `spans`: the dimensions of each operand that its regions span."""
+    for dim, of_all in agree.items():
+        own = [at for at, dims in enumerate(spans) if dim in dims]
+        if own:
+            together = of_all(torch.cat([largest[at].flatten() for at in own]))
+            for at, part in zip(own, torch.split(together, [largest[at].numel() for at in own]), strict=True):
+                largest[at] = part.view_as(largest[at])
+    return largest
 
 
 def restored(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -190,10 +237,10 @@ def emulated(recipe: str, device: str, precision: str) -> str | None:
     return None if precision == "bf16" else "the kernel multiplies for precision.compute: bf16"
 
 
-def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair) -> bool:
-    """Whether PyTorch's scaled matmul takes these operands: on a device with fp8 units, one scale a row or a tensor,
-    aligned."""
-    if a_MK.dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
+def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's scaled matmul takes these operands for a result in `dtype`: on a device with fp8 units, one
+    scale a row or a tensor, aligned."""
+    if dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
         return False
     sizes = (*b_NK.shape, a_MK.shape[1])
     return _has_units(a_MK.device) and not any(size % ALIGNED for size in sizes)

@@ -11,7 +11,7 @@ A value is kept below autograd. So the second forward makes the same graph as th
 | `keeping(forward)` | products and fused attention are kept, as PyTorch's own operators |
 | `handing_on(forward)` | products are not kept, nor computed again: what is made of them is kept |
 | `computing_again(forward)` | nothing is kept |
-| `kept(compute)`, `product(compute)` | for the forward of an `autograd.Function`: what `compute` gives is kept |
+| `kept`, `product_with_inputs` | for the forward of an `autograd.Function`: what `compute` gives is kept |
 
 Outside of a block that keeps anything, none of them does anything. Hooks for saved tensors that stand around a block
 get what it keeps, too: what moves saved activations to the host moves these with them.
@@ -57,6 +57,21 @@ class _Packed:
         return self.unpack(self.value)
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """Of a tensor that is not kept: another of its shape takes its place, without memory."""
+
+    number: Tensor
+    shape: tuple[int, ...]
+
+    def taken(self) -> Tensor:
+        return self.number.expand(self.shape)
+
+
+def _shape_of(tensor: Tensor) -> _Shape:
+    return _Shape(tensor.new_empty(()), tuple(tensor.shape))
+
+
 @dataclass
 class _Block:
     """One forward of one block: what it keeps, in order. `hooks`: those around it. `hands_on`: products are read by
@@ -69,22 +84,27 @@ class _Block:
 
     def kept(self, compute: Callable[[], Any]) -> Any:
         if self.is_again:
-            return tree_map_only((_Held, _Packed), lambda each: each.taken(), self.values.popleft())
+            return self._taken()
         with _during(None):
             found = compute()
         self.values.append(tree_map_only(Tensor, self._hold, found))
         return found
 
     def product(self, compute: Callable[[], Any]) -> Any:
-        if not self.hands_on:
-            return self.kept(compute)
-        if self.is_again:
-            number, shape = self.values.popleft()
-            return number.expand(shape)  # of the right shape, and without memory
-        with _during(None):
-            found = compute()
-        self.values.append((found.new_empty(()), found.shape))
-        return found
+        return self.product_with_inputs(lambda: (compute(), ()))[0]
+
+    def product_with_inputs(self, compute: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        if not self.is_again:
+            with _during(None):
+                outs, inputs = compute()
+            keep = _shape_of if self.hands_on else self._hold
+            self.values.append((tree_map_only(Tensor, keep, outs), tree_map_only(Tensor, self._hold, inputs)))
+            return outs, inputs
+        outs, inputs = self._taken()
+        return outs, inputs
+
+    def _taken(self) -> Any:
+        return tree_map_only((_Held, _Packed, _Shape), lambda each: each.taken(), self.values.popleft())
 
     def _hold(self, tensor: Tensor) -> _Held | _Packed:
         own = without_graph(tensor)
@@ -189,6 +209,6 @@ def kept(compute: Callable[[], Any]) -> Any:
     return compute() if _block is None else _block.kept(compute)
 
 
-def product(compute: Callable[[], Tensor]) -> Tensor:
-    """As `kept`, for the product of a linear."""
-    return compute() if _block is None else _block.product(compute)
+def product_with_inputs(compute: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """As `kept`, for products of linears: (the products, what their backward reads besides the weights)."""
+    return compute() if _block is None else _block.product_with_inputs(compute)

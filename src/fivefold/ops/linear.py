@@ -22,7 +22,7 @@ Legend: I inputs and O outputs of a linear, S rows sorted by expert, E experts.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.ops.keep import keeping, product
+from fivefold.ops.keep import keeping, product_with_inputs
 from fivefold.torch_internals import grouped_mm
 
 Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
@@ -42,12 +42,47 @@ ALIGNED = 16  # bytes: what the strides of a grouped matmul must be multiples of
 Multiply = Callable[[Tensor], Tensor]
 
 
-class Products(Protocol):
-    """The three products of a linear with `weight`, as its module stores it."""
+Later = Callable[[], tuple[Tensor, ...]]  # computes the gradients of weights
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor: ...
-    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor: ...
-    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor: ...
+
+class Products(Protocol):
+    """The three products of linears that are given the same input: most often one linear. Weights are as their modules
+    store them."""
+
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(outputs, what backward needs besides the weights)."""
+
+    def gradients(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
+    ) -> tuple[Tensor | None, Later]:
+        """(gradient of the input where it is wanted, what computes the gradients of the weights)."""
+
+
+class OneByOne:
+    """`Products` of linears that share nothing but their input, from the three products of one."""
+
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return tuple(self.output(x, weight) for weight in weights), (x,)
+
+    def gradients(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
+    ) -> tuple[Tensor | None, Later]:
+        def later() -> tuple[Tensor, ...]:
+            return tuple(self.weight_grad(grad, kept[0]) for grad in grads)
+
+        if not wants_input:
+            return None, later
+        parts = [self.input_grad(*both) for both in zip(grads, weights, strict=True)]
+        return sum(parts[1:], start=parts[0]), later
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 # ---- weight gradients that are computed later ------------------------------------------------------------------------
@@ -57,13 +92,13 @@ class WeightGradStore:
     """Weight gradients that wait for the W slot of their stage and micro batch.
 
     Example, one linear of stage 0 in micro batch 3: forward inside `collecting((0, 3))` notes where its weight gradient
-    will go, backward puts `(weight, product)` there and goes on with the gradient of the input, and `compute((0, 3))`
+    will go, backward puts `(weights, later)` there and goes on with the gradient of the input, and `compute((0, 3))`
     multiplies.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[Hashable, deque[tuple[Tensor, Callable[[], Tensor]]]] = {}
-        self.queue: deque[tuple[Tensor, Callable[[], Tensor]]] | None = None  # of the slot under way
+        self._queues: dict[Hashable, deque[tuple[tuple[Tensor, ...], Later]]] = {}
+        self.queue: deque[tuple[tuple[Tensor, ...], Later]] | None = None  # of the slot under way
 
     @contextmanager
     def collecting(self, slot: Hashable) -> Iterator[None]:
@@ -76,33 +111,45 @@ class WeightGradStore:
 
     def compute(self, slot: Hashable) -> int:
         """Compute the gradients of a slot and add them to the weights', as backward would have. Returns how many."""
-        queue = self._queues.pop(slot)
-        count = len(queue)
+        queue, count = self._queues.pop(slot), 0
         while queue:  # one by one, so that what each was made of is free again
-            weight, product = queue.popleft()
-            torch.autograd.backward(weight, product())
+            weights, later = queue.popleft()
+            trained = {weight: grad for weight, grad in zip(weights, later(), strict=True) if weight.requires_grad}
+            torch.autograd.backward(tuple(trained), tuple(trained.values()))
+            count += len(trained)
         return count
 
 
 class _Matmul(torch.autograd.Function):
-    """`products.output`; backward puts the weight's gradient into `queue`, or without one computes it at once."""
+    """`products.outputs`; backward puts the weights' gradients into `queue`, or without one computes them at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products, queue: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.products, ctx.queue, ctx.weight = products, queue, weight
-        return product(lambda: products.output(x, weight))
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # Named arguments before the weights would not do: where no gradient is asked for, Dynamo leaves out `ctx` if a
+        # call has one argument more than the signature, which here is two weights.
+        x, products, queue, *weights = given
+
+        def compute() -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+            outs, kept = products.outputs(x, weights)
+            return outs, tuple(None if each is x else each for each in kept)
+
+        # Under selective recompute the second forward has an input of its own, with the same numbers.
+        outs: tuple[Tensor, ...]
+        outs, kept = product_with_inputs(compute)
+        ctx.save_for_backward(*weights, *(x if each is None else each for each in kept))
+        ctx.products, ctx.queue, ctx.weights = products, queue, tuple(weights)
+        return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        of_weight, made = partial(ctx.products.weight_grad, grads[0], x), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, count, wanted = ctx.saved_tensors, len(grads), ctx.needs_input_grad[3:]
+        back, later = ctx.products.gradients(grads, saved[:count], saved[count:], wants_input=ctx.needs_input_grad[0])
+        made: Sequence[Tensor | None] = [None] * count
         if ctx.queue is not None:
-            ctx.queue.append((ctx.weight, of_weight))
-        elif ctx.needs_input_grad[1]:
-            made = of_weight()
-        back = ctx.products.input_grad(grads[0], weight) if ctx.needs_input_grad[0] else None
-        return back, made, None, None
+            ctx.queue.append((ctx.weights, later))
+        elif any(wanted):
+            made = [each if is_wanted else None for each, is_wanted in zip(later(), wanted, strict=True)]
+        return back, None, None, *made
 
 
 # ---- the seam --------------------------------------------------------------------------------------------------------
@@ -126,30 +173,49 @@ class Linears:
         multiply = _plain_product(linear, is_transposed) if is_plain else _own_product(linear)
         if is_plain and (waits or role in self.products):
             products = self.products.get(role, Dense)(is_transposed)
-            multiply = lambda x: self._multiply(x, linear.weight, products, role)  # noqa: E731
+            multiply = lambda x: self._multiply(x, [linear.weight], products, role)[0]  # noqa: E731
             if waits:  # a graph cannot put anything into a store: it ends before a linear, and another begins behind
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
         elif reduce is None:
             return
         linear.forward = _biased(linear, multiply, reduce or _nothing)
 
+    def place_together(self, linears: Sequence[Any], role: Role, *, is_transposed: bool) -> None:
+        """Let linears that are given the same input, in the order in which they are called, multiply as one: the first
+        multiplies for all, and each of the others has its output ready."""
+        products = self.products[role](is_transposed)
+        ready: list[list[Tensor]] = [[] for _ in linears[1:]]
+
+        def first(x: Tensor) -> Tensor:
+            out, *others = self._multiply(x, [each.weight for each in linears], products, role)
+            for place, other in zip(ready, others, strict=True):
+                place[:] = [other]  # a forward that recompute ended early has left one
+            return out
+
+        for at, linear in enumerate(linears):
+            multiply = first if at == 0 else partial(_taken, ready[at - 1])
+            if self.store is not None:  # see `place`
+                multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
+            linear.forward = _biased(linear, multiply, _nothing)
+
     def grouped(self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool) -> Tensor:
         """Rows sorted by expert, each times its expert's matrix of `weight` [E, O, I], or [E, I, O] where
         `is_transposed`: [S, O]. One kernel where it serves these tensors."""
         is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
-        products = self.products.get("expert", Grouped)(counts_E, is_transposed, is_served)
         if is_served and not ("expert" in self.products or self._is_put_off("expert", weight)):
-            return keeping(products.output)(x_SI, weight)  # type: ignore[no-any-return]  # the kernel has a backward of its own
-        return self._multiply(x_SI, weight, products, "expert")
+            plain = Grouped(counts_E, is_transposed, is_served)
+            return keeping(plain.output)(x_SI, weight)  # type: ignore[no-any-return]  # the kernel has its own backward
+        products = self.products.get("expert", Grouped)(counts_E, is_transposed, is_served)
+        return self._multiply(x_SI, [weight], products, "expert")[0]
 
-    def _multiply(self, x: Tensor, weight: Tensor, products: Products, role: Role) -> Tensor:
-        queue = self.store.queue if self.store and self._is_put_off(role, weight) else None
-        return _Matmul.apply(x, weight, products, queue)  # type: ignore[no-any-return,no-untyped-call]
+    def _multiply(self, x: Tensor, weights: Sequence[Tensor], products: Products, role: Role) -> tuple[Tensor, ...]:
+        queue = self.store.queue if self.store and self._is_put_off(role, *weights) else None
+        return _Matmul.apply(x, products, queue, *weights)  # type: ignore[no-any-return,no-untyped-call]
 
-    def _is_put_off(self, role: Role, weight: Tensor) -> bool:
+    def _is_put_off(self, role: Role, *weights: Tensor) -> bool:
         return (
             self.store is not None and self.store.queue is not None and role in LATER
-            and weight.requires_grad and torch.is_grad_enabled()
+            and any(weight.requires_grad for weight in weights) and torch.is_grad_enabled()
         )  # fmt: skip
 
 
@@ -188,11 +254,15 @@ def _nothing(out: Tensor) -> Tensor:
     return out
 
 
+def _taken(ready: list[Tensor], _: Tensor) -> Tensor:
+    return ready.pop()
+
+
 # ---- products in the compute dtype -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(OneByOne):
     """x [.., I] times a weight [O, I], or [I, O] where `is_transposed` (GPT-2)."""
 
     is_transposed: bool
@@ -209,7 +279,7 @@ class Dense:
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped:
+class Grouped(OneByOne):
     """Rows [S, I] sorted by expert, `counts_E` of them each, times weights [E, O, I], or [E, I, O] where
     `is_transposed`. `is_served`: by PyTorch's kernel; else in a loop, which takes any type and size.
 

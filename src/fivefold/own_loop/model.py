@@ -151,6 +151,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    offload_to: str = "host",
 ) -> ParallelModel:
     """Spread a `transformers` causal language model over the current world; the same model, changed in place.
 
@@ -158,7 +159,8 @@ def parallelize(
     in fp64); None: what the layout names, `+fp32` or `+fp64`, else the type that the model's parameters have (bf16 for
     fp16). Values come from `source`; without one, from the model itself, or, for a model on the meta device, from
     random initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment
-    (torchrun, srun) is joined, or one of this process alone.
+    (torchrun, srun) is joined, or one of this process alone. `offload_to`: where what the layout offloads
+    (`+offload_optimizer`) lies: `host` (memory), or a folder of a fast disk.
 
     Build the optimizer after this. Raises `UserError` when the layout does not fit the world or the model.
     """
@@ -174,7 +176,7 @@ def parallelize(
     _check_same_everywhere(model, values=source is None)
     apply.parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
-        compile_blocks=compile_blocks,
+        compile_blocks=compile_blocks, offload_to=offload_to,
     )  # fmt: skip
     state = state_of(model)
     if load and not state.plan.watches_routers:

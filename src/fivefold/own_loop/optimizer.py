@@ -19,6 +19,7 @@ from fivefold.core.errors import UserError, first_line
 from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.offload import WALKING
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
 _CLOSE = 1e-9  # of fp64: what kernels for other lengths may differ by
@@ -39,7 +40,7 @@ def watch_optimizers(model: nn.Module, layout: Layout, before: Sequence[nn.Param
 
 @cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, *_: check_parameters(optimizer))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: check_parameters(optimizer, steps=True))
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -56,8 +57,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise _not_the_models(optimizer)
 
 
-def check_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UserError` where a step of `optimizer` would be lost, or wrong on parts of tensors.
+def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -> None:
+    """Raise `UserError` where a step of `optimizer` would be lost, or wrong on parts of tensors. `steps`: it takes one.
 
     An optimizer over parameters that were never in a parallelized model is left alone.
     """
@@ -66,6 +67,12 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
         raise _not_the_models(optimizer)
     layout: Layout | None = next((getattr(each, _LAYOUT) for each in parameters if hasattr(each, _LAYOUT)), None)
     checked = (len(optimizer.param_groups), layout)
+    if steps and layout and layout.offload_optimizer and not getattr(optimizer, WALKING, False):
+        raise refusal(
+            f"{type(optimizer).__name__}.step() under {layout}: its state is in host memory, and comes to the device "
+            "part by part",
+            fix="ff.train_step(model, optimizer, batch), which takes the step; or leave offload_optimizer out",
+        )
     if layout is None or getattr(optimizer, _CHECKED, None) == checked:
         return
     reason = None if getattr(optimizer, "is_elementwise", False) else why_not_elementwise(optimizer)

@@ -35,8 +35,10 @@ from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
+from fivefold.parallel.offload import Offload, offload_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
@@ -53,6 +55,7 @@ def parallelize(
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
     step: tuple[int, int] | None = None,
+    offload_to: str = HOST,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
@@ -61,7 +64,7 @@ def parallelize(
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
     users: `fivefold.own_loop.parallelize`. `step`: tokens of a padded row and micro batches of a step, for which a
-    budget of recompute is spent.
+    budget of recompute is spent. `offload_to`: where what the layout offloads lies, see `HostMemory`.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -105,8 +108,9 @@ def parallelize(
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
     compiled, recompute = Compiled() if compile_blocks else None, plan.recompute
+    offload = offload_of(layout, offload_to, device)
     _keep_products(model, plan, recompute, is_compiled=compile_blocks)
-    _wrap_blocks(model, plan, recompute, compiled)
+    _wrap_blocks(model, plan, recompute=recompute, compiled=compiled, offload=offload)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
@@ -116,7 +120,7 @@ def parallelize(
     _tie(model, facts.anatomy)
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
     model.fivefold = ParallelState(
-        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, compiled
+        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, offload, compiled
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -149,6 +153,10 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
             tensor.place(module, role, linears)
+    for group in plan.fp8_inputs:
+        modules = [model.get_submodule(linear.name.removesuffix(".weight")) for linear in group]
+        if len(group) > 1:
+            tensor.place_together(modules, "column", linears)
 
 
 def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Products]]:
@@ -179,8 +187,10 @@ def _keep_products(model: nn.Module, plan: ParallelPlan, recompute: Recompute, *
                 module.forward = outside(keeping(module.forward))
 
 
-def _wrap_blocks(model: nn.Module, plan: ParallelPlan, recompute: Recompute, compiled: Compiled | None) -> None:
-    """Recompute and compile each block inside FSDP's hooks; names do not change.
+def _wrap_blocks(
+    model: nn.Module, plan: ParallelPlan, *, recompute: Recompute, compiled: Compiled | None, offload: Offload
+) -> None:
+    """Recompute, compile and offload each block inside FSDP's hooks; names do not change.
 
     A block that is one graph is compiled with its second forward: what runs again joins the kernels of the backward,
     and what nothing there reads is left out. Else its graphs are compiled, and all of them run again.
@@ -196,13 +206,17 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, recompute: Recompute, com
             row.forward = torch.compiler.disable(row.forward)  # type: ignore[no-untyped-call]
     for name in plan.layers:
         block, is_again, keeps = model.get_submodule(name), recompute.wraps(name), recompute.keeps(name)
-        if is_again and compiled and plan.is_one_graph(name):
-            block.forward = compiled.block(name, _again(block.forward, graph_contexts if keeps else None))
-            continue
+        is_inside = is_again and compiled is not None and plan.is_one_graph(name)
+        if is_inside:
+            block.forward = _again(block.forward, graph_contexts if keeps else None)
         if compiled:
             block.forward = compiled.block(name, block.forward)
-        if is_again:
+        if is_again and not is_inside:
             block.forward = _again(block.forward, contexts if keeps else None)
+        if offload.activations:
+            block.forward = offload.activations.layer(
+                block, block.forward, is_first=name in plan.stage_ends[0], is_last=name in plan.stage_ends[1]
+            )
 
 
 def _again(forward: Callable[..., Any], around: Callable[..., Any] | None) -> Callable[..., Any]:

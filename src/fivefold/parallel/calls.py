@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fivefold.core.fp8 import RECIPES, Dim, agreements
+from fivefold.core.fp8 import RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
@@ -187,19 +187,19 @@ def _across(step: _Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
 
 
 def _of_fp8(step: _Step) -> Iterator[Call]:
-    """Ranks that split a dimension of a linear agree on the largest values that its regions have."""
+    """Ranks that split a dimension of a linear agree on the largest values that its regions have, together with those
+    of linears that are given the same input."""
     plan, shape = step.plan, step.shape
-    for linear in plan.fp8_linears:
-        sizes: dict[Dim, int] = {
-            "tokens": shape.rows * shape.tokens, "inputs": linear.inputs, "outputs": linear.outputs,
-        }  # fmt: skip
-        for product, dim, numbers in agreements(RECIPES[plan.layout.fp8], sizes):
-            if axis := linear.axes.get(dim):
+    for group in plan.fp8_inputs:
+        first, outputs = group[0], [linear.outputs for linear in group]
+        recipe = RECIPES[plan.layout.fp8]
+        for product, dim, numbers in agreements(recipe, shape.rows * shape.tokens, first.inputs, outputs):
+            if axis := first.axes.get(dim):
                 size = numbers * shape.compute_bytes
                 if product == "output":
-                    yield from step.forwards(axis, "all_reduce", size, linear.name, is_kept=plan.keeps(linear.name))
+                    yield from step.forwards(axis, "all_reduce", size, first.name, is_kept=plan.keeps(first.name))
                 else:
-                    yield step.call(axis, "all_reduce", size, "backward", step.layer_of(linear.name))
+                    yield step.call(axis, "all_reduce", size, "backward", step.layer_of(first.name))
 
 
 def _of_loss(step: _Step) -> Iterator[Call]:

@@ -1,5 +1,6 @@
 """DTensors: what FSDP makes of parameters and their gradients."""
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -7,3 +8,25 @@ from torch.distributed.tensor import DTensor
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor; a tensor that is no DTensor is its own."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(tensor: Tensor, values: Tensor) -> Tensor:
+    """`tensor` with other values on this rank, in the same shape, wherever they lie: `DTensor.from_local` would move
+    them to the device of the mesh."""
+    if not isinstance(tensor, DTensor):
+        return values
+    return DTensor(values, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def zeros_by_block(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, one for each `length` of a row of `like`, spread as it is."""
+    if length == 1:
+        return torch.zeros_like(like, dtype=dtype)
+    own, shape = local(like), (*like.shape[:-1], like.shape[-1] // length)
+    zeros = torch.zeros(*own.shape[:-1], shape[-1], dtype=dtype, device=own.device)
+    if not isinstance(like, DTensor):
+        return zeros
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )

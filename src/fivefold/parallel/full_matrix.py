@@ -26,6 +26,11 @@ class FullMatrices:
         self._shards, self._rank, self._world = plan.shards, plan.rank, plan.world
         self._rounds = matrix_rounds(plan, names)
 
+    @property
+    def names(self) -> list[str]:
+        """The matrices in the order in which `map` asks for their parts."""
+        return [name for each in self._rounds for name in each.names]
+
     def map(self, part: Callable[[str], Tensor], work: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's part of `work(whole)`) for every matrix, `part(name)` being its part of what goes in.
 

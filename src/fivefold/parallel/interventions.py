@@ -60,6 +60,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
     }
     for layer in filter(recompute.wraps, plan.layers):
         yield Intervention(layer, "forward", "recompute", why[recompute.of(layer)])
+    for layer in plan.layers if plan.layout.offload_activations else ():
+        yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
     for unit in plan.units:
         yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
 

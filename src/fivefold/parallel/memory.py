@@ -30,8 +30,12 @@ FIRST = {
     "the first backward begins": "a backward begins",
     "a layer later in it": "a layer later",
 }
-MOMENTS = (*FIRST.values(), "a backward ends", *FIRST)
 FLOPS_PER_BYTE = 200  # of an H100's matmuls, for a byte of its memory's traffic
+UPDATE = "the update"
+MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
+SMALL = 16  # what a layer saves stays on the device below so many parts of its input: it is many, and weighs nothing
+PARTS = 3  # of offloaded optimizer state, on the device at once: one comes, one is updated, one goes
+PART_BYTES = 64 * 2**20  # of the parameters of a part; of a small model, an eighth of them
 Bytes = Any  # a number, or an array of them: the planner adds up many layouts at once
 
 
@@ -59,7 +63,8 @@ class Passing:
     `later_at_loss`: the same, once there are gradients; 0 where no backward, or no loss, comes after the first one.
     `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what
     the backward of a layer has besides, with all that recompute makes again. `loss`: one chunk of the loss with its
-    gradients; 0 where another rank has it.
+    gradients; 0 where another rank has it. `fetched`: what comes from host memory while the layer behind it runs
+    backward.
     """
 
     saved: Bytes
@@ -70,16 +75,18 @@ class Passing:
     stage: Bytes
     working: Bytes
     loss: Bytes
+    fetched: Bytes = 0
 
     def at(self) -> dict[str, dict[str, Bytes]]:
         """Of each moment, by kind."""
         nothing, later, has_loss = 0 * self.saved, self.later - self.layer, self.later_at_loss > 0
+        comes = self.fetched
         kept = (
-            self.later_at_loss, self.later, later * (later > 0), self.saved - self.stage,
-            self.at_loss, self.saved, self.saved - self.layer,
+            self.later_at_loss, self.later + comes, (later + 2 * comes) * (later > 0), self.saved - self.stage, nothing,
+            self.at_loss, self.saved + comes, self.saved - self.layer + 2 * comes,
         )  # fmt: skip
-        working = (nothing, self.working, self.working, nothing, nothing, self.working, self.working)
-        loss = (self.loss * has_loss, nothing, nothing, nothing, self.loss, nothing, nothing)
+        working = (nothing, self.working, self.working, nothing, nothing, nothing, self.working, self.working)
+        loss = (self.loss * has_loss, nothing, nothing, nothing, nothing, self.loss, nothing, nothing)
         return {
             moment: {"saved activations": own, "working memory": more, "loss": logits}
             for moment, own, more, logits in zip(MOMENTS, kept, working, loss, strict=True)
@@ -88,12 +95,14 @@ class Passing:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes of this rank. `optimizer`: its state. `saved`: by layer, what forward passes leave for backward. `logits`:
-    of one chunk of the loss, with its gradients. `buffers`: of routers. `moments`: moment -> kind in words -> bytes."""
+    """Bytes of this rank. `optimizer`: its state. `saved`: by layer, what forward passes leave for backward. `host`: of
+    both, what lies in host memory. `logits`: of one chunk of the loss, with its gradients. `buffers`: of routers.
+    `moments`: moment -> kind in words -> bytes."""
 
     parameters: int
     gradients: int
     optimizer: int
+    host: Mapping[str, int]
     saved: Mapping[str, int]
     logits: int
     buffers: int
@@ -123,19 +132,23 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         "parameters": sum(held.values()),
         "gradients": sum(trained.values()),
         "optimizer state": sum(
-            size
+            plan.state_bytes(name, shape.master_bytes)
             for kind in optimizer.state
-            for name, size in trained.items()
+            for name in trained
             if optimizer.keeps(kind, is_matrix=name in matrices)
         ),
         "router buffers": buffer_bytes(plan.buffers),
     }
-    saved, passing = _passing(plan, shape)
+    saved, passing, away = _passing(plan, shape)
     resting, moving = _resting(plan, shape, state), passing.at()
     return StepBytes(
         parameters=state["parameters"],
         gradients=state["gradients"],
         optimizer=state["optimizer state"],
+        host={
+            "optimizer state": state["optimizer state"] * plan.layout.offload_optimizer,
+            "saved activations": away,
+        },
         saved=saved,
         logits=passing.loss,
         buffers=state["router buffers"],
@@ -163,7 +176,24 @@ def _units(plan: "ParallelPlan") -> Units:
 
 def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
     is_shared = len(plan.users(plan.units[-1])) > 1
-    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=is_shared)
+    largest = max((plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)), default=0)
+    layout = plan.layout
+    if layout.offload_optimizer:
+        state = offloaded(state, largest)
+    return resting_bytes(state, _units(plan), layout.zero, shape, root_waits=is_shared)
+
+
+def offloaded(state: Mapping[str, int], largest: int) -> dict[str, int]:
+    """`state` with its optimizer state in host memory, but for what is on the device in the update. `largest`: bytes of
+    the largest parameter, which is a part of its own."""
+    part = part_bytes(state["parameters"])
+    share = min(1.0, (max(part, largest) + (PARTS - 1) * part) / max(1, state["parameters"]))
+    return {**state, "optimizer state": 0, UPDATE: round(state["optimizer state"] * share)}
+
+
+def part_bytes(parameters: int) -> int:
+    """The size of a part of parameters of so many bytes in all."""
+    return min(PART_BYTES, parameters // 8)
 
 
 def resting_bytes(
@@ -179,6 +209,7 @@ def resting_bytes(
     Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type in which
     they are reduced. While a layer's activations are there, only its last matrix has a gradient, and the buffer of the
     experts before it is free again. ZeRO-1 keeps the sum of all micro batches.
+    In the update there is nothing of a pass. `state` has under `UPDATE` what is there then of offloaded state.
     `root_waits`: two stages of the rank give to the model's own unit; between them only its sum is kept.
     """
     layer, own, root, total = units.layer, units.own, units.root, units.total
@@ -188,33 +219,39 @@ def resting_bytes(
     at_begin = ((0 if root_waits else root[1]) + units.matrix) * shape.compute_bytes
     a_layer_later = at_begin + own[1] * shape.reduce_bytes
     last = (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes
-    numbers = (at_loss, in_backward, in_backward, root[0] + at_end, at_loss, in_backward, in_backward)
-    waiting = (0, at_begin, a_layer_later, last, 0, at_begin, a_layer_later)
-    found = {}
+    numbers = (at_loss, in_backward, in_backward, root[0] + at_end, 0, at_loss, in_backward, in_backward)
+    waiting = (0, at_begin, a_layer_later, last, 0, 0, at_begin, a_layer_later)
+    found, in_update = {}, state.get(UPDATE, 0)
+    state = {kind: size for kind, size in state.items() if kind != UPDATE}
     for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
-        is_there = moment not in FIRST
-        summed = (total[1] if zero == 1 else root[1] * root_waits) * shape.reduce_bytes * is_there
+        is_there, is_update = moment not in FIRST, moment == UPDATE
+        summed = (total[1] if zero == 1 else root[1] * root_waits) * shape.reduce_bytes * (is_there and not is_update)
         found[moment] = {
             **state,
-            "gradients": state["gradients"] if is_there and zero > 1 else 0,
+            "gradients": state["gradients"] if is_there and (zero > 1 or is_update) else 0,
+            "optimizer state": state.get("optimizer state", 0) + in_update * is_update,
             "gathered parameters": (total[0] if zero < 3 else gathered) * shape.compute_bytes,
             "unreduced gradients": unreduced + summed,
         }
     return found
 
 
-def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Passing]:
-    """By layer, what its micro batches in flight keep for backward; and all that is under way. With recompute a layer
-    keeps only its input."""
+def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Passing, int]:
+    """By layer, what its micro batches in flight keep for backward; all that is under way; and what of it lies in host
+    memory: all but the last layer of a stage. With recompute a layer keeps only its input."""
     layers = [last - first for first, last in plan.stages.splits]
     counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     kept, saved, stages, working = dict[str, int](), dict[str, int](), dict[int, int](), [0]
+    away, fetched, moves = 0, 0, plan.layout.offload_activations
     for stage in plan.own_stages:
         own = plan.stages.layers[slice(*plan.stages.splits[stage])]
         for layer in own:
             of_layer = layer_bytes(plan, layer, costs[layer], shape)
             kept[layer], more = of_layer.kept, of_layer.working
+            if moves and layer != own[-1]:
+                away += counts.most[stage] * kept[layer]
+                fetched, kept[layer] = max(fetched, kept[layer]), 0
             saved[layer] = counts.most[stage] * kept[layer]
             working.append(more)
         edges = edge_bytes(plan, shape)
@@ -235,8 +272,9 @@ def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Pa
         stage=max(stages.values(), default=0),
         working=max(working),
         loss=logit_bytes(plan, shape),
+        fetched=fetched,
     )
-    return saved, found
+    return saved, found, away
 
 
 @dataclass(frozen=True)

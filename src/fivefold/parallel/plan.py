@@ -19,6 +19,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
 from fivefold.core.recompute import Recompute, budget_bytes, spent
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
+from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.calls import calls
@@ -165,6 +166,12 @@ class ParallelPlan:
         return self.stages.layers_of(self.coords.pp)
 
     @cached_property
+    def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The first layers of the stages of this rank, and the last ones."""
+        own = [self.stages.layers[slice(*self.stages.splits[stage])] for stage in self.own_stages]
+        return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
+
+    @cached_property
     def own_stages(self) -> tuple[int, ...]:
         """The stages of this rank, in their order."""
         return self.stages.stages_of(self.coords.pp)
@@ -261,6 +268,15 @@ class ParallelPlan:
         parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.grid.size("cp") > 1
         return not (parts or any(is_within(each.name, [layer]) for each in self.facts.experts))
 
+    @cached_property
+    def fp8_inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
+        """`fp8_linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
+        own = {linear.name.removesuffix(".weight"): linear for linear in self.fp8_linears}
+        shared = {names[0]: names for block in self.facts.partition.tp_blocks for names in block.shared}
+        later = {name for names in shared.values() for name in names[1:]}
+        groups = (shared.get(name, (name,)) for name in own if name not in later)
+        return tuple(tuple(own[name] for name in group) for group in groups)
+
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
@@ -304,6 +320,23 @@ class ParallelPlan:
         """Bytes of this rank's part of a parameter, of so many each number."""
         regions = [local_region for _, local_region in self.regions(name)]
         return sum(map(numel, regions)) * itemsize
+
+    def kept_in(self, name: str) -> StateDtype:
+        """The type in which the optimizer keeps its state of a parameter."""
+        spec = self.shards[name]
+        return kept_in(self.layout.state_dtype, spec.shape, spec.dims)
+
+    def state_bytes(self, name: str, master_bytes: int) -> int:
+        """Bytes of this rank's part of one kind of the optimizer's state of a parameter."""
+        return self._state_bytes(name, self.held_bytes(name, 1), master_bytes)
+
+    def whole_state_bytes(self, name: str, master_bytes: int) -> int:
+        """The same of the whole parameter, over all ranks."""
+        return self._state_bytes(name, prod(self.shards[name].shape), master_bytes)
+
+    def _state_bytes(self, name: str, numbers: int, master_bytes: int) -> int:
+        width = (self.shards[name].shape or (1,))[-1]
+        return state_bytes(numbers, self.kept_in(name), width, master_bytes)
 
     def summed_bytes(self, itemsize: int, names: Iterable[str]) -> dict[str, int]:
         """Axis -> bytes of the gradients of `names` that are summed over it once a step, on this rank."""
@@ -460,7 +493,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
     recompute = Recompute(layout.recompute)
     plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute)
-    legality.refuse(_of_fp8(plan))
+    legality.refuse([*_of_fp8(plan), *_of_states(plan)])
     return plan
 
 
@@ -482,6 +515,19 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
         if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
             what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
             yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/fp8.md")
+
+
+def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
+    """A block of the optimizer's state, which has one scale, lies on one rank."""
+    for name, spec in plan.shards.items():
+        if plan.kept_in(name) != "8bit":
+            continue
+        block, last = block_length(spec.shape[-1]), len(spec.shape) - 1
+        if any(edge % block for part in spec.held for each in part[last] for edge in each):
+            what = f"8bit states of {name} have blocks of {block} in a row of {spec.shape[-1]}, and tp {plan.layout.tp}"
+            yield Violation(
+                "tp", f"{what} cuts one", "use less tp, or optimizer.state_dtype: bf16", more="docs/memory.md"
+            )
 
 
 def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:

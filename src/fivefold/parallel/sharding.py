@@ -133,3 +133,28 @@ def _clipped(located: Iterable[tuple[slice, slice]], first: int, last: int) -> I
         if low < high:
             shift = of_whole.start - of_local.start
             yield slice(low + shift, high + shift), slice(low - first, high - first)
+
+
+# ---- tensors with one number for each block of a row -----------------------------------------------------------------
+
+
+def numbers_each(shape: Sequence[int], of: Sequence[int], *, is_scale: bool) -> int:
+    """How many neighbours in a row of the shape `of` share a number of a tensor of `shape`: 1 where the shapes are
+    equal, more for scales, and 0 for what lies otherwise. Example: scales [8, 4] of [8, 64] are one for each 16."""
+    if tuple(shape) == tuple(of):
+        return 1
+    return of[-1] // shape[-1] if is_scale and shape[-1] else 0
+
+
+def by_block(shape: Sequence[int], length: int) -> tuple[int, ...]:
+    """The shape of what has one number for each `length` of a row."""
+    return (*shape[:-1], shape[-1] // length) if length > 1 else tuple(shape)
+
+
+def regions_by_block(pairs: Iterable[tuple[Region, Region]], length: int) -> list[tuple[Region, Region]]:
+    """What `local_regions` gives, of such a tensor."""
+    return [(_by_block(whole, length), _by_block(here, length)) for whole, here in pairs]
+
+
+def _by_block(region: Region, length: int) -> Region:
+    return (*region[:-1], slice(region[-1].start // length, region[-1].stop // length)) if length > 1 else region

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import balance as balancing
@@ -18,7 +18,11 @@ from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.guard import Guard
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload import Offload
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.sharding import Region
+
+_AT_ONCE = 2**26  # bytes that are read, or drawn, at a time
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class ParallelState:
     partial_gradients: Mapping[str, Sequence[nn.Parameter]]  # by axis, see `tensor.held_in_part`
     reduce_dtype: torch.dtype
     balance: balancing.Balance  # of routers
+    offload: Offload  # to host memory
     compiled: Compiled | None = None  # None where blocks run as they are
     guard: Guard = field(default_factory=Guard)
 
@@ -73,7 +78,20 @@ def fill(model: nn.Module, source: TensorSource) -> None:
         for name, parameter in model.named_parameters():
             shard = local(parameter)
             for global_region, local_region in state.plan.regions(name):
-                shard[local_region].copy_(source.read(name, global_region))
+                for piece, own in _pieces(global_region, shard[local_region]):
+                    own.copy_(source.read(name, piece))
         for name, buffer in model.named_buffers():
             if name in state.plan.buffers:
                 buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
+
+
+def _pieces(region: Region, own: Tensor) -> Iterator[tuple[Region, Tensor]]:
+    """A region of a parameter and this rank's part of it, in rows of at most `_AT_ONCE` bytes: what is read lies beside
+    the shard, and an embedding may be larger than a layer. 1 GiB of 4 KiB rows: 16 times 16,384 rows."""
+    if own.nbytes <= _AT_ONCE:
+        yield region, own
+        return
+    start, rows = region[0].start or 0, max(1, _AT_ONCE * len(own) // own.nbytes)
+    for first in range(0, len(own), rows):
+        piece = own[first : first + rows]
+        yield (slice(start + first, start + first + len(piece)), *region[1:]), piece

@@ -138,6 +138,14 @@ def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply |
     linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
 
 
+def place_together(linears: Sequence[nn.Module], role: Role, how: Linears) -> None:
+    """Let linears that are given the same input multiply as one, as `how` says."""
+    dims = {hf_internals.linear_dims(each) for each in linears}
+    assert len(dims) == 1, "linears that share their input are of one kind"
+    if all(map(hf_internals.is_plain_linear, linears)):
+        how.place_together(linears, role, is_transposed=dims == {(1, 0)})
+
+
 def _cut_parameters(model: nn.Module, specs: Mapping[str, ShardSpec], rank: int) -> None:
     """Replace each parameter by an empty one of its local shape, on the same device; ties stay ties."""
     cut: dict[nn.Parameter, nn.Parameter] = {}

@@ -309,10 +309,12 @@ def least_span(
 
 
 def passing(
-    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float
+    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float, *, offloads: bool = False
 ) -> Passing:  # fmt: skip
-    """Of each pipeline rank: what micro batches under way take. `logits`: of the loss."""
+    """Of each pipeline rank: what micro batches under way take. `logits`: of the loss. `offloads`: activations."""
     each = work.kept @ stages.layers.T
+    if offloads:
+        each = each - moved_bytes(work, stages)
     if engine.moments:
         each[..., 1:] += work.edges[..., :1]
         each[..., :-1] += work.edges[..., 1:2]
@@ -331,12 +333,21 @@ def passing(
         stage=each[..., stages.own].max(axis=-1),
         working=_most(work.working, stages),
         loss=np.expand_dims(logits, -1) * has_head,
+        fetched=offloads * _most(work.kept[..., :-2], stages, stages.has[:, :-2]),
     )
 
 
-def _most(parts: Numbers, stages: Stages) -> Numbers:
-    """Of each pipeline rank, the most of any part that it has."""
-    found: Numbers = np.max(np.where(stages.has, np.expand_dims(parts, -2), 0.0), axis=-1)
+def moved_bytes(work: Work, stages: Stages) -> Numbers:
+    """Of each stage and micro batch, what its layers save, but for the last one, which is taken to be the largest."""
+    layers, kept = stages.layers[:, :-2], work.kept[..., :-2]
+    largest: Numbers = np.max(np.where(layers > 0, np.expand_dims(kept, -2), 0.0), axis=-1)
+    found: Numbers = kept @ layers.T - largest
+    return found
+
+
+def _most(parts: Numbers, stages: Stages, has: "NDArray[np.bool_] | None" = None) -> Numbers:
+    """Of each pipeline rank, the most of any part that it has. `has`: of fewer parts."""
+    found: Numbers = np.max(np.where(stages.has if has is None else has, np.expand_dims(parts, -2), 0.0), axis=-1)
     return found
 
 
@@ -449,8 +460,21 @@ class Step:
 
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:
-        """Seconds of each stage: forward and backward, in one micro batch, with FSDP."""
+        """Seconds of each stage: forward and backward, in one micro batch, with FSDP. Copies to host memory and back
+        run beside them."""
+        forward, backward = self.computing
+        return np.maximum(forward, self.copying), np.maximum(backward, self.copying)
+
+    @cached_property
+    def computing(self) -> tuple[Numbers, Numbers]:
+        """The same, without copies."""
         return passes(self.work, self.sent, self.stages, self.gathers, self.engine)
+
+    @cached_property
+    def copying(self) -> Numbers:
+        """Seconds of each stage and micro batch to copy saved activations to host memory, or back."""
+        moved = moved_bytes(self.work, self.stages) * self.layout.offload_activations
+        return host_seconds(self.cluster.chip, moved)
 
     @cached_property
     def busiest(self) -> int:
@@ -470,7 +494,7 @@ class Step:
 
     def _waits(self, rank: int) -> float:
         """Seconds that a pipeline rank's device waits for Python in one micro batch."""
-        return float(self.stages.ranks[rank] @ sum(self.passes)) - float(self._totals(rank).sum())
+        return float(self.stages.ranks[rank] @ sum(self.computing)) - float(self._totals(rank).sum())
 
     @cached_property
     def at_least(self) -> float:
@@ -532,7 +556,9 @@ class Step:
         """The items of the busiest rank, and what it waits."""
         rank = self.busiest
         total = dict(zip(ITEMS, self._totals(rank).tolist(), strict=True)) | {"host": self._waits(rank)}
+        total["host link"] = float(self.stages.ranks[rank] @ (sum(self.passes) - sum(self.computing)))
         whys = {
+            "host link": "copies of saved activations that outlast compute",
             "matmuls": f"{self.micro_batches} micro batches of {self.layout.micro_batch_size} x {self.tokens} tokens",
             "host": "Python and launches beyond the device's time", "data": "FSDP's collectives that outlast compute",
         }  # fmt: skip
@@ -555,7 +581,12 @@ class Step:
 
     @cached_property
     def edges(self) -> Edges:
-        return edges_of(self.price_list, self.shards, self.content, self.layout)
+        found = edges_of(self.price_list, self.shards, self.content, self.layout)
+        if not self.layout.offload_optimizer:
+            return found
+        state = sum(unit.state * count for shard, count in self.shards.of(self.content) for unit in shard.units)
+        copies = host_seconds(self.cluster.chip, state * len(OPTIMIZERS[self.shards.shape.optimizer].state))
+        return replace(found, update=np.maximum(found.update, copies))
 
     @cached_property
     def edge_seconds(self) -> float:
@@ -604,8 +635,13 @@ class Step:
         """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
         content, chip = self.stages.contents[rank], self.cluster.chip
         waits = root_waits(self.shards, content, self.pipeline)
-        resting = resting_bytes(self.price_list, self.shards, content, self.layout.zero, waits=waits)
-        under_way = passing(self.engine, self.work, self.stages, self.in_flight, self.prices.logits)
+        resting = resting_bytes(
+            self.price_list, self.shards, content, self.layout.zero, waits=waits, offloads=self.layout.offload_optimizer
+        )
+        under_way = passing(
+            self.engine, self.work, self.stages, self.in_flight, self.prices.logits,
+            offloads=self.layout.offload_activations,
+        )  # fmt: skip
         moving = moving_bytes(self.engine, chip, under_way)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
@@ -647,18 +683,23 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool, offloads: bool = False
 ) -> Mapping[str, Mapping[str, float]]:
-    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`."""
+    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
+    `offloads`: the optimizer's state."""
     shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
+    kinds = len(OPTIMIZERS[shape.optimizer].state)
     state = {
         "parameters": held * shape.master_bytes,
         "gradients": trained * shape.master_bytes,
-        "optimizer state": trained * shape.master_bytes * len(OPTIMIZERS[shape.optimizer].state),
+        "optimizer state": sum(unit.state for unit in units) * kinds,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
+    if offloads:
+        largest = max(unit.largest * unit.held // max(1, unit.gathered) for unit in units)
+        state = memory.offloaded(state, largest * shape.master_bytes)
     if price_list.engine.moments:
         sizes = _units(shards, content)
         moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
@@ -774,6 +815,11 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         reductions=sum(unit.reduce_seconds * count for unit, count in units),
         sums=sums,
     )
+
+
+def host_seconds(chip: Chip, size: Numbers | float) -> Numbers:
+    """To copy so many bytes to host memory, or back; both ways at once take as long."""
+    return np.asarray(size / (chip.host_gbs * 1e9))
 
 
 def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:

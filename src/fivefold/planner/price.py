@@ -49,7 +49,8 @@ def nothing() -> Seconds:
 
 @dataclass(frozen=True)
 class UnitPrice:
-    """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding.
+    """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding. `state`:
+    bytes of one kind of the optimizer's state.
     `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
     `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered."""
 
@@ -61,6 +62,7 @@ class UnitPrice:
     gather_seconds: float
     reduce_seconds: float
     largest: int = 0
+    state: int = 0
 
     @property
     def is_sent(self) -> bool:
@@ -425,7 +427,11 @@ class _Sharding(_Pricing):
         itemsize = self.shape.compute_bytes
         gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
-        return UnitPrice(held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit))
+        trained = [name for name in unit.parameters if name not in unit.frozen]
+        return UnitPrice(
+            held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit),
+            sum(self.plan.state_bytes(name, self.shape.master_bytes) for name in trained),
+        )  # fmt: skip
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
@@ -454,6 +460,7 @@ def shard_layout(layout: Layout) -> Layout:
     return Layout(
         dp_replicate=2, dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
+        state_dtype=layout.state_dtype,
     )  # fmt: skip
 
 

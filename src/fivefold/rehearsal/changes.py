@@ -190,12 +190,12 @@ NO_RESERVE = 0x4000  # of mmap(2), on Linux
 
 
 def _unreserved(_: Any) -> Any:
-    def host_memory(size: int, dtype: torch.dtype) -> Tensor:
+    def allocate(size: int, dtype: torch.dtype) -> Tensor:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         memory = mmap.mmap(-1, max(size, 1) * dtype.itemsize, flags=flags)  # none of 0 bytes can be had
         return torch.frombuffer(memory, dtype=dtype)[:size]
 
-    return host_memory
+    return allocate
 
 
 def _unwritten(_: Any) -> Any:
@@ -238,8 +238,8 @@ CHANGES = (
     Change("fivefold.training.run.Trainer._check", "the standing checks compare values", _nothing),
     Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
     Change(
-        "fivefold.checkpoint.staging.host_memory",
-        "a save may take more memory than this machine has, and nothing large is copied into it",
+        "fivefold.parallel.host_memory.allocate",
+        "saves and offloading may take more memory than this machine has, and nothing large is copied into it",
         _unreserved,
         "stand-in",
     ),

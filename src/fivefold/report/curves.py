@@ -50,6 +50,7 @@ class Point(NamedTuple):
 
 Curve = list[Point]
 Curves = Mapping[str, Curve]  # by name
+Grid = tuple[tuple[float, float | None], ...]  # the steps and tokens of a curve's points
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,13 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> Curve:
-    """Its numbers; at most `POINTS`, each the mean of neighbours."""
+    """Its numbers."""
     measured = [row for row in rows if _is_number(row, name)]
-    values = [Point(row["step"], row[name], row.get("train/tokens_seen"), _hours(row)) for row in measured]
+    return thinned([Point(row["step"], row[name], row.get("train/tokens_seen"), _hours(row)) for row in measured])
+
+
+def thinned(values: Curve) -> Curve:
+    """At most `POINTS`, each the mean of neighbours."""
     size = -(-len(values) // POINTS) or 1
     groups = [values[at : at + size] for at in range(0, len(values), size)]
     return [Point(*map(_mean, zip(*group, strict=True))) for group in groups]  # type: ignore[arg-type]
@@ -125,7 +130,7 @@ def draw(found: Mapping[str, Curves], marks: Sequence[Mark], *, averaged: bool) 
     """The panels in pixels, over steps, with what happened on the way."""
     points = {_grid(curve): curve for curves in found.values() for curve in curves.values()}
     grids = list(points)
-    first, last = min(grid[0] for grid in grids), max(grid[-1] for grid in grids)
+    first, last = min(grid[0][0] for grid in grids), max(grid[-1][0] for grid in grids)
     xs = {
         axis: [[_short(getattr(point, field)) for point in points[grid]] for grid in grids]
         for axis, field in (("steps", "step"), ("tokens", "tokens"), ("hours", "hours"))
@@ -150,7 +155,7 @@ def draw(found: Mapping[str, Curves], marks: Sequence[Mark], *, averaged: bool) 
     )
 
 
-def _panel(title: str, curves: Curves, grids: Sequence[tuple[float, ...]], axes: Axes) -> PanelDrawing:
+def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> PanelDrawing:
     values = [point.value for curve in curves.values() for point in curve]
     ticks = nice(min(values), max(values), 5)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
@@ -174,9 +179,9 @@ def _panel(title: str, curves: Curves, grids: Sequence[tuple[float, ...]], axes:
     )  # fmt: skip
 
 
-def _grid(curve: Curve) -> tuple[float, ...]:
+def _grid(curve: Curve) -> Grid:
     """Where a curve has points; most of a run's have the same."""
-    return tuple(point.step for point in curve)
+    return tuple((point.step, point.tokens) for point in curve)
 
 
 def perplexity(loss: float) -> str:

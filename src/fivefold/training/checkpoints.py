@@ -78,6 +78,11 @@ class CheckpointManager:
         self._saver.save(self._model, self._optimizer, about)
         self._under_way = self._directory / checkpoint.step_folder(step)
 
+    def try_memory(self, more: int) -> None:
+        """Take the memory that a save will copy to, for weights and state; `more`: bytes of state that is not there
+        yet."""
+        self._saver.try_memory(self._model, self._optimizer, more)
+
     def report(self, step: int, *, wait: bool = False) -> None:
         """After `step` steps, tell of a checkpoint that is published since, or that the save under way has failed
         (`wait`: when it has ended): the older one stands, and the run goes on or stops, as asked."""

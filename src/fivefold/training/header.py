@@ -4,14 +4,19 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
-from fivefold.core.units import human, many
+from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.units import human, human_bytes, many
+from fivefold.launch.memory import GIB
 from fivefold.launch.world import multiplies_bf16
 from fivefold.ops.fp8 import emulated
 from fivefold.parallel.data import PRECISION_OF
+from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.state import state_of
-from fivefold.training import schedule
+from fivefold.training import preflight, schedule
 
 if TYPE_CHECKING:
     from fivefold.training.checkpoints import Resumed
@@ -48,6 +53,8 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
         ),
         *([("recompute", f"{state.plan.recompute}")] if layout.recompute != "none" else []),
         *_fp8_lines(job),
+        *_offload_lines(job),
+        *_states_lines(job),
         *_mfu_lines(job),
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
@@ -59,6 +66,20 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def memory_line(job: "Trainer", peaks: Mapping[str, float | None]) -> str:
+    """What the trial before the first step took on the fullest rank, beside what there is and what was planned."""
+    taken, reserved = peaks["memory/peak_gib"], peaks.get("memory/peak_reserved_gib")
+    if taken is None:
+        return ""
+    on_gpu = job.world.device != "cpu"
+    has = torch.cuda.get_device_properties(job.world.device).total_memory / GIB if on_gpu else None
+    planned = preflight.planned_gib(job.config, job.world, state_of(job.model).plan.facts)
+    beside = [f"{reserved:.1f} reserved" if reserved else "", f"planned {planned:.1f}" if planned else ""]
+    brackets = ", ".join(filter(None, beside))
+    of = f" of {has:.1f}" if has else ""
+    return f"tried: {taken:.1f}{of} GiB in a step, an evaluation and a save{f' ({brackets})' if brackets else ''}"
 
 
 def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:
@@ -88,6 +109,30 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     if why := emulated(recipe, job.world.device, plan.layout.precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
     return rows
+
+
+def _offload_lines(job: "Trainer") -> list[tuple[str, str]]:
+    """What of this rank lies in host memory, or in a file."""
+    state, place = state_of(job.model), job.config.memory.offload_to
+    if state.offload.memory is None:
+        return []
+    sizes = {what: size for what, size in preflight.bytes_of(state.plan, job.config).host.items() if size}
+    what = " and ".join(f"{human_bytes(size)} of {kind}" for kind, size in sizes.items()) or "nothing"
+    rows = [("offload", f"{what} of this rank to {'host memory' if place == HOST else place}")]
+    if job.world.device == "cpu" and place == HOST:
+        rows.append(("", "the device is the CPU, whose memory that is: only memory.offload_to=FOLDER saves any"))
+    return rows
+
+
+def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
+    """In what the optimizer keeps its state, where that is not the type of the weights."""
+    plan, kinds = state_of(job.model).plan, OPTIMIZERS[job.config.optimizer.name].state.values()
+    if plan.layout.state_dtype == "fp32":
+        return []
+    held, master = [name for name in plan.shards if plan.holds(name)], next(job.model.parameters()).element_size()
+    each = sum(plan.state_bytes(name, master) for name in held) / sum(plan.held_bytes(name, 1) for name in held)
+    what = f"{', '.join(kinds)}: {each:.3g} bytes a number, not {master}; vectors stay as they were"
+    return [("states", f"{plan.layout.state_dtype} {what}")]
 
 
 def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.terminal import say, shown
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import one_voice, put_aside, said_once
+from fivefold.launch.failure import WorkerDied, one_voice, put_aside, said_once
 from fivefold.launch.folder import began_with, claim_fresh, last_logged_step, last_saved_step, named, open_folder
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import Workers
@@ -110,12 +110,24 @@ def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:
     with following(listener, logs) as told:
         request = {"config": config.to_yaml(), "device": kind, "may_be_unseen": True, **told}
         with_restarts(
-            lambda: start_workers(crew, request, logs=logs, patience=patience),
+            lambda: _advised(config, crew, partial(start_workers, crew, request, logs=logs, patience=patience)),
             most=config.train.max_restarts,
             steps=lambda: (last_logged_step(config), last_saved_step(config)),
             say=partial(_tell_restart, config),
         )
     return config.run_dir
+
+
+def _advised(config: RunConfig, crew: Workers, start: Callable[[], None]) -> None:
+    """Start the workers. Of one that the system has killed for want of memory it is said what would fit, too."""
+    try:
+        start()
+    except WorkerDied as death:
+        if death.comes_again:
+            from fivefold.training.out_of_memory import advise
+
+            advise(death, config, crew.count)
+        raise
 
 
 def _tell_restart(config: RunConfig, text: str) -> None:

@@ -21,13 +21,16 @@ from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
 from fivefold.core.units import human_bytes
 from fivefold.data.prepare import PreparedData
+from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import GIB, Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
+from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.memory import StepBytes
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.state import state_of
+from fivefold.planner.relief import planned
 from fivefold.training.optimizers import rule_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
@@ -72,7 +75,7 @@ def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: Wo
     The needs are left for the launcher. Raises `UserError`, the same on every rank of a machine, when weights,
     gradients and optimizer state alone are more than there is.
     """
-    needs = needs_of(facts, config, layout, ranks=world.local_ranks)
+    needs = needs_of(facts, config, layout, ranks=world.local_ranks, is_host=world.device == "cpu")
     if world.folder and world.is_first:
         needs.save(Path(world.folder))
     if world.device != "cpu":
@@ -93,27 +96,63 @@ def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: Wo
     return f"memory may run out: {free / GIB:.2f} GiB of {where} are free, and the run needs {needs}"
 
 
-def needs_of(facts: ModelFacts, config: RunConfig, layout: Layout, *, ranks: Sequence[int]) -> Needs:
+def needs_of(
+    facts: ModelFacts, config: RunConfig, layout: Layout, *, ranks: Sequence[int], is_host: bool = False
+) -> Needs:
     """Of `ranks` of a resolved layout together, as their plans say. Activations: those kept for backward, and the
-    logits of one chunk of the loss."""
-    of_ranks = [_bytes(lower(facts, layout, rank), config) for rank in ranks]
+    logits of one chunk of the loss. `is_host`: the device is the CPU, in whose memory is what is offloaded to `host`.
+    """
+    of_ranks = [bytes_of(lower(facts, layout, rank), config) for rank in ranks]
+    away = 0 if is_host and config.memory.offload_to == HOST else 1  # host memory that is not the device's
     return Needs(
         parameters=facts.size,
         ranks=len(ranks),
         weights=sum(each.parameters for each in of_ranks),
         gradients=sum(each.gradients for each in of_ranks),
-        optimizer=sum(each.optimizer for each in of_ranks),
-        activations=sum(each.logits + sum(each.saved.values()) for each in of_ranks),
+        optimizer=sum(each.optimizer - away * each.host["optimizer state"] for each in of_ranks),
+        activations=sum(
+            each.logits + sum(each.saved.values()) + (1 - away) * each.host["saved activations"] for each in of_ranks
+        ),
     )
 
 
-def _bytes(plan: ParallelPlan, config: RunConfig) -> StepBytes:
+def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
     """Of a step of the run."""
     layout = plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
     plan = plan.within_budget(tokens, micro_batches, compiled=False)
     shape = plan.step_shape(layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks)
     return plan.bytes(replace(shape, optimizer=config.optimizer.name))
+
+
+def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | None:
+    """GiB of tensors of the fullest rank, as the planner says; None where it does not know the devices."""
+    kind = "cpu" if world.device == "cpu" else "cuda"
+    try:
+        cluster = cluster_here(kind, world.size, world.local_size, config.hardware)
+        return planned(config, cluster, facts).estimate().memory_gib
+    except UserError:
+        return None
+
+
+def optimizer_bytes(model: nn.Module, config: RunConfig) -> int:
+    """Of the optimizer's state on this rank, which is not there before the first step."""
+    return bytes_of(state_of(model).plan, config).optimizer
+
+
+def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
+    """Room for what is offloaded, before the first step. Raises `UserError`, the same on every rank, where there is
+    none."""
+    state = state_of(model)
+    failed: dict[str, Any] | None = None
+    try:
+        if state.offload.states.is_on:
+            tensors = sum(map(len, rule_of(config.optimizer.name).state(state.plan).values()))
+            state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
+    except UserError as error:
+        failed = error.to_json()
+    if state.offload.memory and (told := next(filter(None, plain.everywhere(failed)), None)):
+        raise UserError.from_json(told)
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
@@ -146,12 +185,11 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of the weights and of what the optimizer keeps of them, in their shape."""
-    plan = state_of(model).plan
-    sizes = {name: prod(spec.shape) for name, spec in plan.shards.items()}
-    kept = rule_of(config.optimizer.name).state(plan).values()
-    elements = sum(sizes.values()) + sum(sizes[name] for names in kept for name in names)
-    return elements * next(model.parameters()).dtype.itemsize
+    """Bytes of the weights and of what the optimizer keeps of them."""
+    plan, itemsize = state_of(model).plan, next(model.parameters()).dtype.itemsize
+    kept = [name for names in rule_of(config.optimizer.name).state(plan).values() for name in names]
+    weights = sum(prod(spec.shape) for spec in plan.shards.values()) * itemsize
+    return weights + sum(plan.whole_state_bytes(name, itemsize) for name in kept)
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:

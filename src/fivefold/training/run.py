@@ -34,11 +34,12 @@ from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.state import state_of
-from fivefold.training import checks, flops, header, metrics, preflight, record, schedule
+from fivefold.training import checks, flops, header, metrics, preflight, record, schedule, trial
 from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.metrics import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.optimizers import build_optimizer, rule_of
+from fivefold.training.out_of_memory import advised
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import StepResult, mean_loss, train_step
 from fivefold.training.watchdog import watching
@@ -63,9 +64,10 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     logs, timeout = config.run_dir / "logs", config.train.collective_timeout
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
-        log = RunLog(config.run_dir, events)
-        job = Trainer.build(config, world, prepare(config), log, stack)  # prepared before the group: a cache hit
-        with job.stop.listening():
+        log, data = RunLog(config.run_dir, events), prepare(config)  # prepared before the group: a cache hit
+        with advised(config, world, data):
+            job = Trainer.build(config, world, data, log, stack)
+        with job.stop.listening(), advised(config, world, data, job):
             job.run()
 
 
@@ -116,7 +118,9 @@ class Trainer:
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
             step=(layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)),
+            offload_to=config.memory.offload_to,
         )  # fmt: skip
+        preflight.reserve_host_memory(model, config)
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
         optimizer = build_optimizer(model, config.optimizer)
         stack.callback(log.folder.release)
@@ -133,18 +137,29 @@ class Trainer:
             lambda: preflight.check_disk(model, config, step=job.step, total_steps=total_steps)
         )
         record.write(model, config, device=world.device, parameters=costs.parameters)
-        checkpoint.on_first_rank(lambda: job._open_log(stack, compiled=compiled, resumed=resumed, tight=tight))
+        tried = job._try_memory(data) if trial.pays(config, world) and job.step < total_steps else ""
+        checkpoint.on_first_rank(
+            lambda: job._open_log(stack, compiled=compiled, resumed=resumed, tight=tight, tried=tried)
+        )
         stack.push(lambda _, error, __: job.log.close(job.step, error))
         stack.callback(job.prefetch.shutdown, wait=True)
         return job
 
-    def _open_log(self, stack: ExitStack, *, compiled: bool, resumed: Resumed, tight: str) -> None:
+    def _try_memory(self, data: PreparedData) -> str:
+        """What the trial before the first step has taken, for the header."""
+        with advised(self.config, self.world, data, self):
+            trial.run(self)
+        peaks = self.memory.over_ranks()
+        self.memory = PeakMemory(torch.device(self.world.device)) if self.world.device != "cpu" else self.memory
+        return header.memory_line(self, peaks) if self.world.is_first else ""
+
+    def _open_log(self, stack: ExitStack, *, compiled: bool, resumed: Resumed, tight: str, tried: str) -> None:
         """On rank 0: begin to show and to write."""
         about = self._about_this_start(resumed)
         lines = header.lines(self, compiled=compiled, resumed=resumed)
         if resumed.where:
             lines += header.changed(history.load(self.config.run_dir), about, step=self.step)
-        lines += [("DISK", tight)] if tight else []
+        lines += [(label, text) for label, text in (("memory", tried), ("DISK", tight)) if text]
         self.log.open(stack, self.config, lines, about, step=self.step, total_steps=self.total_steps)
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
@@ -224,16 +239,17 @@ class Trainer:
 
     def _batches(self) -> Iterator[tuple[list[MicroBatch], float]]:
         """This rank's micro batches from the current step on, each with the seconds it was waited for."""
-        ahead: Future[list[MicroBatch]] = self.prefetch.submit(self._read, self.step)
+        ahead: Future[list[MicroBatch]] = self.prefetch.submit(self.batch, self.step)
         for step in range(self.step, self.total_steps):
             asked = time.perf_counter()
             batch = ahead.result()
             waited = time.perf_counter() - asked
             if step + 1 < self.total_steps:
-                ahead = self.prefetch.submit(self._read, step + 1)
+                ahead = self.prefetch.submit(self.batch, step + 1)
             yield batch, waited
 
-    def _read(self, step: int) -> list[MicroBatch]:
+    def batch(self, step: int) -> list[MicroBatch]:
+        """This rank's micro batches of a step, from 0."""
         return self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
 
     @property
@@ -249,7 +265,11 @@ class Trainer:
 
     def _evaluate(self, rows: PackedRows) -> float:
         """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`; equal on all ranks."""
-        return mean_loss(self.model, rows.sequential(max_tokens=self.config.eval.max_tokens, **self._share))
+        return mean_loss(self.model, self.evaluation(rows))
+
+    def evaluation(self, rows: PackedRows) -> Iterator[MicroBatch]:
+        """This rank's micro batches of an evaluation."""
+        return rows.sequential(max_tokens=self.config.eval.max_tokens, **self._share)
 
     def _learning_rate(self, step: int) -> float:
         return schedule.learning_rate(step, **self.schedule)

@@ -62,7 +62,7 @@ def train_step(
         clip_(model, norm, max_grad_norm)
         for group in optimizer.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
-        optimizer.step()
+        state.offload.states.update(optimizer)
         state.balance.move_biases(model, done.balance)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(

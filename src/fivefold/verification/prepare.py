@@ -22,12 +22,15 @@ from fivefold.verification.reference_tensors import logit_distances, save_refere
 from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative, relative_number
 
 
-def prepare(case: ProofCase, precision: str, path: Path, device: str, *, fp8: str = "none") -> None:
-    """Write the evidence of `case` in `precision`, with matmuls in `fp8`, to `path`: the reference, and the floors of
-    its tolerances."""
+def prepare(
+    case: ProofCase, precision: str, path: Path, device: str, *, fp8: str = "none", state_dtype: str = "fp32"
+) -> None:
+    """Write the evidence of `case` in `precision`, with matmuls in `fp8` and optimizer state in `state_dtype`, to
+    `path`: the reference, and the floors of its tolerances."""
     inputs, routers = row_linears(case), watched_routers(case)
     linears = () if fp8 == "none" else fp8_linears(case)
-    run = partial(_run, case, precision, device, inputs, routers=routers, fp8=fp8, fp8_linears=linears)
+    run = partial(_run, case, precision, device, inputs, routers=routers, fp8=fp8, fp8_linears=linears,
+                  state_dtype=state_dtype)  # fmt: skip
     reference = run()
     with reassociated():
         other = run()

@@ -32,6 +32,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import step as training
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
 from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
@@ -189,7 +190,7 @@ class Proof:
         self.compare.pieces("clipped", clipped, self._backwards())
         updates = {name: local(p) - before[name] for name, p in self._trained().items()}
         self.compare.pieces("update", updates)
-        states = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
+        states = {name: restored_state(self.optimizer, p) for name, p in self.model.named_parameters()}
         for kind in OPTIMIZERS[self.case.optimizer.name].state:
             self.compare.pieces(
                 kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False
@@ -378,7 +379,7 @@ class Proof:
         keeps per parameter: how many steps it took."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
-            state = {"weight": parameter.detach(), **self.optimizer.state.get(parameter, {})}
+            state = {"weight": parameter.detach(), **restored_state(self.optimizer, parameter)}
             found |= {f"{kind}/{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
         return found
 

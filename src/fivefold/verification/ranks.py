@@ -126,12 +126,16 @@ def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
 
 
 def _saved(asked: VerifyRequest, layout: Layout) -> dict[str, Path]:
-    """layout -> the checkpoint that it wrote, of those with weights of the type that `layout` has: a checkpoint is not
-    converted."""
-    kind = master_dtype(layout.precision)
+    """layout -> the checkpoint that it wrote, of those with weights and optimizer state of the type that `layout` has:
+    a checkpoint is not converted."""
     folders = {str(each): asked.folder / f"saved-{number}" for number, each in enumerate(asked.parsed.values())
-               if master_dtype(each.precision) is kind}  # fmt: skip
+               if _stored(each) == _stored(layout)}  # fmt: skip
     return {text: folder for text, folder in folders.items() if (folder / "done").exists()}
+
+
+def _stored(layout: Layout) -> tuple[torch.dtype, str]:
+    """The types of weights and optimizer state in a checkpoint."""
+    return master_dtype(layout.precision), layout.state_dtype
 
 
 def print_line(text: str) -> None:
@@ -170,7 +174,8 @@ def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World
     say(f"  model        {case.describe()}")
     for numerics, layout in {layout.numerics: layout for layout in layouts}.items():
         started = time.perf_counter()
-        prepare(case, layout.precision, reference_file(asked, layout), world.device, fp8=layout.fp8)
+        evidence = reference_file(asked, layout)
+        prepare(case, layout.precision, evidence, world.device, fp8=layout.fp8, state_dtype=layout.state_dtype)
         seconds = time.perf_counter() - started
         say(f"  reference    one process, plain transformers, {numerics}, {case.steps} steps   {seconds:.1f} s")
     case.save(asked.folder / ".subject")

@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.config import OptimizerSection
+from fivefold.core.state_dtypes import kept_in
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
 from fivefold.parallel.balance import movable_biases
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
+from fivefold.verification import states_by_hand
 from fivefold.verification.exact import exactly
 from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
@@ -39,11 +41,13 @@ class Reference:
     def __init__(
         self, case: ProofCase, precision: str, device: str, *, noise: bool = False,
         model: torch.nn.Module | None = None, routers: Sequence[str] = (), fp8: str = "none",
-        fp8_linears: Sequence[str] = (),
+        fp8_linears: Sequence[str] = (), state_dtype: str = "fp32",
     ) -> None:  # fmt: skip
         """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
         which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted and balanced.
-        `fp8`: the recipe by which `fp8_linears`, and experts, multiply."""
+        `fp8`: the recipe by which `fp8_linears`, and experts, multiply. `state_dtype`: in which the optimizer keeps
+        its state."""
+        self.state_dtype = state_dtype
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
         self.master = self._load(model, torch.float32).to(device, master_dtype(precision))
@@ -217,6 +221,7 @@ class Reference:
         with keep_type if self.precision != "bf16" else nullcontext():
             for optimizer in optimizers:
                 optimizer.step()
+        self._keep_state(optimizers, step + 1)
         self.loads.move(self.master, self.case.bias_rate)
         if is_first:
             if self.balance.routers:
@@ -229,6 +234,16 @@ class Reference:
                         if value.ndim:
                             self._keep(kind, {name: value})
         self.master.zero_grad()
+
+    def _keep_state(self, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
+        """Round what the optimizers keep after so many steps."""
+        dims = dims_of(self.master)
+        for name, parameter in self.master.named_parameters():
+            dtype = kept_in(self.state_dtype, parameter.shape, dims[name])
+            for optimizer in optimizers:
+                for kind, value in optimizer.state.get(parameter, {}).items():
+                    if value.ndim:
+                        value.copy_(states_by_hand.kept(value, name, kind, steps, dtype))
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -248,13 +263,18 @@ def torch_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """What updates a whole model in one process: the reference of the optimizer that `options` name."""
     parameters: Mapping[str, Tensor] = dict(model.named_parameters())
-    experts = tuple(f"{name}." for name, module in model.named_modules() if hf_internals.is_experts(module))
-    dims = {name: p.ndim - name.startswith(experts) for name, p in parameters.items()}  # of one expert
+    dims = dims_of(model)
     in_blocks = [p for n, p in parameters.items() if p.ndim == dims[n] == 2 and _IN_BLOCK.search(n)]
     own = {id(p) for p in in_blocks}
     matrices = [p for name, p in parameters.items() if dims[name] > 1 and id(p) not in own]
     vectors = [p for name, p in parameters.items() if dims[name] <= 1]
     return rule_of(options.name).reference(Weights(in_blocks, matrices, vectors), options, learning_rate)
+
+
+def dims_of(model: torch.nn.Module) -> dict[str, int]:
+    """Dimensions of every parameter, of one expert where it has those of all."""
+    experts = tuple(f"{name}." for name, module in model.named_modules() if hf_internals.is_experts(module))
+    return {name: p.ndim - name.startswith(experts) for name, p in model.named_parameters()}
 
 
 class Watch:

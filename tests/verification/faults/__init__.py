@@ -12,6 +12,7 @@ from tests.verification.faults import (
     proof,
     reduction,
     run,
+    states,
     tensor,
 )
 from tests.verification.faults.fault import FAULTS, Expected, Fault, Model
@@ -32,5 +33,6 @@ __all__ = [
     "proof",
     "reduction",
     "run",
+    "states",
     "tensor",
 ]

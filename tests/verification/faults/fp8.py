@@ -78,7 +78,7 @@ def gradients_in_e4m3() -> Any:
 )
 def scales_rounded_up() -> Any:
     plain = fp8.scale_of
-    return patch.object(fp8, "scale_of", lambda x, cast, agree=(): 2 * plain(x, cast, agree))
+    return patch.object(fp8, "scale_of", lambda *args: 2 * plain(*args))
 
 
 @fault(
@@ -103,14 +103,56 @@ def latents_in_fp8() -> Any:
     expects=[("output", r"k_proj")],
 )
 def one_linear_left_out() -> Any:
-    plain = apply.tensor.place
-    return patch.object(
-        apply.tensor, "place",
-        lambda module, role, linears, **options: plain(
-            module, role, apply.Linears(linears.store) if module.in_features > module.out_features else linears,
-            **options,
-        ),
-    )  # fmt: skip
+    plain = apply.tensor.place_together
+
+    def but_the_second(linears: Any, *args: Any) -> None:
+        plain(linears, *args)
+        del linears[1].forward
+
+    return patch.object(apply.tensor, "place_together", but_the_second)
+
+
+@fault(
+    "of linears that share their input, two hand on each other's output",
+    known="one product for q, k and v whose parts are taken in another order than the model asks for them",
+    layout="shard2+fp8_rowwise",
+    expects=[("output", r"k_proj|v_proj")],
+)
+def outputs_of_each_other() -> Any:
+    plain = apply.tensor.place_together
+
+    def swapped(linears: Any, *args: Any) -> None:
+        plain(linears, *args)
+        if linears[1].weight.shape == linears[-1].weight.shape:
+            linears[1].forward, linears[-1].forward = linears[-1].forward, linears[1].forward
+
+    return patch.object(apply.tensor, "place_together", swapped)
+
+
+@fault(
+    "largest values that travel together come back one place further",
+    known="a flat buffer cut at other offsets than it was put together from",
+    layout="tp2+fp8_rowwise",
+    expects=[("output", r"o_proj"), ("gradient of output", r"")],
+)
+def largest_values_shifted() -> Any:
+    plain = apply.max_all
+    return patch.object(apply, "max_all", lambda x, group: plain(x, group).roll(1))
+
+
+@fault(
+    "the cast input that waits for backward is divided by the gradient's scale",
+    known="scales of two operands given in the wrong order to a scaled matmul",
+    layout="shard2+fp8",
+    expects=[("gradient, raw", r"_proj")],
+)
+def scale_of_the_other_operand() -> Any:
+    plain = fp8.Float8._weight_grads
+
+    def wrong(self: Any, grads: Any, x: Any, dtype: Any) -> Any:
+        return plain(self, grads, (x[0], grads[0][1]), dtype)
+
+    return patch.object(fp8.Float8, "_weight_grads", wrong)
 
 
 @fault(

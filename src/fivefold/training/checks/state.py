@@ -104,9 +104,12 @@ def _label(kind: str, name: str) -> str:
 
 
 def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The largest magnitude in each tensor, fp64 [tensors]; NaN if it has one; -1 for no tensor, 0 for an empty one."""
+    """The largest magnitude in each tensor, fp64 [tensors]; NaN if it has one; -1 for no tensor, 0 for an empty one and
+    for codes of 8 bits, which are always numbers: their scales may not be."""
     found = torch.tensor([-1.0 if each is None else 0.0 for each in tensors], dtype=torch.float64, device=device)
-    full = {at: each for at, each in enumerate(tensors) if each is not None and each.numel()}
+    full = {
+        at: each for at, each in enumerate(tensors) if each is not None and each.numel() and each.is_floating_point()
+    }
     if full:
         largest = norms(list(full.values()), inf)
         found[list(full)] = torch.stack([each.to(device, torch.float64) for each in largest])
@@ -127,19 +130,23 @@ def hashes(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     The elements as integers times odd numbers, summed mod 2^64: a change of one element always shows, and so does
     another order, but for one case in 2^32 or fewer.
     """
-    largest = max((tensor.nbytes for tensor in tensors if tensor is not None), default=0)
-    factors = _odd_numbers(min(largest // 2, PIECE), device)
+    longest = max((_words(tensor.detach()).numel() for tensor in tensors if tensor is not None), default=0)
+    factors = _odd_numbers(min(longest, PIECE), device)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     return torch.stack([_hash(t.to(device), factors) if t is not None and t.numel() else nothing for t in tensors])
 
 
 def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    words = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)  # fp64: halves, or a sign is one bit
-    value = torch.ones((), dtype=torch.int64, device=flat.device)
-    for piece in torch.split(words, PIECE):
+    value = torch.ones((), dtype=torch.int64, device=tensor.device)
+    for piece in torch.split(_words(tensor.detach()), PIECE):
         value = value * GOLDEN + (piece * factors[: len(piece)]).sum()
     return value
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as integers. Of fp64 halves, or a sign would be one bit; codes of 8 bits are integers."""
+    types = {1: torch.uint8, 2: torch.int16}
+    return tensor.reshape(-1).view(types.get(tensor.element_size(), torch.int32))
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from fivefold.parallel.state import ParallelState, state_of
 from fivefold.training.checks.findings import Finding, ranks_text, seen_anywhere
 from fivefold.training.checks.state import device_of, hashes, largest
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule
+from fivefold.training.optimizers.states import restored_state
 
 
 @dataclass
@@ -76,11 +77,11 @@ def _overdue(
 ) -> str | None:
     """Why this rank's part of a parameter, whose bits a step left as they were, should have changed."""
     group = next((each for each in optimizer.param_groups if any(p is parameter for p in each["params"])), None)
-    state = optimizer.state.get(parameter) or {}
     if gradient < 0 or not local(parameter).numel() or (group and float(group["lr"]) == 0):
         return None
     if group is None:
         return "is in no group of the optimizer" if gradient else None
+    state = restored_state(optimizer, parameter)
     return rule.overdue(Unmoved(group, state, local(parameter.detach()), shape, gradient))
 
 

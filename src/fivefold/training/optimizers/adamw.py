@@ -1,16 +1,22 @@
-"""AdamW, torch's own and fused: it updates each element by its own gradient, and so parts as it would the whole."""
+"""AdamW, torch's own and fused: it updates each element by its own gradient, and so parts as it would the whole.
 
-from collections.abc import Collection, Sequence
+Where its moments are kept in bf16 or 8 bits (`states.py`), the same kernel updates them piece by piece.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as functional_adamw
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import Unmoved, UpdateRule, Weights
+from fivefold.training.optimizers.states import KeptStates, begin, rows_of
 
 
 class _AdamW(UpdateRule):
@@ -19,11 +25,15 @@ class _AdamW(UpdateRule):
     def build(self, model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
         """Over every parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert) do not
         decay."""
-        shards = state_of(model).plan.shards
+        plan = state_of(model).plan
+        shards = plan.shards
         parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
         decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
         others = [p for name, p in parameters.items() if shards[name].dims <= 1]
-        return _over(decayed, others, options, options.learning_rate, fused=True)
+        kind = (
+            torch.optim.AdamW if plan.layout.state_dtype == "fp32" else partial(_AdamWOfKeptStates, KeptStates(model))
+        )
+        return _over(decayed, others, options, options.learning_rate, kind, fused=True)
 
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
         return [_over([*weights.blocks, *weights.matrices], weights.vectors, options, rate)]
@@ -35,21 +45,56 @@ class _AdamW(UpdateRule):
 
 
 RULE = _AdamW()
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _AdamWOfKeptStates(torch.optim.AdamW):
+    """AdamW whose moments are kept in a smaller type. All but them is torch's."""
+
+    def __init__(self, kept: KeptStates, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        kept, state = self.kept.of[parameter], self.state[parameter]
+        begin(state, kept, parameter, MOMENTS)
+        before = state["step"].clone()
+        state["step"] += 1
+        weight, gradient = rows_of(local(parameter)), rows_of(local(grad))
+        for rows in kept.pieces(parameter):
+            first, second = (kept.read(state, kind, rows, weight.dtype) for kind in MOMENTS)
+            beta1, beta2 = group["betas"]
+            functional_adamw(
+                [weight[rows]], [gradient[rows]], [first], [second], [], [before.clone()], fused=True, amsgrad=False,
+                beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+                maximize=False,
+            )  # fmt: skip
+            for kind, values in zip(MOMENTS, (first, second), strict=True):
+                kept.write(state, kind, rows, values)
 
 
 def _over(
-    decayed: Sequence[Tensor], others: Sequence[Tensor], options: OptimizerSection, rate: float, **more: Any
-) -> torch.optim.AdamW:
+    decayed: Sequence[Tensor], others: Sequence[Tensor], options: OptimizerSection, rate: float,
+    kind: Callable[..., torch.optim.AdamW] = torch.optim.AdamW, **more: Any,
+) -> torch.optim.AdamW:  # fmt: skip
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=rate, betas=options.betas, eps=options.eps, **more)
+    return kind(filled, lr=rate, betas=options.betas, eps=options.eps, **more)
 
 
 def _shows(part: Unmoved) -> bool:
     """Whether the last update is larger somewhere than what two roundings of the weight can swallow."""
     weight, rate, count = part.weight, float(part.group["lr"]), float(part.state["step"])
     beta1, beta2 = part.group["betas"]
-    first, second = (local(part.state[kind]).double() for kind in ("exp_avg", "exp_avg_sq"))
+    first, second = (local(part.state[kind]).to(weight.device).double() for kind in ("exp_avg", "exp_avg_sq"))
     root = (second / (1 - beta2**count)).sqrt() + part.group["eps"]
     update, decay = first / (1 - beta1**count) / root, part.group["weight_decay"] * weight.double()
     limits = torch.finfo(weight.dtype)

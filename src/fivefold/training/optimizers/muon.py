@@ -24,6 +24,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.full_matrix import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
+from fivefold.training.optimizers.states import KeptStates, rows_of
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 MOMENTUM = "momentum_buffer"  # its kind of state
@@ -60,8 +61,11 @@ RULE = _MuonRule()
 class Muon(torch.optim.Optimizer):
     """Muon over the parameters `names` of `model` and `adamw` over the others, as one optimizer.
 
-    Every rank calls `step` together. State of a matrix: `momentum_buffer`, in its shape and type.
+    Every rank calls `step` together. State of a matrix: `momentum_buffer`, in its shape and type. Where it lies in host
+    memory, a matrix is a part of its own.
     """
+
+    walks_its_states = True
 
     def __init__(
         self, model: nn.Module, names: Sequence[str], adamw: torch.optim.AdamW, *, learning_rate: float,
@@ -78,12 +82,16 @@ class Muon(torch.optim.Optimizer):
         self._device = next(model.parameters()).device
         self._dtype = COMPUTE_DTYPES[state.plan.layout.precision]
         self._whole = FullMatrices(state.plan, names)
+        self._states = state.offload.states
+        self.kept = KeptStates(model)
         self._shapes = {name: state.plan.shards[name].shape for name in names}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        self._adamw.step()
+        self._states.update(self._adamw)
+        own = (self._matrices[name] for name in self._whole.names if name in self._matrices)
+        self._there = self._states.walk(self, ([matrix] for matrix in own))
         rate, decay = self._own["lr"], self._own["weight_decay"]
         work = partial(orthogonal, steps=self._own["ns_steps"])
         for name, update in self._whole.map(self._advance, work):
@@ -92,20 +100,27 @@ class Muon(torch.optim.Optimizer):
                 weight = local(parameter)
                 weight.mul_(1 - rate * decay)
                 weight.add_(update, alpha=-rate * 0.2 * max(self._shapes[name]) ** 0.5)
+        next(self._there, None)  # the last momentum goes back
 
     def _advance(self, name: str) -> Tensor:
         """This rank's part of what is orthogonalised: the momentum, looked at one step ahead (Nesterov)."""
         parameter, momentum = self._matrices.get(name), self._own["momentum"]
         if parameter is None:  # another pipeline rank's
             return torch.empty(0, dtype=self._dtype, device=self._device)
+        next(self._there)  # its momentum is on the device
         if parameter.grad is None:
             return torch.zeros_like(local(parameter), dtype=self._dtype)
-        state = self.state[parameter]
+        state, kept = self.state[parameter], self.kept.of[parameter]
         if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter)
-        gradient, buffer = local(parameter.grad), local(state[MOMENTUM])
-        buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum).to(self._dtype)
+            state |= kept.new(parameter, MOMENTUM)
+        gradient = rows_of(local(parameter.grad))
+        update = torch.empty_like(gradient, dtype=self._dtype)
+        for rows in kept.pieces(parameter):
+            buffer = kept.read(state, MOMENTUM, rows, gradient.dtype)
+            buffer.lerp_(gradient[rows], 1 - momentum)
+            update[rows] = gradient[rows].lerp(buffer, momentum)
+            kept.write(state, MOMENTUM, rows, buffer)
+        return update.view_as(local(parameter))
 
 
 def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:

@@ -1,0 +1,201 @@
+"""What is compared: configurations, the runs of each, and the order in which they are trained."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import split
+from typing import Any
+
+from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.core import legality
+from fivefold.core.errors import UserError
+from fivefold.launch.model import check_model
+from fivefold.launch.workers import gpus, worker_count
+from fivefold.launch.world import device_kind
+
+READ_MORE = "every key, its unit and its default: fivefold train --keys"
+# Of every run, whatever its file says: what a comparison does not need, or what would go into its time.
+ALWAYS = (
+    "log.every=1", "sample.every=0", "checkpoint.keep=1", "checkpoint.export_hf=false", "checkpoint.remote=null",
+    "checkpoint.resume=auto",
+)  # fmt: skip
+_DIFFERENT_TEXT = ("tokenizer", "data")  # where these sections differ, losses per token are of different things
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A run file with its overrides, and the name that it has in the table and in the names of its folders."""
+
+    name: str
+    path: Path | None
+    overrides: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def slug(self) -> str:
+        """Its name as a part of a file's."""
+        return re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.name).strip("-.") or "run"
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """All that it says, but for where it is kept."""
+        tree = self.config.model_dump(mode="json", by_alias=True)
+        return {name: section for name, section in tree.items() if name != "run"}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run: repeat `repeat`, from 1, of a configuration on so many devices. Its seed is that many later."""
+
+    configuration: Configuration
+    devices: int
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.configuration.slug}-on-{self.devices}-repeat-{self.repeat}"
+
+    @property
+    def seed(self) -> int:
+        """That of the file for the first repeat, then the next ones."""
+        return self.configuration.config.train.seed + self.repeat - 1
+
+    def overrides(self, out: Path) -> list[str]:
+        """All that is set on top of the run file, for a folder in `out`."""
+        return [
+            *self.configuration.overrides, *ALWAYS, f"train.seed={self.seed}", f"run.dir={quoted(out)}",
+            f"run.name={quoted(self.name)}",
+        ]  # fmt: skip
+
+
+def quoted(text: object) -> str:
+    """A text as a value of YAML, whatever is in it."""
+    return "'" + str(text).replace("'", "''") + "'"
+
+
+def configurations(
+    paths: Sequence[Path], overrides: Sequence[str], vary: Sequence[Sequence[str]], steps: int | None
+) -> list[Configuration]:
+    """Each of `paths` (none: the demo); of a single one also with each of `vary` set. Raises `UserError`."""
+    if vary and len(paths) > 1:
+        raise UserError("--vary is of one run file, and there are several", fix="name one, or leave --vary out")
+    length = [f"train.max_steps={steps}"] if steps else []
+    found: list[Configuration] = []
+    files: Sequence[Path | None] = paths or [None]
+    for path in files:
+        for varied in [(), *vary]:
+            keys = [*overrides, *varied, *length]
+            config = load_config(path, keys)
+            check_supported(config)
+            name = ", ".join(map(_short, varied)) or _name(path, config)
+            found.append(Configuration(fresh(name, [each.name for each in found]), path, tuple(keys), config))
+    return found
+
+
+def words(varied: str) -> list[str]:
+    """The `key=value` of one `--vary`. Raises `UserError`."""
+    try:
+        found = split(varied)
+    except ValueError:  # a quotation mark without its other
+        found = []
+    if not found or not all("=" in word for word in found):
+        raise UserError(f"--vary {varied!r} is not key=value", fix="--vary precision.fp8=tensorwise", more=READ_MORE)
+    return found
+
+
+def _short(word: str) -> str:
+    """`fp8=rowwise` of `precision.fp8=rowwise`."""
+    key, _, value = word.replace('"', "").partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
+
+
+def _name(path: Path | None, config: RunConfig) -> str:
+    if path is None:
+        return config.run.name
+    return path.resolve().name if path.is_dir() else path.stem
+
+
+def fresh(name: str, taken: Sequence[str]) -> str:
+    """`name`, or `name-2` where it is taken."""
+    number = 1 + sum(each == name or re.fullmatch(re.escape(name) + r"-\d+", each) is not None for each in taken)
+    return name if number == 1 else f"{name}-{number}"
+
+
+def devices_of(configuration: Configuration, count: int | None) -> int:
+    """How many devices it takes when asked to run on `count` (None: as many as `fivefold train` would take). Raises
+    `UserError` where it cannot, before anything is started."""
+    config = configuration.config
+    kind = device_kind(config.train.device)
+    layout = config.written_layout
+    workers = worker_count(layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=count)
+    if count not in (None, workers):
+        raise UserError(f"{layout.product} = {workers}, not {count}")
+    if config.is_automatic:
+        check_model(config, layout=None)
+        return workers
+    resolved = layout.resolve(workers)
+    legality.refuse(legality.violations(resolved, batch=config.train.global_batch_size))
+    check_model(config, layout=resolved)
+    return workers
+
+
+@dataclass(frozen=True)
+class Contest:
+    """All runs of a comparison: `runs`, in the order in which they are trained; `refused`: why a configuration is not
+    run on a number of devices."""
+
+    configurations: Sequence[Configuration]
+    runs: Sequence[PlannedRun]
+    refused: Mapping[tuple[str, int], str]
+
+    @classmethod
+    def of(cls, some: Sequence[Configuration], counts: Sequence[int | None], repeats: int) -> "Contest":
+        """Each configuration on each of `counts`, `repeats` times. Raises `UserError` where one runs on none."""
+        cells, refused = list[tuple[Configuration, int]](), dict[tuple[str, int], str]()
+        for count in counts:
+            for each in some:
+                try:
+                    cell = (each, devices_of(each, count))
+                except UserError as error:
+                    if count is None:
+                        raise
+                    refused[each.name, count] = error.what
+                else:
+                    cells += [cell] if cell not in cells else []
+        for each in some:
+            if not any(each is one for one, _ in cells):
+                why = next(why for (name, _), why in refused.items() if name == each.name)
+                listed = ", ".join(map(str, counts))
+                raise UserError(
+                    f"{each.name} runs on none of {listed} devices: {why}", fix="another --nproc, or layout"
+                )
+        return cls(some, list(in_turns(cells, repeats)), refused)
+
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """Configurations on numbers of devices, as the table has them: fewest devices first, then as named."""
+        order = {each.name: place for place, each in enumerate(self.configurations)}
+        every = {*((run.configuration.name, run.devices) for run in self.runs), *self.refused}
+        return sorted(every, key=lambda cell: (cell[1], order[cell[0]]))
+
+
+def in_turns(cells: Sequence[tuple[Configuration, int]], repeats: int) -> Iterator[PlannedRun]:
+    """A1 B1 A2 B2 ...: a machine that grows slower over minutes slows all of them alike."""
+    for repeat in range(1, repeats + 1):
+        for configuration, devices in cells:
+            yield PlannedRun(configuration, devices, repeat)
+
+
+def unlike(some: Sequence[Configuration]) -> dict[str, str]:
+    """Configurations whose losses cannot be set against the first's, with the key that differs."""
+    first, *others = some
+    found = {}
+    for each in others:
+        for section in _DIFFERENT_TEXT:
+            own, base = each.tree[section], first.tree[section]
+            keys = [key for key in own if own[key] != base[key] and key not in ("seq_length", "packing")]
+            if keys:
+                found[each.name] = f"{section}.{keys[0]}"
+    return found

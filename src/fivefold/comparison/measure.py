@@ -1,0 +1,207 @@
+"""What repeated runs say: medians, their spread, and differences to one base, repeat by repeat.
+
+Pure arithmetic over runs that are done. Runs of the same repeat follow each other and have the same seed, so that what
+a machine does over minutes, and what a seed does to a loss, is the same on both sides of a difference.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from fivefold.comparison.logs import Step
+
+LAST = 0.1  # of the tokens: the training loss is the mean over them
+CLOSE = 0.01  # of the tokens: an evaluation so near before the end is one of the end
+SLACK = 1.001  # of the tokens: steps of other sizes need not end on the same one
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of `count` repeats."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Spread | None":
+        """None where nothing was measured."""
+        known = [each for each in values if each is not None]
+        return cls(median(known), min(known), max(known), len(known)) if known else None
+
+    @property
+    def half_range_pct(self) -> float | None:
+        """Half of what lies between the repeats, in % of the median; None of one."""
+        return 100 * (self.high - self.low) / 2 / abs(self.median) if self.count > 1 and self.median else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the medians, in % of the base's; `low` to `high`: of each repeat to the base's same repeat.
+
+    `measured`: whether it is larger than what lies between the repeats; None where there is one. Example: repeats of
+    +3, +4 and +5 % make a difference of 4 % over a spread of 2: it is measured. -1, +1 and +2 % make none."""
+
+    percent: float
+    low: float
+    high: float
+    count: int
+    measured: bool | None
+
+    @classmethod
+    def of(cls, own: Mapping[int, float | None], base: Mapping[int, float | None]) -> "Difference | None":
+        """From values by repeat; only repeats that both have are looked at, and None comes of none."""
+        pairs = [
+            (mine, theirs) for repeat, mine in own.items()
+            if mine is not None and (theirs := base.get(repeat)) is not None and theirs
+        ]  # fmt: skip
+        if not pairs:
+            return None
+        each = [_percent(*pair) for pair in pairs]
+        whole = _percent(median(mine for mine, _ in pairs), median(theirs for _, theirs in pairs))
+        low, high = min(each), max(each)
+        return cls(whole, low, high, len(pairs), abs(whole) > high - low if len(pairs) > 1 else None)
+
+
+def _percent(own: float, base: float) -> float:
+    return 100 * (own / base - 1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run that is done: its steps, and those of them that are timed. `repeat` 0: a log of another trainer."""
+
+    configuration: str
+    devices: int | None
+    repeat: int
+    folder: str
+    steps: Sequence[Step]
+    timed: Sequence[Step]
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second and device, the median step."""
+        return _median(each.speed for each in self.timed)
+
+    @property
+    def mfu_pct(self) -> float | None:
+        """The median step's."""
+        return _median(each.mfu_pct for each in self.timed)
+
+    @property
+    def peak_gib(self) -> float | None:
+        """The highest."""
+        return max((each.peak_gib for each in self.steps if each.peak_gib is not None), default=None)
+
+    @property
+    def tokens(self) -> float | None:
+        """Seen at the end."""
+        return max((each.tokens for each in self.steps if each.tokens is not None), default=None)
+
+    def loss(self, tokens: float) -> float | None:
+        """Mean training loss of the last tenth of the first `tokens`."""
+        known = [
+            each.loss for each in self.steps
+            if each.loss is not None and each.tokens and (1 - LAST) * tokens < each.tokens <= SLACK * tokens
+        ]  # fmt: skip
+        return fmean(known) if known else None
+
+    def eval_loss(self, tokens: float) -> float | None:
+        """Of the evaluation after `tokens`; None where there is none so near."""
+        known = [
+            each.eval_loss for each in self.steps
+            if each.eval_loss is not None and each.tokens and (1 - CLOSE) * tokens <= each.tokens <= SLACK * tokens
+        ]  # fmt: skip
+        return known[-1] if known else None
+
+    def found(self, tokens: Mapping[int, float]) -> dict[str, float | None]:
+        """What is compared, the losses after the `common_tokens` of its repeat."""
+        end = tokens.get(self.repeat, 0.0)
+        return {"speed": self.speed, "loss": self.loss(end), "eval_loss": self.eval_loss(end)}
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return median(known) if known else None
+
+
+def common_tokens(runs: Iterable[Measured]) -> dict[int, float]:
+    """By repeat, the tokens after which its losses are compared: as many as every run of it, and every log, has seen.
+
+    Another seed makes other rows, with a little more or less padding: repeats end after about as many tokens."""
+    seen = [(run.repeat, run.tokens) for run in runs if run.tokens]
+    return {repeat: min(tokens for each, tokens in seen if not repeat or each in (0, repeat)) for repeat, _ in seen}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration on a number of devices. Differences: `decrease_pct`, of its tokens per second and device, to
+    the same configuration on its fewest devices, positive where it is slower; all others to the first configuration on
+    as many devices; those of losses, where it did not run on as many, on the fewest: a loss is that of any layout.
+    `note`: why there is nothing, or less than asked."""
+
+    configuration: str
+    devices: int | None
+    repeats: int
+    tokens_per_second_per_device: Spread | None
+    decrease_pct: Difference | None
+    faster_pct: Difference | None
+    loss: Spread | None
+    loss_difference_pct: Difference | None
+    eval_loss: Spread | None
+    eval_loss_difference_pct: Difference | None
+    peak_memory_gib: float | None
+    mfu_pct: float | None
+    note: str = ""
+
+
+Cell = tuple[str, int | None]  # a configuration on so many devices
+Tokens = Mapping[int, float]  # of `common_tokens`
+
+
+def rows(
+    runs: Sequence[Measured], cells: Sequence[Cell], notes: Mapping[Cell, str], *, base: str,
+    other_text: Collection[str] = (),
+) -> list[Row]:  # fmt: skip
+    """A row for each of `cells`, in their order. `base`: the configuration that differences are to; `other_text`:
+    those whose tokens are not the base's, so that losses per token are not set against each other."""
+    tokens = common_tokens(runs)
+    by_cell = {cell: [run for run in runs if (run.configuration, run.devices) == cell] for cell in cells}
+    found = [_row(cell, by_cell, base, tokens, notes.get(cell, "")) for cell in cells]
+    return [
+        replace(row, loss_difference_pct=None, eval_loss_difference_pct=None)
+        if row.configuration in other_text
+        else row
+        for row in found
+    ]
+
+
+def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, tokens: Tokens, note: str) -> Row:
+    name, devices = cell
+    own, beside = by_cell[cell], by_cell.get((base, devices), ())
+    of_base = beside or next((some for (each, _), some in by_cell.items() if each == base and some), ())
+    fewest = min((count for each, count in by_cell if each == name and count and by_cell[each, count]), default=None)
+    first = by_cell.get((name, fewest), ())
+    fewer = _difference(own, first, "speed", tokens) if fewest and devices != fewest else None
+    is_base = name == base
+    return Row(
+        configuration=name, devices=devices, repeats=len(own),
+        tokens_per_second_per_device=Spread.of(run.speed for run in own),
+        decrease_pct=fewer and Difference(-fewer.percent, -fewer.high, -fewer.low, fewer.count, fewer.measured),
+        faster_pct=None if is_base else _difference(own, beside, "speed", tokens),
+        loss=Spread.of(run.found(tokens)["loss"] for run in own),
+        loss_difference_pct=None if is_base else _difference(own, of_base, "loss", tokens),
+        eval_loss=Spread.of(run.found(tokens)["eval_loss"] for run in own),
+        eval_loss_difference_pct=None if is_base else _difference(own, of_base, "eval_loss", tokens),
+        peak_memory_gib=max((run.peak_gib for run in own if run.peak_gib is not None), default=None),
+        mfu_pct=_median(run.mfu_pct for run in own), note=note,
+    )  # fmt: skip
+
+
+def _difference(own: Sequence[Measured], base: Sequence[Measured], what: str, tokens: Tokens) -> Difference | None:
+    """Repeat by repeat; a log, which has none, to the base's median."""
+    mine, theirs = ({run.repeat: run.found(tokens)[what] for run in some} for some in (own, base))
+    if 0 in mine:
+        theirs = {0: _median(theirs.values())}
+    return Difference.of(mine, theirs)

@@ -1,0 +1,201 @@
+"""Optimizer state in host memory: it comes to the device part by part while the optimizer updates that part.
+
+The arithmetic is that of the same optimizer on the same values, part after part instead of all at once. So a step gives
+the same bits, for an optimizer that updates a parameter by its own gradient and state.
+
+    parts of parameters    1         2         3         4
+    to the device          fetched   fetched   fetched   ...      part 3 while part 2 is updated
+    updated                          1         2         3
+    back to the host                           1         2        part 1 while part 2 is updated
+
+At most `PARTS` parts of the state are on the device. Between steps `optimizer.state` holds the same tensors with their
+values in host memory: checkpoints and checks read them there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.parallel.dtensor import local, with_local
+from fivefold.parallel.host_memory import HostMemory, most_bytes
+from fivefold.parallel.lanes import Copies, Lane
+from fivefold.parallel.memory import part_bytes
+from fivefold.parallel.offload_activations import HostActivations
+from fivefold.torch_internals import step_hooks
+
+WALKING = "fivefold_walking"  # an attribute of an optimizer whose state is on the device part by part
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What of a model lies in host memory. `memory`: None where nothing does."""
+
+    memory: HostMemory | None
+    states: "OptimizerStates"
+    activations: HostActivations | None
+
+
+def offload_of(layout: Layout, place: str, device: torch.device) -> Offload:
+    """What `layout` asks for, at `place`: see `HostMemory`."""
+    is_on = layout.offload_optimizer or layout.offload_activations
+    memory = HostMemory(place, locks=device.type == "cuda") if is_on else None
+    states = OptimizerStates(memory if layout.offload_optimizer else None, device)
+    return Offload(memory, states, HostActivations(memory, device) if memory and layout.offload_activations else None)
+
+
+class OptimizerStates:
+    """The state of the optimizers of one model. `memory` None: it stays on the device."""
+
+    def __init__(self, memory: HostMemory | None, device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        self._homes: dict[Tensor, dict[str, Tensor]] = {}  # parameter -> kind -> its values in host memory
+        self._inward = Lane(device) if memory else None
+        self._outward = Lane(device) if memory else None
+
+    @property
+    def is_on(self) -> bool:
+        return self._memory is not None
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step()`, once for each part of its parameters. Its hooks run as for one step.
+
+        Raises `UserError` for an optimizer that counts its steps in its parameter groups.
+        """
+        if not self.is_on or getattr(optimizer, "walks_its_states", False):
+            optimizer.step()
+            return
+        groups = optimizer.param_groups
+        parts = list(_parts([parameter for group in groups for parameter in group["params"]]))
+        before = [_options(group) for group in groups]
+        for at, part in enumerate(self.walk(optimizer, parts)):
+            with _only(optimizer, part), step_hooks(optimizer, before=at == 0, after=at == len(parts) - 1):
+                optimizer.step()
+            if len(parts) > 1 and at == 0 and [_options(group) for group in groups] != before:
+                raise UserError(
+                    f"{type(optimizer).__name__} counts in its parameter groups, so it cannot update part after part",
+                    fix="leave offload_optimizer out of the layout, or use another optimizer",
+                )
+
+    def walk(self, optimizer: torch.optim.Optimizer, parts: Iterable[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
+        """Each of `parts`, lists of parameters, while the state of these parameters is on the device.
+
+        What runs between two of them must update the first. All that was put back is in host memory at the end.
+        """
+        if not self.is_on:
+            yield from parts
+            return
+        todo, leaving = list(parts), Copies(())
+        coming = self._fetch(optimizer, todo[0]) if todo else None
+        for at, part in enumerate(todo):
+            assert coming is not None
+            values, arriving = coming
+            arriving.meet()
+            for parameter, kind, value in values:
+                state = optimizer.state[parameter]
+                state[kind] = with_local(state[kind], value)
+            coming = self._fetch(optimizer, todo[at + 1]) if at + 1 < len(todo) else None
+            setattr(optimizer, WALKING, True)
+            try:
+                yield part
+            finally:
+                setattr(optimizer, WALKING, False)
+            values.clear()
+            leaving.meet()
+            leaving = self._put(optimizer, part)
+        leaving.wait()  # what reads host memory asks no stream
+        leaving.meet()
+
+    def keep(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+        """The state of a parameter, which was set anew, goes to host memory."""
+        if self.is_on:
+            copies = self._put(optimizer, [parameter])
+            copies.wait()
+            copies.meet()
+
+    def reserve(self, optimizer_bytes: int, tensors: int) -> None:
+        """Have room for state of so many bytes in so many tensors. Raises `UserError` where there is none."""
+        if self._memory is not None:
+            self._memory.reserve(most_bytes(optimizer_bytes, tensors))
+
+    def _fetch(
+        self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor]
+    ) -> tuple[list[tuple[Tensor, str, Tensor]], Copies]:
+        """Begin to copy the state of a part to the device: (parameter, kind, values there)."""
+        assert self._inward is not None
+        found, pairs = list[tuple[Tensor, str, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for parameter in part:
+            for kind, tensor in _tensors(optimizer.state.get(parameter)):
+                home = self._home(parameter, kind, tensor)
+                if home is not None:
+                    found.append((parameter, kind, torch.empty_like(home, device=self._device)))
+                    pairs.append((found[-1][2], home))
+        return found, self._inward.copy(pairs)
+
+    def _put(self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor]) -> Copies:
+        """Begin to copy the state of a part to host memory, where `optimizer.state` then has it."""
+        assert self._outward is not None and self._memory is not None
+        pairs = list[tuple[Tensor, Tensor]]()
+        for parameter in part:
+            homes = self._homes.setdefault(parameter, {})
+            for kind, tensor in _tensors(optimizer.state.get(parameter)):
+                values = local(tensor)
+                home = homes.get(kind)
+                if home is None or (home.shape, home.dtype) != (values.shape, values.dtype):
+                    block = self._memory.take(values.nbytes)
+                    home = homes[kind] = block.view(values.dtype).view(values.shape)
+                if home.data_ptr() != values.data_ptr():
+                    pairs.append((home, values))
+                    optimizer.state[parameter][kind] = with_local(tensor, home)
+        copies = self._outward.copy(pairs)
+        for home, _ in pairs:
+            self._memory.rest(home)
+        return copies
+
+    def _home(self, parameter: Tensor, kind: str, tensor: Tensor) -> Tensor | None:
+        """Where the values of a state lie in host memory; None for a state that something else has set since."""
+        home = self._homes.get(parameter, {}).get(kind)
+        return home if home is not None and home.data_ptr() == local(tensor).data_ptr() else None
+
+
+def _tensors(state: Any) -> list[tuple[str, Tensor]]:
+    """Of a parameter's state by kind; what is kept once per parameter, such as a count of steps, stays where it is."""
+    return [(kind, value) for kind, value in (state or {}).items() if isinstance(value, Tensor) and value.ndim > 0]
+
+
+def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of parameters of at most `part_bytes` each; a larger parameter is a part of its own."""
+    part, size = list[Tensor](), 0
+    most = part_bytes(sum(local(each.detach()).nbytes for each in parameters))
+    for parameter in parameters:
+        own = local(parameter.detach()).nbytes
+        if part and size + own > most:
+            yield part
+            part, size = [], 0
+        part.append(parameter)
+        size += own
+    if part:
+        yield part
+
+
+@contextmanager
+def _only(optimizer: torch.optim.Optimizer, part: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the groups of the optimizer have these parameters alone."""
+    chosen, whole = set(map(id, part)), [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        group["params"] = [each for each in parameters if id(each) in chosen]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of a group: what an optimizer may count there."""
+    return {key: value for key, value in group.items() if isinstance(value, int | float)}

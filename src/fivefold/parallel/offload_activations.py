@@ -1,0 +1,192 @@
+"""What the forward pass of a layer saves for backward, in host memory until then.
+
+    forward     layer 1      layer 2      layer 3                  backward   3            2            1
+    to the host              1            2                        from it    2            1
+
+While a layer runs forward, what the one before it saved is copied to the host. The last layer of a stage keeps what it
+saved: its backward may come next, and while it runs the layer before it is fetched. What a layer saves is told by its
+memory: tensors that are views of the same memory are one copy. What the layer was given besides its input, its
+parameters, and what is small beside its input stay where they are.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from fivefold.parallel.host_memory import HostMemory
+from fivefold.parallel.lanes import Copies, Lane
+from fivefold.parallel.memory import SMALL
+from fivefold.torch_internals import storage_key
+
+
+class Saved:
+    """Memory that a layer saved, away until backward. It lives as long as something in the graph asks for it."""
+
+    def __init__(self, values: Tensor, home: Tensor, owner: "HostActivations") -> None:
+        self.values: Tensor | None = values  # uint8 on the device, while they are there
+        self.home = home
+        weakref.finalize(self, owner.give_back, home).atexit = False
+
+
+@dataclass
+class Pass:
+    """One forward pass of one layer. `before`: that of the layer before it in the same micro batch; None at the first
+    layer of a stage. `saved`: what is still needed of it."""
+
+    before: "Pass | None"
+    saved: list["weakref.ref[Saved]"] = field(default_factory=list)
+    copies: Copies = field(default_factory=lambda: Copies(()))
+    has_begun: bool = False  # its backward
+
+    def away(self) -> list[Saved]:
+        """What has no values on the device; backward asks for the last first."""
+        there = (each() for each in reversed(self.saved))
+        return [each for each in there if each is not None and each.values is None]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor that is a view of what was saved."""
+
+    of: Saved | None  # None: it stays
+    made_in: Pass
+    kept: Tensor | None
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class HostActivations:
+    """Of the layers of one model on this rank."""
+
+    def __init__(self, memory: HostMemory, device: torch.device) -> None:
+        self._memory, self._device, self._lane = memory, device, Lane(device)
+        self._last: Pass | None = None  # the newest forward pass of the micro batch
+        self._leaving: tuple[Copies, list[Saved]] = Copies(()), []  # under way to the host
+        self._coming = Copies(())  # and from it
+
+    def layer(
+        self, block: nn.Module, forward: Callable[..., Any], *, is_first: bool, is_last: bool
+    ) -> Callable[..., Any]:
+        """`forward` of the layer `block`, with what it saves away until its backward. `is_first`, `is_last`: of its
+        stage."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            own = Pass(None if is_first else self._last)
+            given = [each for each in _inside((args[1:], kwargs)) if isinstance(each, Tensor)]
+            least = args[0].nbytes // SMALL if args and isinstance(args[0], Tensor) else 0
+            saving = _Saving(self, own, block, set(map(storage_key, given)), least=least, moves=not is_last)
+            with saved_tensors_hooks(saving.pack, self.unpack):
+                result = forward(*args, **kwargs)
+            self._send(own, saving)
+            self._last = own
+            return result
+
+        return run
+
+    def take(self, values: Tensor) -> Saved:
+        return Saved(values, self._memory.take(values.nbytes), self)
+
+    def give_back(self, home: Tensor) -> None:
+        """The lane comes to it in order: what is copied into it next waits for what is copied out of it now."""
+        self._memory.give_back(home)
+
+    def _send(self, own: Pass, saving: "_Saving") -> None:
+        """Begin to copy what a layer saved; that of the layer before it is then given up on the device."""
+        self._settle()
+        moving = list(saving.found.values())
+        pairs = [(each.home, each.values) for each in moving if each.values is not None]
+        self._leaving = self._lane.copy(pairs), moving
+        if self._device.type == "cpu":
+            self._settle()
+
+    def _settle(self) -> None:
+        """The copies under way to the host have ended, for what comes next on the device."""
+        copies, moving = self._leaving
+        copies.meet()
+        for each in moving:
+            each.values = None
+            self._memory.rest(each.home)
+        self._leaving = Copies(()), []
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """In backward: the tensor. The first one of a layer has the layer before it fetched."""
+        own = packed.made_in
+        if not own.has_begun:
+            own.has_begun = True
+            self._settle()
+            self._fetch(own)
+            own.copies.meet()
+            if own.before is not None:
+                self._fetch(own.before)
+        if packed.of is None:
+            assert packed.kept is not None
+            return packed.kept
+        if packed.of.values is None:  # backward a second time through the same graph
+            self._fetch(own)
+            own.copies.meet()
+        assert packed.of.values is not None
+        whole = torch.empty(0, dtype=packed.dtype, device=self._device)
+        return whole.set_(packed.of.values.untyped_storage(), packed.offset, packed.shape, packed.stride)
+
+    def _fetch(self, own: Pass) -> None:
+        """Begin to copy back what a layer saved."""
+        away = own.away()
+        if not away:
+            return
+        self._coming.meet()
+        for each in away:
+            each.values = torch.empty_like(each.home, device=self._device)
+        own.copies = self._coming = self._lane.copy(
+            [(each.values, each.home) for each in away if each.values is not None]
+        )
+
+
+class _Saving:
+    """What one forward pass of a layer saves. `least`: bytes that are worth a copy; `moves`: whether they go away."""
+
+    def __init__(
+        self, owner: HostActivations, own: Pass, block: nn.Module, staying: set[int], *, least: int, moves: bool
+    ) -> None:
+        self._owner, self._own, self._block, self._staying = owner, own, block, staying
+        self._least, self._moves = least, moves
+        # By memory and version: as the values of `found` hold the memory, nothing else gets its place meanwhile.
+        self.found: dict[tuple[int, int], Saved] = {}
+
+    def pack(self, tensor: Tensor) -> Packed:
+        key = storage_key(tensor)
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device == self._owner._device
+        place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        if not (self._moves and is_plain) or tensor.untyped_storage().nbytes() <= self._least or self._stays(key):
+            return Packed(None, self._own, tensor, *place)
+        if (key, tensor._version) not in self.found:
+            values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self.found[key, tensor._version] = saved = self._owner.take(values)
+            self._own.saved.append(weakref.ref(saved))
+        return Packed(self.found[key, tensor._version], self._own, None, *place)
+
+    def _stays(self, key: int) -> bool:
+        """Whether it was given to the layer, or is a parameter's. FSDP gathers the parameters of experts after the
+        layer has begun, and frees their memory behind forward: they are looked for when something is saved."""
+        if key not in self._staying and not any(key == of for of, _ in self.found):
+            gathered = (each for each in self._block.parameters() if not isinstance(each, DTensor))
+            self._staying.update(map(storage_key, gathered))
+        return key in self._staying
+
+
+def _inside(value: Any) -> list[Any]:
+    """What nested tuples, lists and dicts hold."""
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in _inside(each)]
+    if isinstance(value, tuple | list):
+        return [leaf for each in value for leaf in _inside(each)]
+    return [value]

@@ -1,0 +1,84 @@
+"""What would make a run fit whose memory was too small, as keys of its run file. No torch.
+
+The planner that chooses layouts is asked, and no other: the nearest layouts that fit (`explain.py`), the longest rows
+(`inverse.py`). Where a run needed more than was planned for it, changes must fit by as much more.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
+from fivefold.core.layout import SAID, Layout
+from fivefold.models.facts import ModelFacts
+from fivefold.planner.auto import workload_of
+from fivefold.planner.chips import GIB
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Estimate, Step
+from fivefold.planner.explain import MOST_CURES, cures
+from fivefold.planner.inverse import longest_sequence
+from fivefold.planner.price import PriceList
+from fivefold.planner.report import seconds_text
+
+LESS = 0.97  # of what was planned: a change that saves less is none
+MOST_MORE = 2.0  # times what was planned: who needs more does something that is in no plan
+
+
+@dataclass(frozen=True)
+class Change:
+    """`overrides`: of the run file, as the command line takes them: `memory.recompute=full`."""
+
+    overrides: str
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        has = self.estimate.cluster.chip.memory_gib
+        seconds = seconds_text(self.estimate.step_seconds)
+        return f"{self.estimate.reserved / GIB:6.1f} of {has:.1f} GiB, {seconds:>5} s a step:  {self.overrides}"
+
+
+@dataclass(frozen=True)
+class Relief:
+    """`planned`: of the run as it is; `items`: bytes of the rank by item. `changes`: what would fit, fastest first."""
+
+    planned: Estimate
+    items: dict[str, float]
+    changes: tuple[Change, ...]
+
+
+def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int = 0, needed: float = 0) -> Relief:
+    """Of a run on a cluster whose global rank `rank` ran out of memory when it had `needed` bytes of its device, or was
+    to have them; 0: nobody knows. Raises `UserError` where the planner cannot price the run."""
+    step = planned(config, cluster, facts)
+    prices, layout, workload = step.price_list, step.layout, step.workload
+    own, has = step.estimate(), cluster.chip.memory_bytes
+    # Example: 70 GiB planned, 84 needed, 80 there. A change that is planned with 66 is taken to need 79.
+    more = min(max(needed / own.reserved, 1.0), MOST_MORE)
+    budget = min(has / more, LESS * own.reserved)
+    lean = prices.repriced(replace(cluster, chip=replace(cluster.chip, memory_gib=budget / GIB)), prices.engine)
+    found = [(changed(layout, each.layout), each.layout, workload) for each in cures(lean, own)]
+    if len(found) < MOST_CURES:
+        with suppress(UserError):
+            length = longest_sequence(lean, workload, layout).seq_length
+            if length < workload.seq_length:
+                found.append((f"data.seq_length={length}", layout, replace(workload, seq_length=length)))
+    changes = (Change(text, Step(prices, each, of).estimate()) for text, each, of in found)
+    items = step.memory_of(rank // (cluster.world // layout.pp))
+    return Relief(own, items, tuple(changes))
+
+
+def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
+    """The step of a run on a cluster. Raises `UserError` where the planner cannot price it."""
+    engine = replace(ENGINES["fivefold"], compiled=config.train.compile is not False)
+    return Step(PriceList(facts, cluster, engine), config.layout.resolve(cluster.world), workload_of(config))
+
+
+def changed(layout: Layout, other: Layout) -> str:
+    """What makes another layout of a run: `layout.dp_shard=4 layout.tp=2`."""
+    pairs = ((said, getattr(layout, name), getattr(other, name)) for name, said in SAID.items())
+    return " ".join(f"{said.section}.{said.key}={_written(new)}" for said, old, new in pairs if old != new)
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,242 @@
+"""A run whose memory ran out says where, what was there and what was planned, item by item, and what would fit.
+
+Any allocation may fail, of a GPU's memory or of the machine's. The rank that it fails on asks the planner, once what
+the step had made is let go. A rank that the system has killed cannot: then whoever has started it asks.
+"""
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fivefold.config import RunConfig
+from fivefold.core.errors import RunFailed
+from fivefold.data.prepare import PreparedData
+from fivefold.launch.cluster import cluster_here
+from fivefold.launch.failure import WorkerDied, is_want_of_memory
+from fivefold.launch.memory import GIB, address_limit, address_said, room
+from fivefold.launch.world import World
+from fivefold.models.discover import facts_of
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.state import state_of
+from fivefold.planner.auto import facts_of_run
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.estimate import OUTSIDE
+from fivefold.planner.relief import Relief, relief
+from fivefold.planner.report import seconds_text
+from fivefold.training.metrics import resident
+from fivefold.training.model import build_model
+
+if TYPE_CHECKING:
+    from fivefold.training.run import Trainer
+
+TRIAL = "training/trial.py"
+STATE = ("parameters", "gradients", "optimizer state")
+REST = "all other tensors"
+_ASKED = r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes"
+_THERE = {
+    "capacity": r"total capacity of ([\d.]+ \w+)",
+    "free": r"of which ([\d.]+ \w+) is free",
+    "allocated": r"allocated memory ([\d.]+ \w+) is allocated by PyTorch",
+    "kept": r"and ([\d.]+ \w+) is reserved by PyTorch but unallocated",
+}
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+# What a rank was at, by a frame of its stack as (part of the file's name, function); the first of them that is there.
+_PHASES = (
+    ("training/checkpoints.py", "save", "a save"),
+    ("training/checkpoints.py", "try_memory", "the memory of a save"),
+    ("training/checkpoints.py", "resume", "loading the checkpoint"),
+    ("training/run.py", "_evaluate", "an evaluation"),
+    ("training/step.py", "mean_loss", "an evaluation"),
+    ("training/run.py", "_sample", "a sample"),
+    ("training/run.py", "_check", "the standing checks"),
+    ("torch/autograd/", "backward", "backward"),
+    ("torch/autograd/", "_engine_run_backward", "backward"),
+    ("training/step.py", "gradients", "forward"),
+    ("training/step.py", "train_step", "the optimizer"),
+    ("parallel/apply.py", "parallelize", "building the model"),
+)
+_OF_STEP = ("forward", "backward", "the optimizer")
+
+
+@contextmanager
+def advised(config: RunConfig, world: World, data: PreparedData, job: "Trainer | None" = None) -> Iterator[None]:
+    """Inside, an error for want of memory becomes a `RunFailed` with advice; as it was where the planner has none to
+    give. `job`: None while it is built."""
+    try:
+        yield
+    except Exception as error:
+        if not is_want_of_memory(error):
+            raise
+        found = _advice(error, config, world, data, job)
+        if found is None:
+            raise
+        raise found from error
+
+
+def advise(death: WorkerDied, config: RunConfig, ranks: int) -> None:
+    """Add what the planner knows to the death of one of this machine's `ranks` workers for want of memory."""
+    with suppress(Exception):
+        cluster = cluster_here("cpu", ranks, ranks, config.hardware)
+        told = relief(config, cluster, facts_of_run(config))
+        death.fix = "\n".join([death.fix or "", *_table({}, told), *_changes(told)]).strip()
+
+
+def _advice(
+    error: Exception, config: RunConfig, world: World, data: PreparedData, job: "Trainer | None"
+) -> RunFailed | None:
+    """What is said on the rank that met `error`; None where the planner cannot be asked, or memory is too scarce to."""
+    with suppress(Exception):
+        what, phase = str(error), phase_of(error.__traceback__)
+        there = held(what, world.device, job)
+        traceback.clear_frames(error.__traceback__)  # what the step had made: on a CPU the planner needs some of it
+        is_of_host = world.device != "cpu" and not isinstance(error, torch.OutOfMemoryError)
+        where = f"rank {world.rank}: memory ran out in {phase}, {_when(error, phase, job)}"
+        if is_of_host:
+            return RunFailed(f"{where}: that of the machine, not of its GPUs{_asked(what)}", fix=_for_host(world))
+        kind = "cpu" if world.device == "cpu" else "cuda"
+        cluster = _within_addresses(cluster_here(kind, world.size, world.local_size, config.hardware))
+        facts = state_of(job.model).plan.facts if job else facts_of(build_model(config, data))
+        told = relief(config, cluster, facts, rank=world.rank, needed=there.needed)
+        fix = [line for line in (address_said() if kind == "cpu" else "", *_table(there.items, told)) if line]
+        return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join([*fix, *_changes(told)]))
+    return None
+
+
+def _when(error: Exception, phase: str, job: "Trainer | None") -> str:
+    if job is None:
+        return "before the first step"
+    is_trial = any(frame.filename.endswith(TRIAL) for frame in traceback.extract_tb(error.__traceback__))
+    return "the trial before the first step" if is_trial else f"step {job.step + (phase in _OF_STEP)}"
+
+
+def _within_addresses(cluster: Cluster) -> Cluster:
+    """The cluster with no more memory a process than its limit of addresses leaves it, beside what is mapped and not
+    there."""
+    limit, mapped, there = address_limit(), resident("VmSize"), resident("VmRSS")
+    if not cluster.chip.is_host or None in (limit, mapped, there):
+        return cluster
+    assert limit is not None and mapped is not None and there is not None
+    usable = (limit - 1024 * (mapped - there)) / GIB
+    return replace(cluster, chip=replace(cluster.chip, memory_gib=min(cluster.chip.memory_gib, usable)))
+
+
+# ---- where, and what was there ---------------------------------------------------------------------------------------
+
+
+def phase_of(stack: TracebackType | None) -> str:
+    """What a rank was at, in words, by the stack of its error."""
+    frames = [(frame.filename.replace("\\", "/"), frame.name) for frame in traceback.extract_tb(stack)]
+    for part, function, phase in _PHASES:
+        if any(part in file and name == function for file, name in frames):
+            return phase
+    return "the build"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank held when memory ran out. `items`: bytes by item. `needed`: bytes of the device that it had, or asked
+    for; 0: not known. `left`: in words, how much was free."""
+
+    items: Mapping[str, float]
+    needed: float
+    left: str
+
+
+def held(message: str, device: str, job: "Trainer | None") -> Held:
+    """By the words of torch's error, which tell of the moment at which it failed, and the tensors of the run."""
+    own = _states(job) if job else dict.fromkeys(STATE, 0)
+    said = {name: _bytes(found[1]) for name, each in _THERE.items() if (found := re.search(each, message))}
+    if device == "cpu" and "allocated" not in said:
+        peak = 1024 * (resident("VmHWM") or 0)
+        return Held({**own, **({"the process at its peak": peak} if peak else {})}, 0, "")
+    allocated = said.get("allocated") or (torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0.0)  # type: ignore[no-untyped-call]
+    capacity, free, kept = (said.get(name, 0.0) for name in ("capacity", "free", "kept"))
+    outside = max(0.0, capacity - free - allocated - kept) if capacity else 0.0
+    items = {**own, REST: max(0.0, allocated - sum(own.values())), "allocator": kept, "runtime": outside}
+    left = f"; {free / GIB:.2f} of {capacity / GIB:.2f} GiB were free" if capacity else ""
+    return Held(items, sum(items.values()) + asked_bytes(message), left)
+
+
+def _states(job: "Trainer") -> dict[str, float]:
+    """Bytes of what a rank keeps from step to step on its device, and of gradients."""
+    device = torch.device(job.world.device).type
+
+    def size(tensors: Any) -> float:
+        mine = (local(each) for each in tensors if isinstance(each, torch.Tensor))
+        return float(sum(each.nbytes for each in mine if each.device.type == device))
+
+    parameters = list(job.model.parameters())
+    return {
+        "parameters": size(parameters),
+        "gradients": size(each.grad for each in parameters),
+        "optimizer state": size(value for state in job.optimizer.state.values() for value in state.values()),
+    }
+
+
+def asked_bytes(message: str) -> float:
+    """Of the request that failed; 0 where an error does not say."""
+    found = re.search(_ASKED, message)
+    return 0.0 if found is None else float(found[2]) if found[2] else _bytes(found[1])
+
+
+def _asked(message: str) -> str:
+    size = asked_bytes(message)
+    return f": {size / GIB:.2f} GiB more were asked for" if size else ""
+
+
+def _bytes(said: str) -> float:
+    number, unit = said.split()
+    return float(number) * _UNITS[unit]
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def _table(there: Mapping[str, float], told: Relief) -> Iterator[str]:
+    """GiB by item, those that were there beside those that were planned. Torch does not tell what other tensors are."""
+    rest = {name: size for name, size in told.items.items() if name not in (*STATE, *OUTSIDE)}
+    planned = {name: told.items.get(name, 0.0) for name in STATE} | {REST: sum(rest.values())}
+    planned |= {name: told.items.get(name, 0.0) for name in OUTSIDE}
+    yield f"  {'GiB':<24} {'there':>8} {'planned':>8}" if there else f"  {'GiB':<33} {'planned':>8}"
+    for name in (*planned, *(each for each in there if each not in planned)):
+        seen = f"{there[name] / GIB:8.2f}" if name in there else " " * 8
+        own = f"{planned[name] / GIB:8.2f}" if name in planned else ""
+        largest = sorted(rest, key=lambda each: -rest[each])[:3] if name == REST else ()
+        parts = ", ".join(f"{each} {rest[each] / GIB:.2f}" for each in largest if rest[each] > 0)
+        yield f"  {_WORDS.get(name, name):<24} {seen} {own}{f'  {parts}' if parts else ''}".rstrip()
+    total = sum(planned.values())
+    before = f"{sum(there.values()) / GIB:8.2f}" if "allocator" in there else " " * 8
+    has = told.planned.cluster.chip
+    guess = ", whose table is a guess" if has.is_guess else ""
+    yield f"  {'all':<24} {before} {total / GIB:8.2f}  of {has.memory_gib:.2f} GiB of {has.name}{guess}"
+
+
+_WORDS = {"allocator": "kept by the allocator", "runtime": "outside of torch"}
+
+
+def _changes(told: Relief) -> Iterator[str]:
+    """What would fit."""
+    if not told.changes:
+        yield "nothing small makes it fit: take more devices, or devices with more memory (fivefold plan says which)"
+        return
+    if told.planned.fits:
+        yield "as planned it fits: something else may hold memory here, or needs more than was planned"
+    now = seconds_text(told.planned.step_seconds)
+    yield f"these would fit, the fastest first, as planned (a step takes {now} s as it is):"
+    yield from map(str, told.changes)
+
+
+def _for_host(world: World) -> str:
+    there = room()
+    has = f"this machine has {there.total / GIB:.1f} GiB, {there.free / GIB:.1f} of them free now; " if there else ""
+    return (
+        f"{has}a save copies what its {world.local_size} ranks hold of weights and optimizer state: shard it over more "
+        "machines with layout.dp_shard, or give the job more memory"
+    )

@@ -1,0 +1,73 @@
+"""Logs of other trainers: what is read of each, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fivefold.comparison.logs import Step, read
+from fivefold.core.errors import UserError
+
+MEGATRON = (
+    " [2026-01-02 03:04:05] iteration       10/     100 | consumed samples:         1280 | elapsed time per iteration "
+    "(ms): 2000.0 | learning rate: 3.0E-04 | global batch size:   128 | lm loss: 4.5E+00 | loss scale: 1.0 |\n"
+    " validation loss at iteration 10 | lm loss value: 4.4E+00 |\n"
+)
+TITAN = (
+    "[rank0]:[titan] 2026-01-02 03:04:05 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  4.5000  \x1b[38;2;54m"
+    "memory: 12.50GiB(15.63%)  \x1b[34mtps: 5,432  \x1b[36mtflops: 99.1  \x1b[35mmfu: 31.77%\x1b[39m\n"
+)
+STATE = {
+    "log_history": [
+        {"step": 5, "loss": 5.0, "num_input_tokens_seen": 500},
+        {"step": 10, "loss": 4.5, "num_input_tokens_seen": 1000},
+        {"step": 10, "eval_loss": 4.4, "eval_runtime": 1.0},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given", "devices", "last"),
+    [
+        (
+            "own.jsonl", '{"step": 3, "tokens": 300, "loss": 4.5, "tokens_per_second": 80}\nno row\n', " devices=4", 4,
+            Step(3, 300, 4.5, None, 20),
+        ),
+        ("a.csv", "step,loss,tps\n1,5.0,7\n2,4.5,8\n", " tokens_per_step=1k", None, Step(2, 2048, 4.5, None, 8)),
+        ("trainer_state.json", json.dumps(STATE), "", None, Step(10, 1000, 4.5, 4.4)),
+        ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, Step(10, 1280 * 4096, 4.5, None, 128 * 4096 / 2 / 8)),
+        ("m.log", MEGATRON, "", None, Step(10, None, 4.5)),
+        ("t.log", TITAN, " tokens_per_step=8192", None, Step(10, 81920, 4.5, None, 5432, 12.5, 31.77)),
+        (
+            "wandb.jsonl",
+            '{"_step": 2, "loss_metrics/global_avg_loss": 4.5, "n_tokens_seen": 64, "throughput(tps)": 9, '
+            '"mfu(%)": NaN}',
+            "", None, Step(2, 64, 4.5, None, 9),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices: int | None, last: Step) -> None:
+    (tmp_path / name).write_text(text)
+    log = read(f"{tmp_path / name}{given}")
+    assert log.steps[-1] == last
+    assert log.devices == devices
+    assert "loss from" in log.says
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "what"),
+    [
+        (None, "", "there is no such log"),
+        ("", "", "has no rows with a step"),
+        ("step,time\n1,2\n", "", "has no rows with a step"),
+        ('{"loss": 3}\n', "", "has no rows with a step"),
+        ("a page of something else\n", "", "has no rows with a step"),
+        ("step,loss\n1,2\n", " devices=0", "devices=0 is none of"),
+        ("step,loss\n1,2\n", " gpus=8", "gpus=8 is none of"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str | None, given: str, what: str) -> None:
+    if text is not None:
+        (tmp_path / "a.log").write_text(text)
+    with pytest.raises(UserError, match=what):
+        read(f"{tmp_path / 'a.log'}{given}")

@@ -1,0 +1,236 @@
+"""Offloading changes where values lie, and no bit of them."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.core.errors import UserError
+from fivefold.parallel import host_memory, offload, offload_activations
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.host_memory import HostMemory
+from fivefold.parallel.lanes import Lane
+from fivefold.parallel.state import state_of
+from fivefold.training import step as training_step
+from fivefold.training.optimizers import build_optimizer
+from tests.parity import OPTIONS, Case, batch_of, build, documents
+from tests.pool import RankError, run_ranks
+from tests.training.bodies import Stopped, column, run_file, same, state, train
+
+CASES = {  # both levers, in turns with each fold; more micro batches than stages
+    "dp2.shard2+mb2": {},
+    "shard2.tp2+full+mb1": {"optimizer": "muon"},
+    "pp2+zb+v2+mb1": {"overrides": (("num_hidden_layers", 8),)},
+    "shard2.ep2+mb1": {"family": "mixtral"},
+    "cp2+ring+mb2": {"optimizer": "muon"},
+}
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What a rank has after some steps: losses, and every tensor by its kind and name. `moved`: bytes that went to host
+    memory, of activations and of state."""
+
+    losses: list[float]
+    tensors: dict[str, Tensor]
+    moved: tuple[int, int]
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_no_bit_changes(layout: str, tmp_path: Path) -> None:
+    """Losses, weights and state after three steps that are clipped, on every rank; in memory, or in a file."""
+    case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
+    plain, moved = bits(case), bits(case, str(tmp_path))
+    for own, other in zip(plain, moved, strict=True):
+        assert own.moved == (0, 0) and min(other.moved) > 0
+        assert own.losses == other.losses and len(set(own.losses)) == 3
+        assert own.tensors.keys() == other.tensors.keys()
+        assert not [name for name, tensor in own.tensors.items() if not torch.equal(tensor, other.tensors[name])]
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def bits(case: Case, place: str | None = None, fault: str = "") -> list[Bits]:
+    """Of every rank; `place`: both levers are on."""
+    layout = f"{case.layout}{'+offload+offload_optimizer' if place else ''}"
+    return run_ranks(case.parsed.world, on_rank, replace(case, layout=layout), place or "host", fault)
+
+
+def on_rank(case: Case, place: str, fault: str) -> Bits:
+    moved = [0, 0]
+    with _to(place), _counting(moved), FAULTS[fault]():
+        model = build(case)
+        optimizer, losses = build_optimizer(model, case.options), []
+        for step in range(case.steps):
+            batch = batch_of(documents(case, step), case.parsed, state_of(model).plan.data_rank)
+            result = training_step.train_step(
+                model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
+            )
+            losses.append(result.loss)
+    found = {name: local(each.detach()).clone() for name, each in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            found[f"{kind}/{name}"] = local(value).clone()
+    return Bits(losses, found, (moved[0], moved[1]))
+
+
+@contextmanager
+def _to(place: str) -> Iterator[None]:
+    plain = offload.HostMemory
+    with patch.object(offload, "HostMemory", lambda _, **options: plain(place, **options)):
+        yield
+
+
+@contextmanager
+def _counting(moved: list[int]) -> Iterator[None]:
+    take, put = offload_activations.HostActivations.take, offload.OptimizerStates._put
+
+    def taken(self: Any, values: Tensor) -> Any:
+        moved[0] += values.nbytes
+        return take(self, values)
+
+    def putting(self: Any, optimizer: Any, part: Any) -> Any:
+        moved[1] += sum(local(each.detach()).nbytes for each in part)
+        return put(self, optimizer, part)
+
+    with (
+        patch.object(offload_activations.HostActivations, "take", taken),
+        patch.object(offload.OptimizerStates, "_put", putting),
+    ):
+        yield
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _not_written_back() -> Iterator[None]:
+    """State that was updated is dropped: its home keeps the values of the first step."""
+    put = offload.OptimizerStates._put
+    lost = patch.object(Lane, "copy", lambda self, pairs: offload.Copies(()))
+
+    def putting(self: Any, optimizer: Any, part: Any) -> Any:
+        with lost if all(each in self._homes for each in part) else nullcontext():
+            return put(self, optimizer, part)
+
+    with patch.object(offload.OptimizerStates, "_put", putting):
+        yield
+
+
+@contextmanager
+def _stale() -> Iterator[None]:
+    """A part is fetched two parts ahead of its turn, from where the one before it lies."""
+    fetch, last = offload.OptimizerStates._fetch, list[Any]()
+
+    def fetching(self: Any, optimizer: Any, part: Any) -> Any:
+        values, copies = fetch(self, optimizer, part)
+        for each, (*_, before) in zip(values, last, strict=False):
+            if each[2].shape == before.shape:
+                each[2].copy_(before)
+        last[:] = values
+        return values, copies
+
+    with patch.object(offload.OptimizerStates, "_fetch", fetching):
+        yield
+
+
+@contextmanager
+def _by_address_alone() -> Iterator[None]:
+    """What is saved is told by its address, in all layers: memory that is used again is taken for what was there."""
+    init, seen = offload_activations._Saving.__init__, dict[Any, Any]()
+
+    def remembering(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.found = seen
+
+    with (
+        patch.object(offload_activations, "storage_key", lambda tensor: tensor.untyped_storage().data_ptr()),
+        patch.object(offload_activations._Saving, "__init__", remembering),
+    ):
+        yield
+
+
+@contextmanager
+def _given_back_early() -> Iterator[None]:
+    """Host memory is used again while backward still needs what lies there."""
+    take = HostMemory.take
+
+    def taking(self: Any, size: int) -> Tensor:
+        block = take(self, size)
+        self.give_back(block)
+        return block
+
+    with (
+        patch.object(offload_activations.HostActivations, "give_back", lambda *_: None),
+        patch.object(HostMemory, "take", taking),
+    ):
+        yield
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "": nullcontext,
+    "not written back": _not_written_back,
+    "stale": _stale,
+    "told by address": _by_address_alone,
+    "given back early": _given_back_early,
+}
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name])
+def test_faults_show(fault: str) -> None:
+    case = Case("shard2+mb2", steps=3, max_grad_norm=0.05)
+    plain = bits(case)[0]
+    try:
+        found = bits(case, "host", fault)[0]
+    except RankError as loud:
+        assert fault == "told by address" and "AssertionError" in str(loud)
+        return
+    assert [name for name, tensor in plain.tensors.items() if not torch.equal(tensor, found.tensors[name])]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_and_without_it(tmp_path: Path) -> None:
+    """Saved with state in host memory and loaded without, and the other way round: the bits of the run left alone."""
+    options: dict[str, Any] = {"train__max_steps": 4, "checkpoint__every": 2, "optimizer__max_grad_norm": 0.1}
+    on = {"memory__offload_optimizer": True, "memory__offload_activations": True}
+    alone = run_file(tmp_path, **options, run__name="alone")
+    assert train(alone).error is None
+    for name, first, then in (("on", {**on, "memory__offload_to": str(tmp_path / "fast")}, {}), ("off", {}, on)):
+        assert isinstance(train(run_file(tmp_path, **options, **first, run__name=name), stop_at=3).error, Stopped)
+        tree = run_file(tmp_path, **options, **then, run__name=name)
+        ran = train(tree)
+        assert ran.error is None and "step 2 of 4" in ran.screen
+        assert column(tree, "train/loss") == column(alone, "train/loss")
+        assert same(state(tree, 4), state(alone, 4))
+
+
+def test_a_full_disk_is_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    memory = HostMemory(str(tmp_path), locks=False)
+    with pytest.raises(UserError, match=r"12 MiB more are needed there, and .* are free"):
+        memory.reserve(12 * 2**20)
+
+
+def test_blocks_are_used_again_and_a_file_keeps_what_leaves_memory(tmp_path: Path) -> None:
+    for place in (host_memory.HOST, str(tmp_path)):
+        memory = HostMemory(place, locks=False)
+        first, second = memory.take(5_000_001), memory.take(40_000_000)
+        first.fill_(3)
+        second.fill_(4)
+        memory.rest(first)
+        assert int(first.sum(dtype=torch.int64)) == 15_000_003
+        memory.give_back(first)
+        again = memory.take(5_000_000)
+        assert again.data_ptr() == first.data_ptr() and bool((second == 4).all())
+        assert 45_000_001 <= memory.bytes <= 80 * 2**20

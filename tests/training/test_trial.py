@@ -1,0 +1,58 @@
+"""Before the first step a run takes the memory of all that it will do, and is the same run afterwards, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config import load_config
+from fivefold.core.errors import RunFailed
+from fivefold.launch.world import World
+from fivefold.training import trial
+from tests.families import TINY
+from tests.training.bodies import MODEL, metrics, run_dir, run_file, same, state, train
+
+MEASURED = ("perf/", "memory/")  # differ from run to run
+EXPERTS: dict[str, Any] = {
+    "model": {**MODEL, **TINY["deepseek_v3"], "architectures": None},
+    "keys": {"layout__dp_shard": 2, "layout__ep": 2, "balance__bias_rate": 0.05, "balance__aux_loss": 0.01},
+}
+PIPELINE: dict[str, Any] = {"model": MODEL, "keys": {"layout__pp": 2, "precision__fp8": "tensorwise"}}
+
+
+@pytest.mark.parametrize("case", [EXPERTS, PIPELINE], ids=["experts", "pipeline"])
+def test_the_run_is_the_same_bit_for_bit(case: dict[str, Any], tmp_path: Path) -> None:
+    """Weights, state, biases of routers and metrics, of a run that starts and of its resumption."""
+    trees = {}
+    for tries in (False, True):
+        for steps in (1, 2):
+            trees[tries] = run_file(
+                tmp_path, run__name=f"tries-{tries}", memory__trial=tries, data__validation=0.2, eval__every=1,
+                checkpoint__every=1, train__max_steps=steps, scheduler__name="constant", **case["keys"],
+            )  # fmt: skip
+            (tmp_path / "config.json").write_text(json.dumps(case["model"]))
+            ran = train(trees[tries])
+            assert ran.error is None and ("GiB in a step, an evaluation and a save" in ran.screen) is tries
+    for step in (1, 2):
+        assert same(state(trees[True], step), state(trees[False], step))
+    alone, tried = (
+        [{key: row[key] for key in row if not key.startswith(MEASURED)} for row in metrics(trees[tries])]
+        for tries in (False, True)
+    )
+    assert tried == alone and len(alone) == 2
+
+
+@pytest.mark.parametrize("lacks", ["backward", "an evaluation", "the memory of a save"])
+def test_memory_runs_out_before_the_first_step(lacks: str, tmp_path: Path) -> None:
+    error = train(run_file(tmp_path, data__validation=0.2, memory__trial=True), 1, lacks=lacks).error
+    assert isinstance(error, RunFailed)
+    assert error.what.startswith(f"rank 0: memory ran out in {lacks}, the trial before the first step: 2.50 GiB more")
+    assert not (run_dir(run_file(tmp_path)) / "metrics.jsonl").exists()
+
+
+def test_it_pays_on_a_gpu() -> None:
+    cpu, gpu = World(), World(device="cuda:0", backend="nccl")
+    for said, expected in (("auto", [False, True]), ("true", [True, True]), ("false", [False, False])):
+        config = load_config(None, [f"memory.trial={said}"])
+        assert [trial.pays(config, world) for world in (cpu, gpu)] == expected
