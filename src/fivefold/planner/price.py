@@ -508,6 +508,8 @@ class PriceList:
                 more="docs/memory.md",
             )
         work = work_layout(layout)
+        if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
+            work = replace(work, fp8=layout.fp8)
         across = layout.pp > 1 and self.cluster.world > self.cluster.domain
         key = work, tokens, layout.micro_batch_size, layout.recompute, across, layout.fp8 != "none"
         if key not in self._found:
