@@ -17,9 +17,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
+from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES, SPLIT_OVER
 from fivefold.core.layout import Layout
-from fivefold.core.recompute import Recompute
+from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import KEEPS
@@ -54,6 +55,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    step: tuple[int, int] | None = None,
     offload_to: str = HOST,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
@@ -62,7 +64,8 @@ def parallelize(
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
-    users: `fivefold.own_loop.parallelize`. `offload_to`: where what the layout offloads lies, see `HostMemory`.
+    users: `fivefold.own_loop.parallelize`. `step`: tokens of a padded row and micro batches of a step, for which a
+    budget of recompute is spent. `offload_to`: where what the layout offloads lies, see `HostMemory`.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -78,6 +81,13 @@ def parallelize(
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     facts = facts_of(model)
     plan = lower(facts, layout, dist.get_rank())
+    if step is not None:
+        plan = plan.within_budget(*step, compiled=compile_blocks)
+    elif budget_bytes(layout.recompute) is not None:
+        raise UserError(
+            f"a budget of {layout.recompute} is spent for rows and micro batches that are known",
+            fix="+selective or +full here; fivefold train takes a budget",
+        )
     if facts.counted:
         check = partial(check_rows, facts.counted.name, facts.counted.most, layout.cp)
         model.get_submodule(facts.anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
@@ -99,7 +109,7 @@ def parallelize(
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
-    compiled, recompute = Compiled() if compile_blocks else None, Recompute(layout.recompute)
+    compiled, recompute = Compiled() if compile_blocks else None, plan.recompute
     offload = offload_of(layout, offload_to, device)
     _keep_products(model, plan, recompute, is_compiled=compile_blocks)
     _wrap_blocks(model, plan, recompute=recompute, compiled=compiled, offload=offload)

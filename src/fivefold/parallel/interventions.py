@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fivefold.core.recompute import Recompute
-
 if TYPE_CHECKING:
     from fivefold.parallel.plan import ParallelPlan
 
@@ -57,7 +55,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
     for layer in dict.fromkeys(layer for layer, _ in facts.forgetful):
         yield Intervention(layer, "forward", "documents", "its attention is given the bounds of packed documents")
     yield from _of_stages(plan)
-    recompute = Recompute(plan.layout.recompute)
+    recompute = plan.recompute
     why = {
         "selective": "all but products and attention is computed again in backward",
         "full": "its activations are computed again in backward",

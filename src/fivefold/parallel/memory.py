@@ -7,12 +7,13 @@ of collectives between ranks, work space of kernels and what the allocator keeps
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.recompute import MODES, Choice, Mode, Recompute
 from fivefold.core.schedule import Slot
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
@@ -29,6 +30,7 @@ FIRST = {
     "the first backward begins": "a backward begins",
     "a layer later in it": "a layer later",
 }
+FLOPS_PER_BYTE = 200  # of an H100's matmuls, for a byte of its memory's traffic
 UPDATE = "the update"
 MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
 SMALL = 16  # what a layer saves stays on the device below so many parts of its input: it is many, and weighs nothing
@@ -283,6 +285,25 @@ class LayerBytes:
     saved: int
     kept: int
     working: int
+
+
+def layer_choices(plan: "ParallelPlan", shape: StepShape) -> dict[str, dict[Mode, Choice]]:
+    """Each layer of this rank under each mode of recompute. Its work is told in bytes of memory traffic: a multiply and
+    an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
+    layers = [last - first for first, last in plan.stages.splits]
+    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
+    costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
+    tokens, found = shape.rows * shape.tokens, dict[str, dict[Mode, Choice]]()
+    for stage in plan.own_stages:
+        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]:
+            cost = costs[layer]
+            of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
+            features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
+            flops = tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
+            traffic = 2.0 * of["none"].saved
+            again = {"none": 0.0, "selective": traffic, "full": traffic + flops / FLOPS_PER_BYTE}
+            found[layer] = {mode: Choice(counts.most[stage] * of[mode].kept, again[mode]) for mode in MODES}
+    return found
 
 
 def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:

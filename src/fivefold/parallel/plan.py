@@ -17,7 +17,7 @@ from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
-from fivefold.core.recompute import Recompute
+from fivefold.core.recompute import Recompute, budget_bytes, spent
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
 from fivefold.models.anatomy import Anatomy, is_within
@@ -27,7 +27,7 @@ from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
 from fivefold.parallel.interventions import Intervention, interventions
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
-from fivefold.parallel.memory import StepBytes, step_bytes
+from fivefold.parallel.memory import StepBytes, layer_choices, step_bytes
 from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, tokens_by_rank
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
@@ -86,6 +86,7 @@ class ParallelPlan:
     pp_ranks: Mapping[str, tuple[int, ...]]
     gradient_sums: Mapping[str, str]
     cp_method: CPMethod
+    recompute: Recompute
 
     # ---- where this rank stands --------------------------------------------------------------------------------------
 
@@ -472,8 +473,16 @@ class ParallelPlan:
             compute_bytes=compute,
             master_bytes=max(compute, 4),
             reduce_bytes=reduce_bytes or max(compute, 4),
-            recompute=Recompute(layout.recompute),
+            recompute=self.recompute,
         )
+
+    def within_budget(self, tokens: int, micro_batches: int, *, compiled: bool) -> "ParallelPlan":
+        """The same plan with a budget of recompute spent: for rows of `tokens` tokens, padded, and so many micro
+        batches in a step. Raises `UserError` where full recompute of all layers keeps more."""
+        if budget_bytes(self.layout.recompute) is None:
+            return self
+        shape = replace(self.step_shape(self.layout.micro_batch_size, tokens, micro_batches), compiled=compiled)
+        return replace(self, recompute=spent(self.layout.recompute, layer_choices(self, shape)))
 
     def calls(self, shape: StepShape) -> tuple[Call, ...]:
         """Every collective of one optimizer step on this rank."""
@@ -504,7 +513,8 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     )
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
-    plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method)
+    recompute = Recompute(layout.recompute)
+    plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute)
     legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan)])
     return plan
 

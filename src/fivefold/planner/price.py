@@ -13,8 +13,9 @@ from math import gcd, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.recompute import Recompute
+from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import layer_calls, unit_calls
@@ -501,6 +502,12 @@ class PriceList:
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Raises `UserError` where the layout does
         not fit the model."""
+        if budget_bytes(layout.recompute) is not None:
+            raise UserError(
+                f"a budget of {layout.recompute} is spent when a run starts, and not priced before",
+                fix="plan with memory.recompute: none, selective or full; fivefold doctor --layout spends a budget",
+                more="docs/memory.md",
+            )
         work = work_layout(layout)
         if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
             work = replace(work, fp8=layout.fp8)

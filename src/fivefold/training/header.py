@@ -51,6 +51,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
             f"{layout.precision}, reduced in {PRECISION_OF[state.reduce_dtype]}"
             f"{', blocks compiled' if compiled else ''}",
         ),
+        *([("recompute", f"{state.plan.recompute}")] if layout.recompute != "none" else []),
         *_fp8_lines(job),
         *_offload_lines(job),
         *_states_lines(job),
