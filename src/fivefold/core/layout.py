@@ -135,6 +135,9 @@ class Layout:
         choices=get_args(FP8),
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
+    fp8_high_layers: int = _said(
+        0, "precision.fp8_high_layers", "layers at each end that stay in precision.compute", prefix="hp"
+    )
 
     state_dtype: str = _said(
         "fp32", "optimizer.state_dtype", "dtype in which the optimizer keeps its state",
@@ -158,6 +161,10 @@ class Layout:
             raise UserError(f"cp_method {self.cp_method!r} is not known", fix=f"one of {', '.join(CP_METHODS)} or RxU")
         if self.micro_batch_size < 1 or self.pp_virtual < 1:
             raise UserError("micro_batch_size and pp_virtual are 1 or more")
+        if self.fp8_high_layers < 0 or (self.fp8_high_layers and self.fp8 == "none"):
+            raise UserError(
+                f"fp8_high_layers {self.fp8_high_layers} without fp8", fix="set precision.fp8, or fp8_high_layers to 0"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -236,6 +243,7 @@ class Layout:
     def numerics(self) -> str:
         """The types that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
         with_fp8 = self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
+        with_fp8 += f" but for {self.fp8_high_layers} layers at each end" if self.fp8_high_layers else ""
         return with_fp8 if self.state_dtype == "fp32" else f"{with_fp8}, {self.state_dtype} states"
 
     @property

@@ -223,6 +223,16 @@ class ParallelPlan:
         blocks = tuple(f"{name}." for name in self.anatomy.layers)
         return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
 
+    def is_fp8(self, module: str) -> bool:
+        """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
+        layers, high = self.anatomy.layers, self.layout.fp8_high_layers
+        return self.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
+
+    @property
+    def fp8_experts(self) -> tuple[Experts, ...]:
+        """The experts of this rank's layers that multiply in fp8."""
+        return tuple(each for each in self.experts if self.is_fp8(each.name))
+
     @cached_property
     def fp8_linears(self) -> tuple[Fp8Linear, ...]:
         """The linears of this rank's layers that multiply in fp8, beside the experts.
@@ -235,7 +245,7 @@ class ParallelPlan:
         splits = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
         found = []
         for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
-            for matmul in cost.matmuls if layer in self.layers else ():
+            for matmul in cost.matmuls if layer in self.layers and self.is_fp8(layer) else ():
                 name = f"{layer}.{matmul.name}"
                 kind, shape = self.facts.partition.roles[name].kind, self.gathered_shape(name)
                 if kind in splits:

@@ -102,9 +102,11 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     recipe = plan.layout.fp8
     if recipe == "none":
         return []
-    counts = (len(plan.fp8_linears), "linear"), (len(plan.experts), "expert module")
-    cast = " and ".join(many(count, what) for count, what in counts if count)
-    rows = [("fp8", f"{recipe}: {cast} of this rank; head, norms and attention in {plan.layout.precision}")]
+    counts = (len(plan.fp8_linears), "linear"), (len(plan.fp8_experts), "expert module")
+    cast = " and ".join(many(count, what) for count, what in counts if count) or "nothing"
+    high = plan.layout.fp8_high_layers
+    ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
+    rows = [("fp8", f"{recipe}: {cast} of this rank; {ends}, norms and attention in {plan.layout.precision}")]
     if why := emulated(recipe, job.world.device, plan.layout.precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
     return rows
