@@ -161,10 +161,8 @@ class Layout:
             raise UserError(f"cp_method {self.cp_method!r} is not known", fix=f"one of {', '.join(CP_METHODS)} or RxU")
         if self.micro_batch_size < 1 or self.pp_virtual < 1:
             raise UserError("micro_batch_size and pp_virtual are 1 or more")
-        if self.fp8_high_layers < 0 or (self.fp8_high_layers and self.fp8 == "none"):
-            raise UserError(
-                f"fp8_high_layers {self.fp8_high_layers} without fp8", fix="set precision.fp8, or fp8_high_layers to 0"
-            )
+        if self.fp8_high_layers < 0:
+            raise UserError("fp8_high_layers is 0 or more")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
