@@ -24,7 +24,9 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.training import launch
 from fivefold.verification import before_training
 
-VERBS = ("train", "plan", "rehearse", "verify", "compare", "generate", "export", "report", "calibrate", "doctor")
+VERBS = (
+    "train", "data", "plan", "rehearse", "verify", "compare", "generate", "export", "report", "calibrate", "doctor",
+)  # fmt: skip
 
 
 def run(*arguments: str) -> int:

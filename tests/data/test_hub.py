@@ -96,10 +96,9 @@ def test_the_documents_are_those_of_the_split_and_are_tokenised_once(tmp_path: P
     assert len(hub.loaded) == len(hub.asked) == 1  # the commit is remembered, the tokens are there
 
 
-def test_conversations_are_named_and_the_answers_alone_are_said(tmp_path: Path, hub: Hub) -> None:
+def test_prompts_with_answers_are_examples_and_the_answers_alone_are_said(tmp_path: Path, hub: Hub) -> None:
     hub.write("other", prompt=["a question"], completion=["a long, long answer"])
-    error = refusal(tmp_path, "hub:org/name?config=a%20b+c")
-    assert "instruction records ('prompt', 'completion')" in error.what and "text_key" not in str(error)
+    assert read(tmp_path, "hub:org/name?config=a%20b+c").counts.train.examples == 1
     (line,) = read(tmp_path, "hub:org/name?config=a%20b+c", text_key="completion").counts.answers_alone
     assert "'completion' alone is trained on; 'prompt' is left out" in line
 

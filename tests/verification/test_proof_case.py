@@ -26,6 +26,8 @@ def test_documents_are_unequal_packed_and_fit(tmp_path) -> None:  # type: ignore
         len(document.tokens) for row in rows for document in row if len(document.targets) == len(document.tokens)
     }
     assert goes_on == {61}  # a document that fills a row has a target for its last token
+    masks = [document.trained for row in rows for document in row if document.trained is not None]
+    assert len(masks) > 4 and all(mask.any() and (len(mask) < 3 or not mask.all()) for mask in masks if len(mask))
 
 
 @pytest.mark.parametrize("row", [8, 23, 61, 128, 1000])

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import calibrate, compare, doctor, export, generate, plan, rehearse, report, train, verify
+from fivefold.cli import calibrate, compare, data, doctor, export, generate, plan, rehearse, report, train, verify
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -26,6 +26,7 @@ NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new
 # Listed in this order; the first line of the docstring is the verb's line.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
+    "data": data.data,
     "plan": plan.plan,
     "rehearse": rehearse.rehearse,
     "verify": verify.verify,

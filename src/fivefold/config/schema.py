@@ -149,9 +149,16 @@ class TokenizerSection(Section):
 class DataSource(Section):
     path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(
-        default="auto", description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens"
+        default="auto",
+        description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat, completion",
     )
     text_key: str = Field(default="text", description="key that holds the text of a record")
+    columns: dict[Literal["messages", "prompt", "completion", "system", "tools"], str] = Field(
+        default={}, description="keys of a record's parts: messages, prompt, completion, system, tools"
+    )
+    train_on: Literal["assistant", "all", "last"] = Field(
+        default="assistant", description="what of an example is trained: every answer, all of it, the last answer"
+    )
     weight: Number = Field(
         default=1.0, gt=0, description="how often its documents are read, relative to those of the other sources"
     )

@@ -14,10 +14,18 @@ IGNORE = -100  # label of a position without a target
 
 @dataclass(frozen=True)
 class Piece:
-    """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none."""
+    """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none.
+    `trained`: which of the targets are trained, as long as they; None: all."""
 
     tokens: NDArray[np.unsignedinteger]
     targets: NDArray[np.unsignedinteger]
+    trained: NDArray[np.bool_] | None = None
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The targets, with -100 for those that are not trained."""
+        targets = self.targets.astype(np.int64)
+        return targets if self.trained is None else np.where(self.trained, targets, IGNORE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +61,10 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
         for piece in row:
             end = t + len(piece.tokens)
             input_ids[b, t:end] = piece.tokens
-            labels[b, t : t + len(piece.targets)] = piece.targets
+            labels[b, t : t + len(piece.targets)] = piece.labels
             position_ids[b, t:end] = counting[: end - t]
             cu_seqlens.append(b * row_length + end)
-            targets += len(piece.targets)
+            targets += len(piece.targets) if piece.trained is None else int(piece.trained.sum())
             t = end
         tokens += t
         row_tokens[b] = t

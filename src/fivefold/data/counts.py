@@ -6,11 +6,13 @@ from fivefold.core.units import many
 from fivefold.data.source import HUB
 
 _SOURCES_SHOWN = 12
+_REMARKS = {"untrained": "without a trained token left out", "shortened": "longer than a row lost the end"}
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """One side, training or validation. `tokens` and `targets` are those that all its rows give to the model."""
+    """One side, training or validation. `tokens` and `targets` are those that all its rows give to the model; of
+    examples, those targets that are trained."""
 
     spans: int  # documents, or what the validation split left of them in one piece
     split: int  # spans longer than a row, cut over several
@@ -19,6 +21,9 @@ class RowCounts:
     tokens: int
     targets: int
     padding: int  # tokens of padding up to seq_length
+    examples: int = 0  # of the spans
+    shortened: int = 0  # examples longer than a row, which lost their end
+    untrained: int = 0  # examples without a trained token (in the row), left out
 
     @property
     def fill_pct(self) -> float:
@@ -77,9 +82,11 @@ class DataCounts:
     def lines(self) -> list[str]:
         """Three or four short lines, and one for each source where there are several."""
         bos = f", {self.bos}" if self.bos else ""
+        trained = [f"trained     {_trained(self.train)}"] if self.train.examples else []
         lines = [
             f"{many(self.documents, 'document')} in {many(self.files, 'file')}, {many(self.tokens, 'token')}{bos}",
             f"train       {_rows(self.train, self.seq_length)}",
+            *trained,
             f"validation  {self._validation()}",
             *self._by_source(),
         ]
@@ -111,6 +118,9 @@ class DataCounts:
             remarks.append(f"{many(self.files_left_out, 'file')} of an unknown kind left out")
         if alone:
             remarks.append(f"{many(alone, 'piece')} of a single token left out (no target)")
+        for name in ("untrained", "shortened"):
+            if number := sum(getattr(side, name) for side in (self.train, self.validation) if side):
+                remarks.append(f"{many(number, 'example')} {_REMARKS[name]}")
         if self.repeated:
             remarks.append(f"in the training text too: {many(self.repeated, 'block')} of validation")
         return remarks
@@ -119,6 +129,11 @@ class DataCounts:
 def _rows(counts: RowCounts, seq_length: int) -> str:
     split = f", {many(counts.split, 'piece')} of text cut over rows" if counts.split else ""
     return f"{many(counts.rows, 'row')} of {seq_length:,}, {counts.fill_pct:.1f}% full{split}"
+
+
+def _trained(counts: RowCounts) -> str:
+    part = 100 * counts.targets / max(1, counts.tokens)
+    return f"{many(counts.targets, 'token')} of {counts.tokens:,} ({part:.1f}%), in {many(counts.examples, 'example')}"
 
 
 def _all_tokens(side: RowCounts) -> int:

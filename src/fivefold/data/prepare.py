@@ -91,7 +91,7 @@ def _source(given: DataSource, label: str) -> Source:
             f"{label}.weight: {given.weight:g}: evaluation reads every row of a validation list once",
             fix=f"leave {label}.weight out",
         )
-    return Source(path=given.path, label=label, format=given.format, text_key=given.text_key)
+    return Source(given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ class _Plan:
         if self.held or out.any():
             other = blocks_of(self.held) if self.held else blocks
             side = np.ones(len(other.hash), np.bool_) if self.held else out
-            index, held = self._rows(spans_of(other, side))
+            index, held = self._rows(spans_of(other, side), self.held or self.stores)
             index.save(folder / "validation")
             counts["validation"] = asdict(held)
             counts["repeated"] = _repeated(other, blocks) if self.held else 0
@@ -165,7 +165,7 @@ class _Plan:
         bases = bases_of(self.stores)
         weight_of = np.array(self.weights)[store_at(bases, spans[0])]
         pools = [weight_of == weight for weight in self.pool_weights]
-        built = [self._rows((spans[0][pool], spans[1][pool])) for pool in pools]
+        built = [self._rows((spans[0][pool], spans[1][pool]), self.stores) for pool in pools]
         index = RowIndex.join([index for index, _ in built])
         index.save(folder)
         tokens = np.zeros(len(self.stores), np.int64)
@@ -176,8 +176,8 @@ class _Plan:
             "sources": tokens.tolist(),
         }
 
-    def _rows(self, spans: tuple[Int64s, Int64s]) -> tuple[RowIndex, RowCounts]:
-        return build_index(*spans, seq_length=self.seq_length, packing=self.packing)
+    def _rows(self, spans: tuple[Int64s, Int64s], stores: Stores) -> tuple[RowIndex, RowCounts]:
+        return build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing)
 
     def sources(self, tokens: Sequence[int], files: Sequence[FileList]) -> tuple[SourceCounts, ...]:
         """What each source brings: `tokens` of them in the rows."""

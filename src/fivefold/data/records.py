@@ -1,4 +1,5 @@
-"""The text of a record: a JSON object, or a row of a table; and which records are prompts and answers instead."""
+"""The document of a record, a JSON object or a row of a table: a text, or an example of a conversation, or of a prompt
+with its answer."""
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -6,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
-from fivefold.data.source import FileList, Format, Source
+from fivefold.data import examples
+from fivefold.data.examples import Example
+from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -24,8 +27,13 @@ _ANSWERED = (
 _PREFERRED = ("chosen", "rejected")
 _ALSO_ASKED = (*_ASKED, "system", "context", "history")
 
-_RENDER = "render each record to one text with tokenizer.apply_chat_template(messages, tokenize=False), under the key"
-_PLAIN = "fivefold trains plain text; docs/data.md, 'Conversations and instructions', shows how"
+# Standard names of the parts of an example -> what they are called.
+_PARTS = {
+    "messages": _TURNS, "prompt": ("prompt",), "completion": ("completion",), "system": ("system",),
+    "tools": ("tools",),
+}  # fmt: skip
+
+_MORE = "docs/data.md, 'Conversations and instructions'"
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,10 @@ class Records(Format):
         """Every record of a file, one at least, after what messages call its place."""
         raise NotImplementedError
 
-    def documents(self, path: Path, source: Source) -> Iterator[str]:
+    def documents(self, path: Path, source: Source) -> Iterator[str | Example]:
         with closing(self.records(path, source)) as records:
             for where, record in records:
-                yield text_of(record, source, where, self.noun)
+                yield example_of(record, source, where) or text_of(record, source, where, self.noun)
 
     def columns(self, path: Path, source: Source) -> tuple[str, ...]:
         """The keys of the first record of a file."""
@@ -49,7 +57,12 @@ class Records(Format):
             return tuple(next(records)[1])
 
     def options(self, source: Source) -> dict[str, str]:
-        return {"text_key": source.text_key}
+        of_examples = {
+            "format": source.format if source.format in RECORD_KINDS else "",
+            "columns": "".join(f"{name}={key};" for name, key in sorted(source.columns.items())),
+            "train_on": source.train_on if source.train_on != Source.train_on else "",
+        }
+        return {"text_key": source.text_key, **{name: value for name, value in of_examples.items() if value}}
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,95 @@ def conversation_of(names: Collection[str]) -> Conversation | None:
     if answered and _asks(asked):
         return Conversation("instruction records", (*asked, *answered))
     return None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The keys of a record that make an example. `turns`: a list of turns; `asked`, `answered`: what is asked, in the
+    order in which it is put together, and the answer. `is_plain`: the two are one text, and no template is used."""
+
+    turns: str | None = None
+    asked: tuple[str, ...] = ()
+    answered: str | None = None
+    is_plain: bool = False
+    system: str | None = None
+    tools: str | None = None
+    history: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All of them."""
+        named = (self.turns, *self.asked, self.answered, self.system, self.tools, self.history)
+        return tuple(key for key in named if key is not None)
+
+
+def parts_of(names: Collection[str], source: Source) -> Parts | None:
+    """Which keys make an example of records with these `names`; None where they are texts, or nothing known. Raises
+    `UserError` where `source` names a key that is not there."""
+    columns, kind = source.columns, source.format if source.format in RECORD_KINDS else None
+    if kind is None and not columns and source.text_key in names:
+        return None
+    for name, key in columns.items():
+        if key not in names and name not in ("system", "tools"):  # which a record may be without
+            raise UserError(
+                f"{source.label}.columns.{name}: no record has {key!r}; they have {_listed(names)}",
+                fix=f"name one of them, or leave {source.label}.columns out",
+            )
+    named = {part: columns.get(part) or _first(names, known) for part, known in _PARTS.items()}
+    system, tools, prompt, answer = (named[part] for part in ("system", "tools", "prompt", "completion"))
+    if named["messages"] and kind != "completion" and "prompt" not in columns:
+        return Parts(turns=named["messages"], system=system, tools=tools)
+    if prompt and answer:
+        return Parts(asked=(prompt,), answered=answer, is_plain=kind != "chat", system=system, tools=tools)
+    asked = tuple(found for name in (*_ASKED, "context") if (found := _first(names, (name,))))
+    answered = [found for name in _ANSWERED if (found := _first(names, (name,)))]
+    if not _asks(asked) or len(answered) != 1 or all(_first(names, (name,)) for name in _PREFERRED):
+        return None
+    return Parts(
+        asked=asked, answered=answered[0], is_plain=kind == "completion", system=system, tools=tools,
+        history=_first(names, ("history",)),
+    )  # fmt: skip
+
+
+def _first(names: Iterable[str], known: Collection[str]) -> str | None:
+    return next((name for name in names if name.lower() in known), None)
+
+
+def example_of(record: Mapping[str, object], source: Source, where: str) -> Example | None:
+    """The example that a record is, or None for a text. Raises `UserError`, naming the place."""
+    parts = parts_of(record, source)
+    if parts is None:
+        if source.format in RECORD_KINDS:
+            raise UserError(
+                f"{where}: no {source.format} record; the keys are {_listed(record)}",
+                fix=_columns(source),
+                more=_MORE,
+            )
+        return None
+    system, tools = (record.get(key) if key else None for key in (parts.system, parts.tools))
+    if parts.turns:
+        return examples.chat(where, record[parts.turns], system=system, tools=tools, train_on=source.train_on)
+    asked, answer = [record[key] for key in parts.asked], record[str(parts.answered)]
+    if isinstance(answer, list):
+        return examples.chat(where, answer, context=asked[0], system=system, tools=tools, train_on=source.train_on)
+    if parts.is_plain:
+        return examples.pair(where, "\n\n".join(_strings(asked, where)), answer, train_on=source.train_on)
+    turns = [{"role": "user", "content": "\n\n".join(_strings(asked, where))}, {"role": "assistant", "content": answer}]
+    before = [
+        {"role": role, "content": text}
+        for earlier in (record.get(parts.history) if parts.history else None) or ()  # type: ignore[attr-defined]
+        for role, text in zip(("user", "assistant"), earlier, strict=False)
+    ]
+    return examples.chat(where, [*before, *turns], system=system, tools=tools, train_on=source.train_on)
+
+
+def _strings(values: Iterable[object], where: str) -> list[str]:
+    """The texts that are not empty. Raises `UserError` for what is none."""
+    found = [value for value in values if value is not None and value != ""]
+    for value in found:
+        if not isinstance(value, str):
+            raise UserError(f"{where}: what is asked is a {type(value).__name__}, not a string", fix="write a string")
+    return [str(value) for value in found]
 
 
 def _asks(names: Iterable[str]) -> bool:
@@ -116,10 +218,11 @@ def no_text(
     names = list(names)
     if conversation := conversation_of(names):
         # No key is advised: any of them would train on the answers, or the prompts, alone.
-        key = Source.text_key if source.text_key in conversation.keys else source.text_key
-        found = f"{conversation.name} ({_listed(conversation.keys)})"
         return UserError(
-            f"{where}: these are {found}, without a plain text under {key!r}", fix=f"{_RENDER} {key!r}", more=_PLAIN
+            f"{where}: these are {conversation.name} ({_listed(conversation.keys)}), and which keys are asked and "
+            "answered is not to be told",
+            fix=_columns(source),
+            more=_MORE,
         )
     if kind is not None:
         return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
@@ -127,6 +230,12 @@ def no_text(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
         fix=_fix(source, None if _asks(names) else likely, noun),
         more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
+    )
+
+
+def _columns(source: Source) -> str:
+    return (
+        f"name them, {source.label}.columns: {{prompt: KEY, completion: KEY}}, or {{messages: KEY}} for a list of turns"
     )
 
 

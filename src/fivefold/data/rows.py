@@ -16,7 +16,7 @@ from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.counts import RowCounts
 from fivefold.data.order import RowOrder
 from fivefold.data.pack import one_per_row, pack
-from fivefold.data.split import Int64s, Pieces, bases_of, pieces_of, store_at
+from fivefold.data.split import Int64s, Pieces, are_examples, bases_of, pieces_of, store_at, trained_targets
 from fivefold.data.store import TokenStore
 
 
@@ -54,21 +54,28 @@ class RowIndex:
         return cls(Pieces(start, length, has_next), offsets)
 
 
-def build_index(start: Int64s, length: Int64s, *, seq_length: int, packing: bool) -> tuple[RowIndex, RowCounts]:
-    """The rows of the spans (`start`, `length`: int64 [spans]), and what was cut, left out and padded on the way."""
-    cut = pieces_of(start, length, seq_length)
-    pieces = cut.select(cut.targets > 0)
+def build_index(
+    stores: Sequence[TokenStore], start: Int64s, length: Int64s, *, seq_length: int, packing: bool
+) -> tuple[RowIndex, RowCounts]:
+    """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`, and what was cut, left out and padded."""
+    is_example, is_long = are_examples(stores, start), length > seq_length
+    cut = pieces_of(start, np.where(is_example, np.minimum(length, seq_length), length), seq_length)
+    targets = trained_targets(stores, cut)
+    pieces = cut.select(targets > 0)
     offsets, order = pack(pieces.length, seq_length) if packing else one_per_row(len(pieces))
     index = RowIndex(Pieces(pieces.start[order], pieces.length[order], pieces.has_next[order]), offsets)
     tokens = int(pieces.length.sum())
     counts = RowCounts(
         spans=len(start),
-        split=int((length > seq_length).sum()),
-        without_target=len(cut) - len(pieces),
+        split=int((is_long & ~is_example).sum()),
+        without_target=int((cut.targets == 0).sum()),
         rows=len(index),
         tokens=tokens,
-        targets=int(pieces.targets.sum()),
+        targets=int(targets.sum()),
         padding=len(index) * seq_length - tokens,
+        examples=int(is_example.sum()),
+        shortened=int((is_long & is_example).sum()),
+        untrained=int(((targets == 0) & (cut.targets > 0)).sum()),
     )
     return index, counts
 
@@ -193,8 +200,10 @@ class PackedRows:
 
     def _piece(self, start: int, length: int, has_next: bool) -> Piece:
         which = int(store_at(self._bases, start))
-        tokens, at = self.stores[which].tokens, start - int(self._bases[which])
-        return Piece(tokens[at : at + length], tokens[at + 1 : at + length + has_next])
+        store, at = self.stores[which], start - int(self._bases[which])
+        targets = slice(at + 1, at + length + has_next)
+        trained = None if store.trained is None else store.trained[targets] > 0
+        return Piece(store.tokens[at : at + length], store.tokens[targets], trained)
 
     @cached_property
     def _bases(self) -> Int64s:

@@ -5,8 +5,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -16,8 +16,10 @@ from fivefold.core.cache import file_digest
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.data.compression import ending, is_compressed, opened
+from fivefold.data.examples import Example, TrainOn
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins
+RECORD_KINDS = ("chat", "completion")  # what `format` may say of records instead of how their file is written
 _INDEX = re.compile(r"\[(\d+)\]")
 MORE = (
     "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
@@ -33,13 +35,16 @@ _HEAD = 8192  # bytes by which a file of an unknown kind is judged
 class Source:
     """One entry of `data.train` or `data.validation`.
 
-    `label` is how messages name it: `data.train`, or `data.train[1]` where there are several.
+    `label` is how messages name it: `data.train`, or `data.train[1]` where there are several. `columns`: standard name
+    of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`) -> the key that holds it.
     """
 
     path: str
     label: str
     format: str = "auto"
     text_key: str = "text"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    train_on: TrainOn = "assistant"
 
     def at(self, path: Path) -> str:
         """How messages name a file of it."""
@@ -71,7 +76,7 @@ class Format:
         """Whether `format: auto` reads `path` with this format."""
         return ending(path) in self.suffixes
 
-    def documents(self, path: Path, source: Source) -> Iterator[str]:
+    def documents(self, path: Path, source: Source) -> Iterator[str | Example]:
         """The documents of one file, in file order. Raises UserError naming the file and the row (from 1)."""
         raise NotImplementedError
 
@@ -137,12 +142,12 @@ def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
 
 
 def _named_format(source: Source, formats: Sequence[Format]) -> Format | None:
-    if source.format == "auto":
+    if source.format in ("auto", *RECORD_KINDS):
         return None
     for form in formats:
         if form.name == source.format:
             return form
-    names = ", ".join(form.name for form in formats)
+    names = ", ".join([*RECORD_KINDS, *(form.name for form in formats)])
     raise UserError(
         f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}", more=MORE
     )

@@ -5,6 +5,9 @@
     span    the longest run of blocks of one document that are on one side: what training sees as a document
     piece   at most seq_length tokens of a span: never cut again, whole in one row
 
+An example, of a conversation or of a prompt with its answer, is one block and one piece: where it is longer than a row
+it loses its end.
+
 The label of a position is the next token of its span, also across a cut: a cut costs context but no target.
 Positions are tokens counted over all the stores of a side, one store after the other.
 """
@@ -69,18 +72,28 @@ def blocks_of(stores: Sequence[TokenStore], size: int = BLOCK) -> Blocks:
         offsets.append(np.asarray(store.offsets[1:]) + offsets[-1][-1])
     bounds = np.concatenate(offsets)
     lengths = np.diff(bounds)
-    which, within = _repeat_and_count(-(-lengths // size))
-    start = bounds[which] + within * size
-    length = np.minimum(size, bounds[which + 1] - start)
+    sizes = np.concatenate([np.full(store.meta.documents, _size_in(store, size)) for store in stores])
+    which, within = _repeat_and_count(-(-lengths // sizes))
+    start = bounds[which] + within * sizes[which]
+    length = np.minimum(sizes[which], bounds[which + 1] - start)
     return Blocks(start, length, which, np.concatenate([_hashes(store, size) for store in stores]))
 
 
+def _size_in(store: TokenStore, size: int) -> int:
+    """Of the blocks of a store: an example is one block."""
+    return size if store.meta.trained is None else max(1, store.meta.tokens)
+
+
 def _hashes(store: TokenStore, size: int) -> NDArray[np.uint64]:
-    """Of the blocks of a store. Those of whole documents are there; a document that is cut finer is hashed anew."""
+    """Of the blocks of a store. Those of whole documents are there; a document that is cut finer is hashed anew. An
+    example has the hash of its first 16,384 tokens."""
     lengths = np.diff(store.offsets)
+    first = np.cumsum(-(-lengths // BLOCK)) - (-(-lengths // BLOCK))
+    if store.meta.trained is not None:
+        of_documents: NDArray[np.uint64] = store.block_hashes[first[lengths > 0]]
+        return of_documents
     if size == BLOCK or not (lengths > size).any():
         return store.block_hashes
-    first = np.cumsum(-(-lengths // BLOCK)) - (-(-lengths // BLOCK))
     starts = store.offsets[:-1]
     hashes: list[int] = []
     for start, length, block in zip(starts.tolist(), lengths.tolist(), first.tolist(), strict=True):
@@ -139,6 +152,24 @@ def spans_of(blocks: Blocks, side: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
     last = side & ~np.concatenate([same, [False]])
     start = blocks.start[first]
     return start, blocks.start[last] + blocks.length[last] - start
+
+
+def are_examples(stores: Sequence[TokenStore], start: Int64s) -> NDArray[np.bool_]:
+    """Whether the documents that begin at `start` are examples, bool like `start`."""
+    of_store = np.array([store.meta.trained is not None for store in stores])
+    return of_store[store_at(bases_of(stores), start)]
+
+
+def trained_targets(stores: Sequence[TokenStore], pieces: Pieces) -> Int64s:
+    """Targets of each piece that are trained, int64 [pieces]."""
+    found = pieces.targets.astype(np.int64)
+    which = store_at(bases_of(stores), pieces.start)
+    for number, (store, base) in enumerate(zip(stores, bases_of(stores).tolist(), strict=True)):
+        if store.trained is not None:
+            own = np.flatnonzero(which == number)
+            first = pieces.start[own] - base + 1
+            found[own] = [store.trained[at : at + size].sum() for at, size in zip(first, found[own], strict=True)]
+    return found
 
 
 def pieces_of(start: Int64s, length: Int64s, seq_length: int) -> Pieces:

@@ -5,6 +5,7 @@ tokens.bin      little-endian uint16 (vocabulary <= 65,536) or uint32, document 
 offsets.npy     int64 [documents + 1], where each document starts; the last is the number of tokens
 blocks.npy      uint64 [blocks], a hash of each block of 16,384 tokens of each document: by it validation is split off
 checksums.npy   uint64 [chunks], of each MiB of tokens.bin
+trained.bin     uint8 [tokens], 1 for a token that is trained; only where the documents are examples, which are not cut
 meta.json       sizes and checksums, whose tokens they are, and what the records of the texts are
 """
 
@@ -34,7 +35,8 @@ from fivefold.core.integrity import (
     signed,
     trust,
 )
-from fivefold.data.records import answers_alone
+from fivefold.data.examples import Example, Text
+from fivefold.data.records import Records, answers_alone
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
@@ -45,6 +47,7 @@ _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
 _TELLINGS = 200  # how often progress is told at most: a display may be slower than a short document
 _ARRAYS = ("offsets.npy", "blocks.npy", "checksums.npy")
+_TRAINED = "trained.bin"
 
 Say = Callable[[str], None]
 
@@ -54,7 +57,8 @@ class StoreMeta:
     """What meta.json says. `content` names the texts and options, `tokenizer` the tokenizer's digest.
 
     `bos`: the tokens in front of each document. `answers_alone`: what to say where the texts are the answers of chat or
-    instruction records, without their prompts. `files`: the checksum of each array.
+    instruction records, without their prompts. `files`: the checksum of each array. `trained`: tokens that are trained,
+    of documents that are examples; None where they are texts, all of which is.
     """
 
     kind: str
@@ -70,6 +74,7 @@ class StoreMeta:
     blocks: int
     answers_alone: tuple[str, ...]
     files: Mapping[str, str]
+    trained: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,15 @@ class TokenStore:
         if not self.meta.tokens:
             return np.empty(0, self.meta.dtype)
         return np.memmap(self.folder / "tokens.bin", dtype=self.meta.dtype, mode="r")
+
+    @cached_property
+    def trained(self) -> NDArray[np.uint8] | None:
+        """uint8 [tokens], mapped: 1 for a token that is trained; None where all are."""
+        if self.meta.trained is None:
+            return None
+        if not self.meta.tokens:
+            return np.empty(0, np.uint8)
+        return np.memmap(self.folder / _TRAINED, dtype=np.uint8, mode="r")
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -111,8 +125,10 @@ def open_store(folder: Path, root: Path) -> TokenStore:
     """
     try:
         store = TokenStore(folder, _read_meta(folder / "meta.json"))
-        for name in _ARRAYS:
+        for name in (*_ARRAYS, *[_TRAINED] * (store.meta.trained is not None)):
             check_file(folder / name, store.meta.files[name], root)
+        if store.trained is not None and len(store.trained) != store.meta.tokens:
+            raise DamagedError(f"{_TRAINED} has {len(store.trained):,} bytes, not one for each token")
         _check_offsets(store)
         _check_tokens(store, root)
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
@@ -181,7 +197,9 @@ def store_for(
     if files.store:
         return _given_store(files, files.store, tokenizer, root)
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
-    folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest, tokenizer.bos_token_ids)
+    # Records may be examples, which the template writes. Whether they are is known when they are read.
+    written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
+    folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest, tokenizer.bos_token_ids, *written)
 
     def build(beside: Path, damage: str) -> None:
         if damage:
@@ -238,13 +256,28 @@ class _Writer:
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
+        self.examples = self.trained = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
         tokenizer = self.tokenizer.load()
-        with (self.folder / "tokens.bin").open("wb") as out:
-            for texts in _batches(_documents(files, progress)):
-                for encoded in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                    out.write(self._document(encoded.ids).tobytes())
+        with (self.folder / "tokens.bin").open("wb") as out, (self.folder / _TRAINED).open("wb") as mask:
+            for batch in _batches(_documents(files, progress)):
+                texts = [self._text(document, tokenizer) for document in batch]
+                is_example = any(text.trained is not None for text in texts)
+                # The fast one does not say where in the text a token is.
+                encode = tokenizer.encode_batch if is_example else tokenizer.encode_batch_fast
+                encodings = encode([text.text for text in texts], add_special_tokens=False)
+                for text, encoded in zip(texts, encodings, strict=True):
+                    tokens, trained = self._document(text, encoded)
+                    out.write(tokens.tobytes())
+                    mask.write(trained.tobytes())
+        if not self.examples:
+            (self.folder / _TRAINED).unlink()
+        elif self.examples < len(self.lengths):
+            raise UserError(
+                f"{files.source.label}: {files.name} holds texts and examples",
+                fix="write them to files of their own, and name each as a source",
+            )
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
         checksums = chunk_checksums(self.folder / "tokens.bin")
         for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
@@ -252,18 +285,33 @@ class _Writer:
         meta = self._meta(int(offsets[-1]), answers_alone(files))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
-    def _document(self, ids: list[int]) -> NDArray[np.unsignedinteger]:
-        with_bos = put_bos(ids, self.tokenizer.bos_token_ids)
-        tokens = np.array([*with_bos, self.tokenizer.eos_token_id], dtype=self.dtype)
+    def _text(self, document: str | Example, tokenizer: Any) -> Text:
+        if isinstance(document, str):
+            return Text(document)
+        self.examples += 1
+        return document.rendered(self.tokenizer.template, tokenizer.id_to_token(self.tokenizer.eos_token_id) or "")
+
+    def _document(self, text: Text, encoded: Any) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
+        """The tokens of a document, and which of them are trained."""
+        with_bos = put_bos(encoded.ids, self.tokenizer.bos_token_ids)
+        ends = [self.tokenizer.eos_token_id] * text.ends
+        tokens = np.array([*with_bos, *ends], dtype=self.dtype)
+        trained = np.ones(len(tokens), np.uint8)
+        if text.trained is not None:
+            is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
+            flags = [*text.is_trained([end for _, end in encoded.offsets]), *[is_last] * text.ends]
+            trained[: len(tokens) - len(flags)] = 0  # BOS
+            trained[len(tokens) - len(flags) :] = flags
+        self.trained += int(trained.sum())
         self.lengths.append(len(tokens))
         self.hashes += block_hashes(tokens, BLOCK)
-        return tokens
+        return tokens, trained
 
     def _meta(self, tokens: int, answers: tuple[str, ...]) -> StoreMeta:
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,
-            content=self.content,
+            content=key_of(self.content, self.tokenizer.template.digest) if self.examples else self.content,
             tokenizer=self.tokenizer.digest,
             vocab_size=self.tokenizer.vocab_size,
             eos_token_id=self.tokenizer.eos_token_id,
@@ -273,7 +321,8 @@ class _Writer:
             tokens=tokens,
             blocks=len(self.hashes),
             answers_alone=answers,
-            files={name: file_checksum(self.folder / name) for name in _ARRAYS},
+            files={name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))},
+            trained=self.trained if self.examples else None,
         )
 
 
@@ -287,7 +336,7 @@ def _hash(tokens: NDArray[np.unsignedinteger]) -> int:
     return int.from_bytes(blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little")
 
 
-def _documents(files: FileList, progress: Progress | None) -> Iterator[str]:
+def _documents(files: FileList, progress: Progress | None) -> Iterator[str | Example]:
     """Every document of the source; tells `progress` how many of the bytes are behind us."""
     sizes = [form.size(path) for path, form in files.files]
     total, behind, told = sum(sizes), 0, 0
@@ -304,7 +353,7 @@ def _documents(files: FileList, progress: Progress | None) -> Iterator[str]:
         progress(f"tokenising {files.name}", total, total)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def _batches(texts: Iterable[str | Example]) -> Iterator[list[str | Example]]:
     """Lists of documents of about `_BATCH_CHARACTERS` together (one document at least)."""
     iterator = iter(texts)
     while batch := list(islice(iterator, 1)):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from fivefold.core.files import expanded
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data import tokenizer_probe
+from fivefold.data.chat import ChatTemplate
 from fivefold.data.source import FileList
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class TokenizerInfo:
     bos_token_id: int | None = None
     bos_token_ids: tuple[int, ...] = ()
     bos: str = ""
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """How it writes conversations."""
+        return ChatTemplate.of(self.folder)
 
     def load(self) -> "Tokenizer":
         """The tokenizer, which then neither cuts nor pads."""
@@ -367,7 +374,8 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
     share = min(1.0, _SAMPLE_CHARACTERS / max(1, sum(sizes)))
     for (source, path, form), size in zip(files, sizes, strict=True):
         budget = int(size * share) + 1
-        for text in form.documents(path, source):
+        for document in form.documents(path, source):
+            text = document if isinstance(document, str) else document.plain
             yield text[:budget]
             budget -= len(text)
             if budget <= 0:

@@ -109,6 +109,9 @@ class Float8:
         outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
         return outs, (*rows, *(scale for _, scale in matrices)) if self.recipe.casts_once else (x,)
 
+    def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
+        return cast_to_fp8(_flat(x), self.recipe.output[0], scales[0]) if self.recipe.casts_once else x
+
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:

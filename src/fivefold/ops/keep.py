@@ -11,7 +11,7 @@ A value is kept below autograd. So the second forward makes the same graph as th
 | `keeping(forward)` | products and fused attention are kept, as PyTorch's own operators |
 | `handing_on(forward)` | products are not kept, nor computed again: what is made of them is kept |
 | `computing_again(forward)` | nothing is kept |
-| `kept(compute)`, `product_with_inputs(compute)` | in an `autograd.Function`: what `compute` gives is kept |
+| `kept(compute)`, `product_with_inputs(compute)` | in an `autograd.Function`'s forward: what `compute` gives is kept |
 
 Outside of a block that keeps anything, none of them does anything.
 """

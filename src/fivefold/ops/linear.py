@@ -52,6 +52,9 @@ class Products(Protocol):
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(outputs, what backward needs besides the weights)."""
 
+    def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
+        """The first thing that backward needs, where the outputs and the scales have been kept."""
+
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
@@ -63,6 +66,9 @@ class OneByOne:
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(self.output(x, weight) for weight in weights), (x,)
+
+    def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
+        return x
 
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
@@ -128,15 +134,16 @@ class _Matmul(torch.autograd.Function):
         # Named arguments before the weights would not do: where no gradient is asked for, Dynamo leaves out `ctx` if a
         # call has one argument more than the signature, which here is two weights.
         x, products, queue, *weights = given
+        made: list[Tensor] = []
 
-        def compute() -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-            outs, kept = products.outputs(x, weights)
-            return outs, tuple(None if each is x else each for each in kept)
+        def compute() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            outs, (first, *more) = products.outputs(x, weights)
+            made.append(first)
+            return outs, tuple(more)
 
-        # Under selective recompute the second forward has an input of its own, with the same numbers.
         outs: tuple[Tensor, ...]
-        outs, kept = product_with_inputs(compute)
-        ctx.save_for_backward(*weights, *(x if each is None else each for each in kept))
+        outs, more = product_with_inputs(compute)  # not computed in the second forward of selective recompute
+        ctx.save_for_backward(*weights, made[0] if made else products.input_again(x, more), *more)
         ctx.products, ctx.queue, ctx.weights = products, queue, tuple(weights)
         return outs
 

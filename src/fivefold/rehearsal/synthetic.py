@@ -29,9 +29,10 @@ def synthetic(config: RunConfig, folder: Path) -> PreparedData:
         dtype="uint32", documents=ROWS * DOCUMENTS, tokens=len(tokens), blocks=0, answers_alone=(), files={},
     )  # fmt: skip
     starts = np.arange(0, len(tokens), size, dtype=np.int64)
-    index, counts = build_index(starts, np.full_like(starts, size), seq_length=length, packing=config.data.packing)
+    stores, sizes = (TokenStore(folder, meta),), np.full_like(starts, size)
+    index, counts = build_index(stores, starts, sizes, seq_length=length, packing=config.data.packing)
     pool = Pool(1.0, counts.rows, counts.tokens)
-    rows = PackedRows(index, (TokenStore(folder, meta),), counts, (pool,), length, 0, config.train.seed)
+    rows = PackedRows(index, stores, counts, (pool,), length, 0, config.train.seed)
     is_held_out = bool(config.data.validation)
     source = SourceCounts("synthetic", meta.documents, counts.tokens, 1.0, 1.0)
     return PreparedData(

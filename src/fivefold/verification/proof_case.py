@@ -1,10 +1,10 @@
 """What a proof is about: a model folder, documents, an optimizer. The reference and every layout read the same.
 
 Inputs hide nothing: documents of unequal, mostly prime lengths, packed several to a row, one row nearly empty, and some
-that go on after their row's end, whose last token has a target; biases and norm weights are random; clipping bites in
-one step and not in the next; weights decay; a router's bias that load may move is moved, and the losses that balance
-experts are on. Zero biases, uniform lengths, power-of-two sizes, or a clip that never bites or always does would each
-hide a whole class of bugs.
+that go on after their row's end, whose last token has a target; of every second document only some targets are trained,
+as of a conversation; biases and norm weights are random; clipping bites in one step and not in the next; weights decay;
+a router's bias that load may move is moved, and the losses that balance experts are on. Zero biases, uniform lengths,
+power-of-two sizes, or a clip that never bites or always does would each hide a whole class of bugs.
 """
 
 import math
@@ -76,21 +76,28 @@ class ProofCase:
         """The documents of each row of the global batch of `step`."""
         rng = np.random.default_rng([self.seed, step])
         return [
-            [self._piece(rng, length) for length in lengths(self._parts(row), self.row_length)]
+            [
+                self._piece(rng, length, is_example=number % 2 == row % 2)
+                for number, length in enumerate(lengths(self._parts(row), self.row_length))
+            ]
             for row in range(self.rows)
         ]
 
     def _parts(self, row: int) -> tuple[float, ...]:
         return (1.0,) if self.whole_rows else _ROWS[row % len(_ROWS)]
 
-    def _piece(self, rng: np.random.Generator, length: int) -> Piece:
-        """A document of `length` tokens; the first ones of a longer document where it fills a row."""
+    def _piece(self, rng: np.random.Generator, length: int, *, is_example: bool) -> Piece:
+        """A document of `length` tokens; the first ones of a longer document where it fills a row. Of an example of 10
+        targets those from the third to the fifth are trained, and the last."""
         drawn = rng.integers(0, self.vocabulary, length + (length == self.row_length), dtype=np.uint32)
-        return Piece(drawn[:length], drawn[1:])
+        place = np.arange(len(drawn) - 1)
+        answers = (place >= len(place) // 4) & (place < len(place) // 2) | (place == len(place) - 1)
+        return Piece(drawn[:length], drawn[1:], answers if is_example else None)
 
     def targets(self, step: int) -> int:
-        """Target tokens of the global batch."""
-        return sum(len(document.targets) for row in self.documents(step) for document in row)
+        """Trained target tokens of the global batch."""
+        documents = [document for row in self.documents(step) for document in row]
+        return sum(len(each.targets) if each.trained is None else int(each.trained.sum()) for each in documents)
 
     def prompt_tokens(self) -> list[np.ndarray]:
         """Prompts to continue."""

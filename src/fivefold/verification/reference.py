@@ -192,11 +192,13 @@ class Reference:
         return summed / self.case.targets(0)
 
     def _sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Of each document its row, where it starts there, its tokens and its targets."""
+        """Of each document its row, where it starts there, its tokens and its targets, -100 for those not trained."""
         for row, documents in enumerate(batch):
             start = 0
             for document in documents:
                 ids, targets = (torch.from_numpy(each.astype("int64")) for each in (document.tokens, document.targets))
+                if document.trained is not None:
+                    targets[torch.from_numpy(~document.trained)] = -100  # what `cross_entropy` leaves out
                 yield row, start, ids.to(self.device), targets.to(self.device)
                 start += len(ids)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.data import batch
 from fivefold.data.batch import IGNORE
 from fivefold.parallel import loss, passes
 from fivefold.parallel.tensor import TensorParallel
@@ -283,3 +284,32 @@ def tied_head_keeps_its_first_values() -> Any:
         return _Entered(plain(model, anatomy), logits)
 
     return patch.object(passes, "head_only", head_only)
+
+
+# ---- which targets are trained ---------------------------------------------------------------------------------------
+
+
+@fault(
+    "what is asked is trained too",
+    known="TRL #2545: assistant_only_loss without a mask",
+    layout="shard2",
+    expects=[*LOSS, ("counts of a step", r"targets")],
+)
+def all_of_an_example_is_trained() -> Any:
+    return patch.object(batch.Piece, "labels", property(lambda piece: piece.targets.astype("int64")))
+
+
+@fault(
+    "the loss is divided by all targets, those that are not trained too",
+    known="Hugging Face transformers #34191, where padding was counted",
+    layout="dp2",
+    expects=[*LOSS, ("counts of a step", r"targets")],
+)
+def untrained_targets_are_counted() -> Any:
+    plain = step._count
+
+    def count(rows: Any, *rest: Any) -> Any:
+        every = [replace(each, targets=each.tokens - len(each.cu_seqlens) + 1) for each in rows]
+        return plain(every, *rest)
+
+    return patch.object(step, "_count", count)

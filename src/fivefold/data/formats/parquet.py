@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.data.records import Records, no_text
+from fivefold.data.records import Records, no_text, parts_of
 from fivefold.data.source import Source, no_documents, not_utf8
 
 _ROWS = 64  # decoded together
@@ -16,16 +16,20 @@ _BUFFER = 2**20  # bytes read at once of a column
 
 @dataclass(frozen=True)
 class Parquet(Records):
-    """Read row group by row group, of the one column: memory holds a page or two and `_ROWS` texts."""
+    """Read row group by row group, of the columns that are needed: memory holds a page or two and `_ROWS` records."""
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where, row = source.at(path), 0
         with _readable(where), _open(path, where) as file:
-            _check_column(file, source, where)
-            for batch in file.iter_batches(_ROWS, columns=[source.text_key], use_threads=False):
-                for value in batch.column(0):
+            parts = parts_of(file.schema_arrow.names, source)
+            if parts is None:
+                _check_column(file, source, where)
+            keys = list(parts.keys) if parts else [source.text_key]
+            for batch in file.iter_batches(_ROWS, columns=keys, use_threads=False):
+                for number in range(batch.num_rows):
                     row += 1
-                    yield f"{where}:{row}", {source.text_key: _text(value, f"{where}:{row}")}
+                    at = f"{where}:{row}"
+                    yield at, {key: _text(batch.column(key)[number], at) for key in keys}
         if not row:
             raise no_documents(where, "the file has no rows")
 

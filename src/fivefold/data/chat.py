@@ -1,0 +1,182 @@
+"""A tokenizer's chat template: from the turns of a conversation to the text that the model sees, and which of its
+characters the assistant said.
+
+Templates are Jinja. `transformers` renders them in a sandbox, in which they reach neither files nor Python.
+
+Example, ChatML. Turns (user "2+2?", assistant "4") become
+
+    <|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n
+
+of which `4<|im_end|>` is the assistant's: what it answers, and that it ends there.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fivefold.core import strict_json
+from fivefold.core.cache import key_of
+from fivefold.core.errors import UserError
+
+Turn = Mapping[str, Any]  # as templates take it: role, content, and what else a template reads (tool_calls, ...)
+Span = tuple[int, int]  # characters, the end excluded
+Render = Callable[..., str]
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "\ue0f5\ue0f6"  # characters that no text has, and no template takes away
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+_MOST_BYTES = 2**20  # of a template; the longest known has some 10 kB
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """`source`: the Jinja text. `special`: names of special tokens -> how they are written. `name`: for messages."""
+
+    source: str = CHATML
+    special: Mapping[str, str] = field(default_factory=dict)
+    name: str = "the built-in ChatML"
+
+    @classmethod
+    def of(cls, folder: Path) -> "ChatTemplate":
+        """That of a tokenizer's folder, or ChatML where it has none. Raises `UserError` for one that cannot be read."""
+        config = _config(folder / "tokenizer_config.json")
+        special = {name: text for name in _SPECIAL if (text := _written(config.get(name)))}
+        found = _read(folder / "chat_template.jinja") or _default(config.get("chat_template"))
+        if found is None:
+            return cls(special=special)
+        return cls(found, special, f"the chat template of {folder}")
+
+    @property
+    def digest(self) -> str:
+        """What identifies it."""
+        return key_of(self.source, sorted(self.special.items()))
+
+    def render(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False) -> str:
+        """The text of a conversation; with `answer`, up to where the assistant begins. Raises `UserError`."""
+        return self._rendered(turns, tools, add_generation_prompt=answer)[0]
+
+    def answers(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None) -> tuple[str, dict[int, Span]]:
+        """The text of a conversation, and of each turn of the assistant the characters that it says, with those that
+        end its turn.
+
+        A template may mark them itself (`{% generation %}`). Else they begin where a question for an answer ends, and
+        end where the conversation up to there ends. A template that renders an early turn otherwise once there are
+        later ones (Qwen3 leaves out what was thought) is asked where it puts a mark at the ends of the content.
+        Raises `UserError` where that is not to be told.
+        """
+        own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if _MARKS_ANSWERS.search(self.source):
+            text, marked = self._rendered(turns, tools, return_assistant_tokens_mask=True)
+            if len(marked) != len(own):
+                raise UserError(f"{self.name} marks {len(marked)} answers in a conversation of {len(own)}")
+            return text, dict(zip(own, marked, strict=True))
+        render = partial(self.render, tools=tools)
+        text = render(turns)
+        return text, {number: self._span(render, turns, number, text) for number in own}
+
+    def _span(self, render: Render, turns: Sequence[Turn], number: int, text: str) -> Span:
+        asked, after = render(turns[:number], answer=True), render(turns[: number + 1]).rstrip()
+        before = render(turns[:number])
+        start = len(asked) if text.startswith(asked) else _front(render, turns, number, text)
+        if start is None and text.startswith(before) and asked.startswith(before):
+            start = _alike(text, asked)  # a question for an answer that begins to answer itself
+        end = len(after) if text.startswith(after) else _back(render, turns, number, text)
+        if start is None or end is None or end < start:
+            raise UserError(
+                f"{self.name} does not tell where the assistant's turn {number + 1} of {len(turns)} begins and ends",
+                fix="put {% generation %} and {% endgeneration %} around the answer in the template",
+            )
+        return start, end
+
+    def _rendered(
+        self, turns: Sequence[Turn], tools: Sequence[Any] | None, **options: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, marked = render_jinja_template(
+                conversations=[[dict(turn) for turn in turns]],
+                tools=None if tools is None else list(tools),
+                chat_template=self.source,
+                **{**self.special, **options},
+            )
+        except Exception as error:  # of Jinja, of the template itself
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{self.name} does not take the conversation: {said}") from error
+        return texts[0], [(first, last) for first, last in (marked[0] if marked else [])]
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters at the front are the same."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _front(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
+    """Where the content of a turn begins in `text`, if a mark in front of it tells."""
+    for marked in _with(turns, number, "{mark}{content}"):
+        found = render(marked)
+        if found.replace(_MARK, "") == text and _MARK in found:
+            return found.index(_MARK)
+    return None
+
+
+def _back(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
+    """Where what ends a turn ends in `text`, if a mark behind its content tells."""
+    for marked in _with(turns, number, "{content}{mark}"):
+        found = render(marked)
+        if found.replace(_MARK, "") == text and _MARK in found:
+            ending = render(marked[: number + 1]).partition(_MARK)[2].rstrip()
+            at = found.index(_MARK)
+            return at + (len(ending) if text.startswith(ending, at) else 0)
+    return None
+
+
+def _with(turns: Sequence[Turn], number: int, form: str) -> Iterator[list[Turn]]:
+    """The turns with a mark at the content of one; once more without the space around it, which templates take away."""
+    content = str(turns[number].get("content") or "")
+    for each in (content, content.strip()):
+        marked = {**turns[number], "content": form.format(mark=_MARK, content=each)}
+        yield [*turns[:number], marked, *turns[number + 1 :]]
+
+
+def _read(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    if path.stat().st_size > _MOST_BYTES:
+        raise UserError(f"{path}: more than {_MOST_BYTES >> 20} MiB", fix="copy the file from its origin again")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable: {error}", fix="copy the file from its origin again") from error
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = strict_json.read_config(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
+    return tree if isinstance(tree, dict) else {}
+
+
+def _written(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
+
+
+def _default(template: Any) -> str | None:
+    """A folder may have several, with names."""
+    if isinstance(template, str):
+        return template
+    named = {each.get("name"): each.get("template") for each in template or () if isinstance(each, Mapping)}
+    found = named.get("default")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,183 @@
+"""Records of conversations, and of prompts with their answers, as examples: a text, and which of it is trained.
+
+| keys of a record | the text |
+|---|---|
+| `messages`, `conversations` (role and content, or from and value) | the tokenizer's chat template |
+| `instruction` and `output`, with `input`, `system`; `question` and `answer` | the same, as two turns |
+| `prompt` and `completion`, both texts | one after the other |
+| `prompt` and `completion`, both lists of turns | the chat template; the answers of the completion are trained |
+
+An example is trained on what the assistant says. It is never cut over rows: what is longer than a row loses its end.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fivefold.core.errors import UserError
+from fivefold.data.chat import ChatTemplate, Span, Turn
+
+TrainOn = Literal["assistant", "all", "last"]
+
+# What roles are called elsewhere -> what templates call them.
+_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "function_call": "assistant", "observation": "tool", "function": "tool", "function_response": "tool",
+}  # fmt: skip
+_KNOWN = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A record that is not rendered yet: `turns`, or `pair`, a prompt and its answer as plain texts. `where`: its
+    place, for messages. `context`: so many turns at the front are trained under no circumstances."""
+
+    where: str
+    turns: tuple[Turn, ...] = ()
+    pair: tuple[str, str] | None = None
+    context: int = 0
+    tools: tuple[Any, ...] | None = None
+    train_on: TrainOn = "assistant"
+
+    def __len__(self) -> int:
+        """Characters, roughly."""
+        texts = self.pair or [str(turn.get("content") or "") for turn in self.turns]
+        return sum(map(len, texts))
+
+    @property
+    def plain(self) -> str:
+        """All that is said in it, for a tokenizer to learn from."""
+        return "\n".join(self.pair or [str(turn.get("content") or "") for turn in self.turns])
+
+    def rendered(self, template: ChatTemplate, eos: str) -> "Text":
+        """Its text. `eos`: how the tokenizer writes the end of a document. Raises `UserError`."""
+        if self.pair is not None:
+            prompt, answer = self.pair
+            text, spans = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
+        else:
+            text, spans = self._chat(template)
+        if self.train_on == "all":
+            spans = [(0, len(text))]
+        body = text.rstrip()
+        if body.endswith(eos):
+            return Text(text, tuple(spans), ends=False)
+        # An EOS will follow. Where it is trained, so is what stands between it and the answer: else nothing would teach
+        # the model to get there.
+        if spans and spans[-1][1] >= len(body):
+            spans[-1] = spans[-1][0], len(text)
+        return Text(text, tuple(spans), ends=True)
+
+    def _chat(self, template: ChatTemplate) -> tuple[str, list[Span]]:
+        try:
+            if self.train_on == "all":
+                return template.render(self.turns, tools=self.tools), []
+            text, answers = template.answers(self.turns, tools=self.tools)
+        except UserError as error:
+            raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/data.md") from error
+        spans = [
+            span
+            for number, span in answers.items()
+            if number >= self.context and self.turns[number].get("weight", 1) != 0
+        ]
+        return text, spans[-1:] if self.train_on == "last" else spans
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, and is
+    trained where the last character is."""
+
+    text: str
+    trained: tuple[Span, ...] | None = None
+    ends: bool = True
+
+    def is_trained(self, ends: Sequence[int]) -> list[bool]:
+        """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
+        with the answer "yes" the token " yes" is."""
+        spans = self.trained or ()
+        return [any(first < end <= last for first, last in spans) for end in ends]
+
+
+def chat(
+    where: str, turns: object, *, context: object = None, system: object = None, tools: object = None,
+    train_on: TrainOn = "assistant",
+) -> Example:  # fmt: skip
+    """The example of a list of turns. `context`: turns before them that are not trained. `system`: the text of a first
+    turn, where there is none. Raises `UserError`."""
+    first, own = _turns(context, where) if context is not None else [], _turns(turns, where)
+    if not own:
+        raise UserError(f"{where}: a conversation without turns", fix="remove the record")
+    if isinstance(system, str) and system and (first or own)[0]["role"] not in ("system", "developer"):
+        first = [{"role": "system", "content": system}, *first]
+    return Example(where, (*first, *own), context=len(first), tools=_tools(tools, where), train_on=train_on)
+
+
+def pair(where: str, prompt: object, answer: object, *, train_on: TrainOn = "assistant") -> Example:
+    """The example of two texts, one of which goes on where the other ends. Raises `UserError`."""
+    texts = _string(prompt, where, "the prompt"), _string(answer, where, "the answer")
+    return Example(where, pair=texts, train_on=train_on)
+
+
+def _turns(value: object, where: str) -> list[Turn]:
+    turns = _parsed(value)
+    if not isinstance(turns, list | tuple):
+        raise UserError(
+            f"{where}: turns are a list, not a {type(turns).__name__}", fix='[{"role": ..., "content": ...}]'
+        )
+    return [_turn(each, f"{where}, turn {number}") for number, each in enumerate(turns, start=1)]
+
+
+def _turn(value: object, where: str) -> Turn:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: a {type(value).__name__}, not an object", fix='{"role": ..., "content": ...}')
+    said = value.get("role", value.get("from"))
+    role = _ROLES.get(str(said).lower(), str(said).lower())
+    if role not in _KNOWN:
+        raise UserError(f"{where}: there is no role {said!r}", fix=f"one of {', '.join(_KNOWN)}")
+    content = value.get("content", value.get("value"))
+    if isinstance(content, list):  # parts, as models of several senses take them
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            raise UserError(f"{where}: not all of its parts are text", fix="leave such records out")
+        content = "".join(part["text"] for part in content)
+    if content is None and role == "assistant" and value.get("tool_calls"):
+        content = ""
+    content = _string(content, where, "its content")
+    more = {
+        key: each for key, each in value.items() if key not in ("role", "from", "content", "value") and each is not None
+    }
+    return {"role": role, "content": content, **more}
+
+
+def _string(value: object, where: str, what: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {what} is a {type(value).__name__}, not a string", fix="write it as a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can say half a character
+        raise UserError(
+            f"{where}: {what} has half of a surrogate pair, \\u{ord(value[error.start]):04x}",
+            fix="it stands for no character; remove it or write the file again from its origin",
+        ) from error
+    return value
+
+
+def _tools(value: object, where: str) -> tuple[Any, ...] | None:
+    tools = _parsed(value)
+    if tools in (None, "", []):
+        return None
+    if not isinstance(tools, list | tuple):
+        raise UserError(
+            f"{where}: tools are a list, not a {type(tools).__name__}", fix="write their JSON schemas in a list"
+        )
+    return tuple(tools)
+
+
+def _parsed(value: object) -> object:
+    """What is written as JSON inside a string (a cell of CSV, of Parquet)."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,164 @@
+"""The first rows of a run as the model will see them, and how long its documents are: what `fivefold data` shows.
+
+On a terminal trained tokens are green and context is dim; elsewhere what is trained stands in `[[` and `]]`.
+"""
+
+import json as json_format
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fivefold.core.terminal import shown
+from fivefold.core.units import many
+from fivefold.data.batch import IGNORE, MicroBatch
+from fivefold.data.prepare import PreparedData
+from fivefold.data.rows import PackedRows
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from tokenizers import Tokenizer
+
+_BAR = 40  # characters of the longest bar
+_MOST = 2000  # characters of a document that are shown
+_SAMPLE = 100_000  # pieces whose trained tokens are counted
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens in a row that are all trained, or all context, as text."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document, or a piece of one, in a row; `cut`: more than `_MOST` characters, of which the first are here."""
+
+    parts: tuple[Part, ...]
+    tokens: int
+    trained: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces of `least` to `most` tokens."""
+
+    least: int
+    most: int
+    pieces: int
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """`lines`: what the header of a run says of its data. `rows`: the first ones of training. `lengths`: of pieces,
+    `trained`: of their trained tokens, where there are examples."""
+
+    lines: tuple[str, ...]
+    rows: tuple[tuple[Document, ...], ...]
+    lengths: tuple[Bucket, ...]
+    trained: tuple[Bucket, ...]
+    ok: bool = True
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json_format.dumps(asdict(self), indent=2, ensure_ascii=False)
+
+    def show(self, console: "Console") -> None:
+        """For people."""
+        from rich.text import Text
+
+        def say(text: str | Text = "") -> None:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        for line in self.lines:
+            say(shown(line))
+        for title, buckets in (("tokens of a document in a row", self.lengths), ("trained tokens of it", self.trained)):
+            if buckets:
+                say()
+                say(Text(title, style="bold"))
+                for line in _bars(buckets):
+                    say(line)
+        for number, row in enumerate(self.rows, start=1):
+            tokens, trained = (sum(getattr(each, name) for each in row) for name in ("tokens", "trained"))
+            say()
+            about = f"{many(len(row), 'document')}, {many(tokens, 'token')}, {trained:,} trained"
+            say(Text(f"row {number}: {about}", style="bold"))
+            for document in row:
+                say(_text(document, is_plain=not console.is_terminal))
+
+
+def examine(data: PreparedData, rows: int) -> DataReport:
+    """The first `rows` rows in the order of training, and the lengths of all."""
+    pieces, train = data.train.index.pieces, data.train
+    tokenizer = data.tokenizer.load()
+    return DataReport(
+        lines=tuple(data.counts.lines()),
+        rows=tuple(
+            tuple(_documents(train.rows([place], row_multiple=1), tokenizer))
+            for place in train.in_order(range(min(rows, len(train))))
+        ),
+        lengths=buckets(np.asarray(pieces.length)),
+        trained=buckets(_trained(train)) if data.counts.train.examples else (),
+    )
+
+
+def buckets(lengths: Sequence[int] | Any) -> tuple[Bucket, ...]:
+    """How many of the lengths are 1, 2, 3 to 4, 5 to 8, and so on, from the least to the most."""
+    upper = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    first, last = (int(upper.min()), int(upper.max())) if len(upper) else (0, -1)
+    counts = np.bincount(upper, minlength=last + 1)
+    return tuple(Bucket(2**n // 2 + 1 if n else 1, 2**n, int(counts[n])) for n in range(first, last + 1))
+
+
+def _trained(rows: PackedRows) -> list[int]:
+    """Trained targets of pieces, of the first rows."""
+    found: list[int] = []
+    for row in range(len(rows)):
+        if len(found) >= _SAMPLE:
+            break
+        batch = rows.rows([row], row_multiple=1)
+        found += [int((labels != IGNORE).sum()) for _, labels in _pieces(batch)]
+    return found
+
+
+def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any]]:
+    """Tokens and labels of each piece of one row, the padding left out."""
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        if start < batch.tokens:
+            yield batch.input_ids[0, start:end], batch.labels[0, start:end]
+
+
+def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:
+    for ids, labels in _pieces(batch):
+        # A token is trained where it is the target of the one before. That behind a row's end is not in it.
+        flags = [False, *(labels[:-1] != IGNORE).tolist()]
+        parts, length = [], 0
+        for trained, group in groupby(zip(ids.tolist(), flags, strict=True), key=lambda each: each[1]):
+            text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
+            parts.append(Part(text[: max(0, _MOST - length)], trained))
+            length += len(text)
+        kept = tuple(part for part in parts if part.text)
+        yield Document(kept, len(ids), int((labels != IGNORE).sum()), length > _MOST)
+
+
+def _bars(buckets: Sequence[Bucket]) -> Iterator[str]:
+    most, width = max(each.pieces for each in buckets), len(f"{buckets[-1].least:,} to {buckets[-1].most:,}")
+    for each in buckets:
+        name = f"{each.least:,} to {each.most:,}" if each.most > each.least else f"{each.most:,}"
+        bar = "#" * (-(-each.pieces * _BAR // most) if each.pieces else 0)
+        yield f"  {name:>{width}}  {bar:{_BAR}} {each.pieces:,}"
+
+
+def _text(document: Document, *, is_plain: bool) -> Any:
+    from rich.text import Text
+
+    text = Text()
+    for part in document.parts:
+        said = shown(part.text)
+        text.append(f"[[{said}]]" if part.trained and is_plain else said, style="green" if part.trained else "dim")
+    return text.append(" ..." if document.cut else "")

@@ -1,0 +1,262 @@
+"""Conversations, and prompts with answers: the text is that of the tokenizer's template, and the answers are trained.
+
+What is trained is read back as text: the targets of a piece that are not -100.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers.decoders import ByteLevel
+
+from fivefold import cli
+from fivefold.core.errors import UserError
+from fivefold.data import IGNORE, PreparedData, prepare
+from fivefold.data.tokenizer import _byte_characters
+from tests.data.helpers import config_for
+
+LLAMA = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
+    "+ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# As Qwen3: what was thought is left out of all answers but the last, and the question for an answer has more in it.
+THINKS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+)
+MARKS = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}#"
+    "{% endgeneration %}{% else %}{{ message.content }}?{% endif %}{% endfor %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<s>")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Any:
+    """Makes a tokenizer's folder: bytes, and special tokens of their own; `trims` as GPT-2's and Llama's do."""
+
+    def make(template: str | None = None, *, eos: str = "<|endoftext|>", trims: bool = True) -> Path:
+        characters = {character: byte for byte, character in enumerate(_byte_characters())}
+        merges = [("Ġ", "y"), ("Ċ", "Ċ")]
+        vocabulary = characters | {a + b: 256 + number for number, (a, b) in enumerate(merges)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+        tokenizer.decoder = ByteLevel()
+        tokenizer.add_special_tokens(list(SPECIAL))
+        where = tmp_path / "tokenizer"
+        where.mkdir(exist_ok=True)
+        tokenizer.save(str(where / "tokenizer.json"))
+        config = {"eos_token": eos, "bos_token": "<s>"} | ({"chat_template": template} if template else {})
+        (where / "tokenizer_config.json").write_text(json.dumps(config))
+        return where
+
+    return make
+
+
+def read(tmp_path: Path, records: list[dict[str, Any]], tokenizer: Path | str = "byte", **source: Any) -> PreparedData:
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    length = source.pop("seq_length", 400)
+    config = config_for([{"path": str(path), **source}], tokenizer=tokenizer, seq_length=length, packing=False)
+    return prepare(config, cache=tmp_path / "cache")
+
+
+def texts(data: PreparedData, row: int = 0) -> tuple[str, str]:
+    """What a row holds, and what of it is trained."""
+    batch, tokenizer = data.train.rows([row], row_multiple=2), data.tokenizer.load()
+    ids = batch.input_ids[0, : batch.tokens].tolist()
+    labels = [label for label in batch.labels[0].tolist() if label != IGNORE]
+    assert batch.targets == len(labels)
+    # Labels are the targets of their positions.
+    for position, label in enumerate(batch.labels[0, : batch.tokens - 1].tolist()):
+        assert label in (IGNORE, ids[position + 1])
+    return tuple(tokenizer.decode(each, skip_special_tokens=False) for each in (ids, labels))  # type: ignore[return-value]
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4\n\n  yes"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yés."},
+]
+
+
+def test_the_answers_of_a_conversation_are_trained(tmp_path: Path, folder: Any) -> None:
+    text, trained = texts(read(tmp_path, [{"messages": TALK}], folder()))
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4\n\n  yes"
+        "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\nYés.<|im_end|>\n<|endoftext|>"
+    )
+    # The end of each answer too; and the way to EOS, which ends the last.
+    assert trained == "4\n\n  yes<|im_end|>Yés.<|im_end|>\n<|endoftext|>"
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_where_the_end_of_a_turn_is_eos_no_other_follows(tmp_path: Path, folder: Any, trims: bool) -> None:
+    text, trained = texts(read(tmp_path, [{"messages": TALK}], folder(LLAMA, eos="<|eot_id|>", trims=trims)))
+    assert text.startswith("<s><|start_header_id|>system") and text.count("<s>") == 1
+    assert text.endswith("Yés.<|eot_id|>")
+    assert trained == "4\n\n  yes<|eot_id|>Yés.<|eot_id|>"
+
+
+def test_a_template_that_leaves_out_what_was_thought(tmp_path: Path, folder: Any) -> None:
+    turns = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "<think>\nso\n</think>\n\nd"},
+    ]  # fmt: skip
+    text, trained = texts(read(tmp_path, [{"messages": turns}], folder(THINKS, eos="<|im_end|>")))
+    assert "hm" not in text
+    assert trained == "b<|im_end|><think>\nso\n</think>\n\nd<|im_end|>"
+
+
+def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -> None:
+    hides = "{% for message in messages %}{{ message.content | length }}{{ loop.length }}{% endfor %}"
+    with pytest.raises(UserError, match=r"records\.jsonl:1: .*does not tell where the assistant's turn 3 of 5 begins"):
+        read(tmp_path, [{"messages": TALK}], folder(hides))
+
+
+def test_a_template_may_mark_the_answers_itself(tmp_path: Path, folder: Any) -> None:
+    text, trained = texts(read(tmp_path, [{"messages": TALK}], folder(MARKS)))
+    assert text == "Be brief.?2+2??4\n\n  yes#Sure??Yés.#<|endoftext|>"
+    assert trained == "4\n\n  yes#Yés.#<|endoftext|>"
+
+
+@pytest.mark.parametrize(("train_on", "said"), [("last", "Yés.<|im_end|>\n<|endoftext|>"), ("all", None)])
+def test_what_is_trained_can_be_chosen(tmp_path: Path, folder: Any, train_on: str, said: str | None) -> None:
+    text, trained = texts(read(tmp_path, [{"messages": TALK}], folder(), train_on=train_on))
+    assert trained == (said or text.removeprefix("<|im_start|>"))  # the first token is no target
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "q|a"),
+        ({"instruction": "do", "input": "it", "output": "a"}, "do\n\nit|a"),
+        ({"instruction": "do", "input": "", "output": "a", "system": "s"}, "s|do|a"),
+        ({"question": "q", "answer": "a", "id": 3}, "q|a"),
+        ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, "x|y|q|a"),
+        ({"prompt": TALK[:2], "completion": TALK[2:3]}, "Be brief.|2+2?|4\n\n  yes"),
+        ({"messages": json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])}, "q|a"),
+    ],
+)
+def test_other_forms_of_a_conversation(tmp_path: Path, folder: Any, record: dict[str, Any], said: str) -> None:
+    text, _ = texts(read(tmp_path, [record], folder()))
+    turns = text.removesuffix("<|endoftext|>").split("<|im_start|>")[1:]
+    assert "|".join(turn.partition("\n")[2].removesuffix("<|im_end|>\n") for turn in turns) == said
+
+
+def test_a_prompt_and_its_completion_are_one_text(tmp_path: Path, folder: Any) -> None:
+    records = [
+        {"prompt": "Q: ", "completion": "yes"},
+        {"prompt": "Q:", "completion": " no"},
+        {"prompt": "x", "completion": ""},
+    ]
+    data = read(tmp_path, records, folder())
+    # " y" is one token, which ends inside of the answer.
+    assert [texts(data, row) for row in range(3)] == [
+        ("Q: yes<|endoftext|>", " yes<|endoftext|>"), ("Q: no<|endoftext|>", " no<|endoftext|>"),
+        ("x<|endoftext|>", "<|endoftext|>"),
+    ]  # fmt: skip
+    named = read(tmp_path, [{"q": "Q", "a": "A", "text": "t"}], folder(), columns={"prompt": "q", "completion": "a"})
+    assert texts(named) == ("QA<|endoftext|>", "A<|endoftext|>")
+    turns = read(tmp_path, records[:1], folder(), format="chat")
+    assert texts(turns)[1] == "yes<|im_end|>\n<|endoftext|>"
+
+
+def test_examples_are_never_cut_over_rows(tmp_path: Path) -> None:
+    long = {"prompt": "p" * 30, "completion": "c" * 100}
+    late = {"prompt": "p" * 70, "completion": "c" * 9}
+    data = read(tmp_path, [long, {"prompt": "p", "completion": "c" * 5}, late], seq_length=61)
+    counts = data.counts.train
+    assert (counts.rows, counts.examples, counts.shortened, counts.untrained, counts.split) == (2, 3, 2, 1, 0)
+    assert counts.targets == sum(data.train.rows([row], row_multiple=2).targets for row in range(2)) == 31 + 6
+    assert any("1 example without a trained token left out" in line for line in data.counts.lines())
+    assert any("2 examples longer than a row lost the end" in line for line in data.counts.lines())
+
+
+def test_packed_with_texts_of_another_source(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "t" * n}) + "\n" for n in (5, 150)))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"prompt": "p" * n, "completion": "cc"}) + "\n" for n in (7, 9))
+    )
+    sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    data = prepare(config_for(sources), cache=tmp_path / "cache")
+    batch = data.train.rows(range(len(data.train)), row_multiple=2)
+    trained = sorted(batch.labels[batch.labels != IGNORE].tolist())
+    assert trained == sorted([*b"t" * 4, *b"t" * 149, 256, 256, *b"cc" * 2, 256, 256])
+    assert batch.targets == len(trained) == data.counts.train.targets
+
+
+def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
+    records = [{"prompt": f"{n}" * 40, "completion": f"{n}" * 60} for n in range(40)]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = prepare(config_for(path, validation=0.2, seq_length=300, packing=False), cache=tmp_path / "cache")
+    assert data.validation is not None
+    assert len(data.train) + len(data.validation) == 40 and 4 <= len(data.validation) <= 12
+
+
+@pytest.mark.parametrize(
+    ("record", "source", "said"),
+    [
+        ({"messages": [{"role": "robot", "content": "x"}]}, {}, "records.jsonl:1, turn 1: there is no role 'robot'"),
+        ({"messages": []}, {}, "records.jsonl:1: a conversation without turns"),
+        ({"messages": [{"role": "user", "content": 3}]}, {}, "turn 1: its content is a int, not a string"),
+        ({"messages": "hello"}, {}, "turns are a list, not a str"),
+        ({"prompt": "p", "completion": None}, {}, "the answer is a NoneType, not a string"),
+        ({"a": "x"}, {"format": "chat"}, "no chat record; the keys are 'a'"),
+        ({"a": "x"}, {"columns": {"messages": "b"}}, "columns.messages: no record has 'b'; they have 'a'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "these are preference records"),
+    ],
+)
+def test_what_is_no_example_is_refused_by_its_place(
+    tmp_path: Path, record: dict[str, Any], source: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        read(tmp_path, [record], **source)
+    assert said in refused.value.what and refused.value.fix
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, folder: Any) -> None:
+    hostile = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(UserError, match="does not take the conversation"):
+        read(tmp_path, [{"messages": TALK}], folder(hostile))
+
+
+def test_another_template_makes_other_tokens(tmp_path: Path, folder: Any) -> None:
+    first = read(tmp_path, [{"messages": TALK}], folder())
+    second = read(tmp_path, [{"messages": TALK}], folder(MARKS))
+    assert texts(first) != texts(second) and first.fingerprint != second.fingerprint
+
+
+def test_the_command_shows_rows_as_the_model_sees_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p" * n, "completion": "c\x1b[2J"}) + "\n" for n in (3, 40)))
+    command = [
+        "data",
+        f"data.train.path={path}",
+        "data.validation=0",
+        "tokenizer.name_or_path=byte",
+        "data.seq_length=99",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--rows", "5"])
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    assert "ppp[[c\\x1b[2J<|endoftext|>]]" in out and "row 1: 2 documents, 55 tokens, 12 trained" in out
+    assert "trained     12 tokens of 55 (21.8%), in 2 examples" in out
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--json", "-"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["trained"] == [{"least": 5, "most": 8, "pieces": 2}]
+    assert [each["pieces"] for each in shown["lengths"]] == [1, 0, 1]  # of 9 to 16 tokens, 17 to 32, 33 to 64
