@@ -178,6 +178,15 @@ def test_no_rank_has_a_part_of_a_gradient_or_of_a_block() -> None:
     assert "experts" in _refused("tp2+fp8+etp", "mixtral", 4)
 
 
+def test_sizes_that_no_kernel_takes_are_named() -> None:
+    facts = facts_of(reference_model(Case("single", "llama", kv_heads=2)))
+    plan = lower(facts, Layout.parse("tp2+fp8_rowwise"), 0)
+    wide = [each for each in plan.fp8_linears if each.inputs % 16 or each.outputs % 16]
+    assert len(plan.unaligned(64)) == len(wide)
+    assert plan.unaligned(72)[-1] == "the gradients of weights, of 72 tokens"
+    assert not lower(facts, Layout.parse("tp2"), 0).unaligned(72)
+
+
 def test_rows_are_padded_to_whole_blocks() -> None:
     assert Layout.parse("cp2+mxfp8").padded(100) == 128
     assert Layout.parse("cp2+fp8").padded(100) == 100

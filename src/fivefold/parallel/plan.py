@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from fivefold.core import heads, legality
-from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim
+from fivefold.core.fp8 import ALIGNED, RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
@@ -227,6 +227,16 @@ class ParallelPlan:
         """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
         layers, high = self.anatomy.layers, self.layout.fp8_high_layers
         return self.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
+
+    def unaligned(self, tokens: int) -> list[str]:
+        """What of fp8 no kernel multiplies for its size, in words; a micro batch has `tokens` tokens on this rank."""
+        found = [
+            f"{linear.name.removesuffix('.weight')} [{linear.outputs}, {linear.inputs}]"
+            for linear in self.fp8_linears
+            if linear.inputs % ALIGNED or linear.outputs % ALIGNED
+        ]
+        in_backward = self.fp8_linears and RECIPES[self.layout.fp8].weight_grad is not None and tokens % ALIGNED
+        return found + [f"the gradients of weights, of {tokens:,} tokens"] * bool(in_backward)
 
     @property
     def fp8_experts(self) -> tuple[Experts, ...]:
