@@ -301,6 +301,7 @@ class PrecisionSection(Section):
     compute: Compute = of_layout("precision")
     reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the gradient reduction")
     fp8: FP8 = of_layout("fp8")
+    fp8_high_layers: Whole = of_layout("fp8_high_layers", ge=0)
 
 
 class MemorySection(Section):

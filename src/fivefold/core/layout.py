@@ -135,6 +135,9 @@ class Layout:
         choices=get_args(FP8),
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
+    fp8_high_layers: int = _said(
+        0, "precision.fp8_high_layers", "layers at each end that stay in precision.compute", prefix="hp"
+    )
 
     mlp_chunks: int = _said(
         1, "memory.mlp_chunks", "pieces of the sequence that an MLP runs one after the other", prefix="mlp"
@@ -165,6 +168,8 @@ class Layout:
             fix = f"choose one of {', '.join(MODES)}, or what a rank may keep: 12 GiB"
             raise UserError(f"recompute {self.recompute!r} is not known", fix=fix)
         object.__setattr__(self, "recompute", self.recompute.replace(" ", ""))
+        if self.fp8_high_layers < 0:
+            raise UserError("fp8_high_layers is 0 or more")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -243,6 +248,7 @@ class Layout:
     def numerics(self) -> str:
         """The types that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
         with_fp8 = self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
+        with_fp8 += f" but for {self.fp8_high_layers} layers at each end" if self.fp8_high_layers else ""
         return with_fp8 if self.state_dtype == "fp32" else f"{with_fp8}, {self.state_dtype} states"
 
     @property

@@ -97,7 +97,7 @@ def parallelize(
     model.to("meta")
     _tie(model, facts.anatomy)
     store = WeightGradStore() if layout.schedule.splits_backward else None
-    linears = Linears(store, fp8_products(plan, mesh))
+    linears = Linears(store, fp8_products(plan, mesh), plan.is_fp8)
     _place_linears(model, plan, linears)
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
     chunk_mlps(model, plan, tp.enter)
@@ -154,7 +154,7 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
     for name, module in model.named_modules():
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
-            tensor.place(module, role, linears)
+            tensor.place(module, role, linears.of(name))
     for group in plan.fp8_inputs:
         modules = [model.get_submodule(linear.name.removesuffix(".weight")) for linear in group]
         if len(group) > 1:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from fivefold.core import heads, legality
-from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim
+from fivefold.core.fp8 import ALIGNED, RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
@@ -225,6 +225,26 @@ class ParallelPlan:
         blocks = tuple(f"{name}." for name in self.anatomy.layers)
         return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
 
+    def is_fp8(self, module: str) -> bool:
+        """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
+        layers, high = self.anatomy.layers, self.layout.fp8_high_layers
+        return self.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
+
+    def unaligned(self, tokens: int) -> list[str]:
+        """What of fp8 no kernel multiplies for its size, in words; a micro batch has `tokens` tokens on this rank."""
+        found = [
+            f"{linear.name.removesuffix('.weight')} [{linear.outputs}, {linear.inputs}]"
+            for linear in self.fp8_linears
+            if linear.inputs % ALIGNED or linear.outputs % ALIGNED
+        ]
+        in_backward = self.fp8_linears and RECIPES[self.layout.fp8].weight_grad is not None and tokens % ALIGNED
+        return found + [f"the gradients of weights, of {tokens:,} tokens"] * bool(in_backward)
+
+    @property
+    def fp8_experts(self) -> tuple[Experts, ...]:
+        """The experts of this rank's layers that multiply in fp8."""
+        return tuple(each for each in self.experts if self.is_fp8(each.name))
+
     @cached_property
     def chunked_mlps(self) -> tuple[str, ...]:
         """The MLPs of this rank's layers that run in pieces: those made of linears alone and given hidden states alone.
@@ -258,7 +278,7 @@ class ParallelPlan:
         splits = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
         found = []
         for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
-            for matmul in cost.matmuls if layer in self.layers else ():
+            for matmul in cost.matmuls if layer in self.layers and self.is_fp8(layer) else ():
                 name = f"{layer}.{matmul.name}"
                 kind, shape = self.facts.partition.roles[name].kind, self.gathered_shape(name)
                 if kind in splits:
@@ -523,6 +543,9 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
     """Every rank casts the numbers that one process would cast together: none has a part of a gradient, and none a part
     of a block with one scale."""
     layout = plan.layout
+    if layout.fp8_high_layers and layout.fp8 == "none":
+        what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
+        yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
     if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
         yield Violation(
             "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"

@@ -122,7 +122,7 @@ def apply_tensor_parallel(
         for entry in region.entries if region.owner not in plan.chunked_mlps else ():  # these enter piece by piece
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
-        place(row, "row", linears, reduce=fold.leave)
+        place(row, "row", linears.of(region.row), reduce=fold.leave)
         if region.heads:
             _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
     for name, groups in partition.across.items():
