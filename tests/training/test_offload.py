@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fivefold as ff
 from fivefold.core.errors import UserError
 from fivefold.parallel import host_memory, offload, offload_activations
 from fivefold.parallel.dtensor import local
@@ -20,7 +21,7 @@ from fivefold.parallel.lanes import Lane
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
-from tests.parity import OPTIONS, Case, batch_of, build, documents
+from tests.parity import OPTIONS, Case, batch_of, build, documents, reference_model
 from tests.pool import RankError, run_ranks
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
@@ -28,7 +29,7 @@ CASES = {  # both levers, in turns with each fold; more micro batches than stage
     "dp2.shard2+mb2": {},
     "shard2.tp2+full+mb1": {"optimizer": "muon"},
     "pp2+zb+v2+mb1": {"overrides": (("num_hidden_layers", 8),)},
-    "shard2.ep2+mb1": {"family": "mixtral"},
+    "shard2.ep2+selective+mb1": {"family": "mixtral"},
     "cp2+ring+mb2": {"optimizer": "muon"},
 }
 
@@ -47,7 +48,7 @@ class Bits:
 def test_no_bit_changes(layout: str, tmp_path: Path) -> None:
     """Losses, weights and state after three steps that are clipped, on every rank; in memory, or in a file."""
     case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
-    plain, moved = bits(case), bits(case, str(tmp_path))
+    plain, moved = bits(case), bits(case, str(tmp_path) if "mb2" in layout else "host")
     for own, other in zip(plain, moved, strict=True):
         assert own.moved == (0, 0) and min(other.moved) > 0
         assert own.losses == other.losses and len(set(own.losses)) == 3
@@ -234,3 +235,39 @@ def test_blocks_are_used_again_and_a_file_keeps_what_leaves_memory(tmp_path: Pat
         again = memory.take(5_000_000)
         assert again.data_ptr() == first.data_ptr() and bool((second == 4).all())
         assert 45_000_001 <= memory.bytes <= 80 * 2**20
+
+
+# ---- in a loop of one's own ------------------------------------------------------------------------------------------
+
+
+def own_loop() -> list[str]:
+    """What is said to a step without `ff.train_step`, and to an optimizer that counts in its groups; the hooks that ran
+    in two steps, and whether the state is in host memory behind them."""
+    model = ff.parallelize(reference_model(Case("single"), torch.float32), "single+offload_optimizer")
+    batch = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    optimizer, ran = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), list[str]()
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+    for _ in range(2):
+        ff.train_step(model, optimizer, batch)
+    homes = state_of(model).offload.states._homes
+    ran.append(str(all(len(homes[each]) == 1 for each in model.parameters())))
+    for wrong in (optimizer, _Counting(model.parameters(), lr=0.1)):
+        try:
+            wrong.step() if wrong is optimizer else ff.train_step(model, wrong, batch)
+        except UserError as error:
+            ran.append(error.what)
+    return ran
+
+
+class _Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+
+
+def test_in_a_loop_of_ones_own() -> None:
+    (ran,) = run_ranks(1, own_loop)
+    assert ran[:5] == ["before", "after", "before", "after", "True"]
+    assert "SGD.step() under single" in ran[5] and "counts in its parameter groups" in ran[6]

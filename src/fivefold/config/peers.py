@@ -89,7 +89,8 @@ DIFFERENT = {
     "many ranks; -1: all that are left), or layout.dp_replicate (full copies)",
     "fsdp fsdp_config sharding_strategy": "set layout.dp_shard: -1, which is FSDP over every device that is left; "
     "layout.zero is the stage",
-    "deepspeed deepspeed_config ds_config": "DeepSpeed is not used: its stage is layout.zero, its offload is not built",
+    "deepspeed deepspeed_config ds_config": "DeepSpeed is not used: its stage is layout.zero, its "
+    "offload is memory.offload_optimizer",
     "parallelism parallel": "set the degrees under layout, or write a text: layout: shard2.tp2",
     "attn_implementation flash_attention use_flash_attention": "leave it out: the attention of fivefold is always used",
     "trust_remote_code": "leave it out: no code from a model folder is ever run",

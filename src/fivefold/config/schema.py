@@ -304,6 +304,7 @@ class PrecisionSection(Section):
 
 class MemorySection(Section):
     recompute: RecomputeMode = of_layout("recompute")
+    mlp_chunks: Whole = of_layout("mlp_chunks", ge=1)
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
     offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")

@@ -136,6 +136,9 @@ class Layout:
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
 
+    mlp_chunks: int = _said(
+        1, "memory.mlp_chunks", "pieces of the sequence that an MLP runs one after the other", prefix="mlp"
+    )
     state_dtype: str = _said(
         "fp32", "optimizer.state_dtype", "dtype in which the optimizer keeps its state",
         choices=get_args(StateDtype), words={"bf16_states": "bf16", "8bit_states": "8bit"},
@@ -156,8 +159,8 @@ class Layout:
                 raise UserError(f"{name} {getattr(self, name)!r} is not known", fix=f"choose one of {choices}")
         if self.cp_method not in CP_METHODS and not re.fullmatch(r"\d+x\d+", self.cp_method):
             raise UserError(f"cp_method {self.cp_method!r} is not known", fix=f"one of {', '.join(CP_METHODS)} or RxU")
-        if self.micro_batch_size < 1 or self.pp_virtual < 1:
-            raise UserError("micro_batch_size and pp_virtual are 1 or more")
+        if min(self.micro_batch_size, self.pp_virtual, self.mlp_chunks) < 1:
+            raise UserError("micro_batch_size, pp_virtual and mlp_chunks are 1 or more")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fivefold.ops.away import Back, put_away
 from fivefold.torch_internals import DEAR, SUMS, Dispatch, times_changed
 
 Forward = Callable[..., Any]
@@ -35,13 +36,14 @@ Forward = Callable[..., Any]
 class _Held:
     """A tensor that is kept, without its graph, and how often it had been changed in place by then."""
 
-    own: Tensor
+    back: Back
     changes: int
 
     def taken(self) -> Tensor:
-        if times_changed(self.own) != self.changes:
+        own = self.back()
+        if times_changed(own) > self.changes:
             raise RuntimeError("a tensor that selective recompute keeps has been changed in place")
-        return self.own
+        return own
 
 
 @dataclass
@@ -92,7 +94,7 @@ def _shape_of(tensor: Tensor) -> _Shape:
 
 def _held(tensor: Tensor) -> _Held:
     own = tensor.detach()
-    return _Held(own, times_changed(own))
+    return _Held(put_away(own), times_changed(own))
 
 
 _block: _Block | None = None  # whose forward is under way: of autograd's thread and the main one, one waits

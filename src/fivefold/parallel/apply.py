@@ -33,6 +33,7 @@ from fivefold.ops.keep import computing_again, contexts, graph_contexts, handing
 from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
+from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
@@ -89,6 +90,7 @@ def parallelize(
     linears = Linears(store, fp8_products(plan, mesh))
     _place_linears(model, plan, linears)
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
+    chunk_mlps(model, plan, tp.enter)
     cp = context.apply_context_parallel(model, plan, mesh)
     experts = expert.apply_expert_parallel(model, plan, tp, mesh.groups.get("ep"), linears)
     expert.route_in_fp32(model, plan.fp32_routers)

@@ -37,6 +37,7 @@ class HostMemory:
         self._file = None if place == HOST else _file(Path(place))
         if self._file is not None:
             weakref.finalize(self, os.close, self._file)
+        self.is_file = self._file is not None
         self._segments: list[tuple[Tensor, mmap.mmap | None]] = []
         self._starts: list[int] = []  # addresses of the segments of a file, in order
         self._left = torch.empty(0, dtype=torch.uint8)  # of the last segment

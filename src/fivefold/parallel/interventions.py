@@ -42,6 +42,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_context_parallel(plan)
     if plan.layout.schedule.splits_backward:
         yield from _of_weight_gradients(plan)
+    for mlp in plan.chunked_mlps:
+        yield Intervention(mlp, "forward", "chunks", f"runs {plan.layout.mlp_chunks} pieces of the sequence in turn")
     for linear in plan.fp8_linears:
         yield Intervention(
             linear.name.removesuffix(".weight"), "forward", "fp8", "its products are those of eight bits"
@@ -79,7 +81,7 @@ def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
     yield Intervention(anatomy.head, "hook", "tp", "logits of the whole vocabulary leave it")
     yield Intervention(anatomy.base, "pre-hook", "tp", "positions are those of the whole sequence")
     for block in partition.tp_blocks:
-        for entry in block.entries:
+        for entry in block.entries if block.owner not in plan.chunked_mlps else ():
             for module in entry.modules:
                 yield Intervention(module, "pre-hook", "tp", "all tokens enter it")
         yield Intervention(block.row, "forward", "tp", "partial sums are added up, then the bias")

@@ -291,6 +291,8 @@ def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepSh
     tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
     made = cost.kept(shape.compute_bytes, compiled=shape.compiled)
     numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
+    if inside := chunked_numbers(plan, cost, compiled=shape.compiled):
+        numbers -= inside / tp + shape.hidden * (1 - 1 / (tp if splits else 1))  # its pieces keep what comes in
     saved = round((numbers + exchanged_numbers(plan, cost)) * token)
     entered = shape.hidden_bytes // (tp if splits else 1)
     working, dear = round(working_numbers(plan, cost, shape) * token), 0
@@ -336,6 +338,17 @@ def _dear_rows(plan: "ParallelPlan", name: str, matmul: Matmul, shape: StepShape
     return rows * shape.hidden * matmul.times / (1 if layout.expert_tp else layout.tp)
 
 
+def chunked_numbers(plan: "ParallelPlan", cost: LayerCost, *, compiled: bool) -> float:
+    """Numbers of a token that an MLP which runs in pieces does not keep: what each of its first linears gives, and what
+    the activation makes of that; compiled, the latter only as the input of its last linear."""
+    own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.chunked_linears]
+    if not own:
+        return 0.0
+    *columns, row = own
+    made = sum(each.outputs for each in columns)
+    return float(made + row.inputs if compiled else 2 * made)
+
+
 def exchanged_numbers(plan: "ParallelPlan", cost: LayerCost) -> float:
     """Numbers of a token that Ulysses keeps besides: keys and values once more, and what attention gives before it goes
     back to the ranks of its tokens."""
@@ -357,11 +370,17 @@ def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
 def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
     tensor and of what it was made of, and of the hidden states. Experts: the gradient of what they have made, and of
-    the same weighted, which is in fp32."""
-    widest = max(max(each.inputs, each.outputs) * each.times for each in cost.matmuls)
-    experts = max(each.times for each in cost.matmuls)
+    the same weighted, which is in fp32. An MLP in pieces has that of a piece, and all that its forward makes again."""
+    matmuls = [each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.chunked_linears]
+    widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
+    experts = max((each.times for each in matmuls), default=1)
     weighted = shape.hidden * experts * max(4, shape.compute_bytes) / shape.compute_bytes if experts > 1 else 0
-    return (widest + max(widest, weighted)) / plan.layout.tp + 2 * shape.hidden
+    whole = (widest + max(widest, weighted)) / plan.layout.tp
+    if not (inside := chunked_numbers(plan, cost, compiled=False)):
+        return whole + 2 * shape.hidden
+    widest = max(max(each.inputs, each.outputs) for each in set(cost.matmuls) - set(matmuls))
+    piece = (inside + 2 * widest) / plan.layout.tp / plan.layout.mlp_chunks
+    return max(whole, piece + shape.hidden) + 2 * shape.hidden
 
 
 @dataclass(frozen=True)

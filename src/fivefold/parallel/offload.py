@@ -55,6 +55,8 @@ class OptimizerStates:
     def __init__(self, memory: HostMemory | None, device: torch.device) -> None:
         self._memory, self._device = memory, device
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # parameter -> kind -> its values in host memory
+        # A CPU reads and writes a file's pages where they are: nothing is copied.
+        self._in_place = memory is not None and memory.is_file and device.type == "cpu"
         self._inward = Lane(device) if memory else None
         self._outward = Lane(device) if memory else None
 
@@ -129,7 +131,7 @@ class OptimizerStates:
         """Begin to copy the state of a part to the device: (parameter, kind, values there)."""
         assert self._inward is not None
         found, pairs = list[tuple[Tensor, str, Tensor]](), list[tuple[Tensor, Tensor]]()
-        for parameter in part:
+        for parameter in part if not self._in_place else ():
             for kind, tensor in _tensors(optimizer.state.get(parameter)):
                 home = self._home(parameter, kind, tensor)
                 if home is not None:
@@ -153,8 +155,9 @@ class OptimizerStates:
                     pairs.append((home, values))
                     optimizer.state[parameter][kind] = with_local(tensor, home)
         copies = self._outward.copy(pairs)
-        for home, _ in pairs:
-            self._memory.rest(home)
+        for parameter in part:
+            for home in self._homes[parameter].values():
+                self._memory.rest(home)
         return copies
 
     def _home(self, parameter: Tensor, kind: str, tensor: Tensor) -> Tensor | None:

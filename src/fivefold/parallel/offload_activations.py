@@ -12,6 +12,7 @@ parameters, and what is small beside its input stay where they are.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from fivefold.ops.away import Back, putting
 from fivefold.parallel.host_memory import HostMemory
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.memory import SMALL
@@ -85,7 +87,7 @@ class HostActivations:
             given = [each for each in _inside((args[1:], kwargs)) if isinstance(each, Tensor)]
             least = args[0].nbytes // SMALL if args and isinstance(args[0], Tensor) else 0
             saving = _Saving(self, own, block, set(map(storage_key, given)), least=least, moves=not is_last)
-            with saved_tensors_hooks(saving.pack, self.unpack):
+            with saved_tensors_hooks(saving.pack, self.unpack), putting(saving.put):
                 result = forward(*args, **kwargs)
             self._send(own, saving)
             self._last = own
@@ -136,7 +138,8 @@ class HostActivations:
             own.copies.meet()
         assert packed.of.values is not None
         whole = torch.empty(0, dtype=packed.dtype, device=self._device)
-        return whole.set_(packed.of.values.untyped_storage(), packed.offset, packed.shape, packed.stride)
+        whole.set_(packed.of.values.untyped_storage(), packed.offset, packed.shape, packed.stride)
+        return whole.data  # which nobody has changed in place yet: its count of changes is zero
 
     def _fetch(self, own: Pass) -> None:
         """Begin to copy back what a layer saved."""
@@ -161,6 +164,10 @@ class _Saving:
         self._least, self._moves = least, moves
         # By memory and version: as the values of `found` hold the memory, nothing else gets its place meanwhile.
         self.found: dict[tuple[int, int], Saved] = {}
+
+    def put(self, tensor: Tensor) -> Back:
+        """What gives the tensor back in backward."""
+        return partial(self._owner.unpack, self.pack(tensor))
 
     def pack(self, tensor: Tensor) -> Packed:
         key = storage_key(tensor)

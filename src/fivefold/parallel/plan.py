@@ -34,6 +34,7 @@ from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regio
 from fivefold.parallel.stage_plan import StagePlan, stage_plan
 from fivefold.parallel.unshards import Unshards, of_slots
 
+_OF_LINEARS = ("column", "row", "row_bias")  # roles of the parameters of an MLP
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
 
 
@@ -222,6 +223,27 @@ class ParallelPlan:
         """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
         blocks = tuple(f"{name}." for name in self.anatomy.layers)
         return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
+
+    @cached_property
+    def chunked_mlps(self) -> tuple[str, ...]:
+        """The MLPs of this rank's layers that run in pieces: those made of linears alone and given hidden states alone.
+        Experts are not, nor what stands beside them."""
+        return _dense_mlps(self.facts, self.layers) if self.layout.mlp_chunks > 1 else ()
+
+    @cached_property
+    def chunked_linears(self) -> frozenset[str]:
+        """Their linears, by their names within a layer."""
+        mlps = set(self.chunked_mlps)
+        blocks = [each for each in self.facts.partition.tp_blocks if each.owner in mlps]
+        names = {name for each in blocks for name in (*each.columns, each.row)}
+        return frozenset(
+            next(name[len(each) + 1 :] for each in self.layers if is_within(name, [each])) for name in names
+        )
+
+    def pieces(self, tokens: int) -> tuple[int, ...]:
+        """Of how many tokens of a row each piece of a chunked MLP is, of `tokens` that this rank has of it."""
+        size = -(-tokens // self.layout.mlp_chunks)
+        return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 
     @cached_property
     def fp8_linears(self) -> tuple[Fp8Linear, ...]:
@@ -483,7 +505,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
     plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method)
-    legality.refuse([*_of_fp8(plan), *_of_states(plan)])
+    legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan)])
     return plan
 
 
@@ -505,6 +527,23 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
         if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
             what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
             yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/fp8.md")
+
+
+def _dense_mlps(facts: ModelFacts, layers: Sequence[str]) -> tuple[str, ...]:
+    """The MLPs of layers that compute token by token: pairs of linears alone, given hidden states alone."""
+    found, outer = facts.partition.of_layers(layers), [each.name.rpartition(".")[0] for each in facts.experts]
+    return tuple(
+        block.owner for block in found.tp_blocks
+        if block.heads is None and block.entries[0].modules == (block.owner,) and not is_within(block.owner, outer)
+        and all(found.roles[name].kind in _OF_LINEARS for name in _inside(block.owner, [*found.roles]))
+    )  # fmt: skip
+
+
+def _of_chunked_mlps(plan: ParallelPlan) -> Iterator[Violation]:
+    """There are MLPs to run in pieces."""
+    if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
+        what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
+        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
 
 
 def _of_states(plan: ParallelPlan) -> Iterator[Violation]:

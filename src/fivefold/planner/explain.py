@@ -1,8 +1,10 @@
 """Why a layout takes as long as it does, why it is slower than another, and what would make it fit. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
@@ -18,6 +20,10 @@ from fivefold.planner.search import NEAR
 
 USEFUL = ("matmuls", "attention")  # what a model cannot be trained without
 MOST_CURES = 3
+OFFLOADS: tuple[dict[str, Any], ...] = (  # asked for where nothing else fits: the way to host memory is slow
+    {"offload_activations": True}, {"offload_optimizer": True},
+    {"offload_activations": True, "offload_optimizer": True},
+)  # fmt: skip
 TIMES_NODES = (2, 4, 8, 16, 32, 64)  # so many more nodes are asked for what would fit
 
 
@@ -72,7 +78,19 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
         if len(easily) >= MOST_CURES:
             break
         asked = [step.layout for step in steps if step.needs > has * TIGHT][:MOST_CURES]
+    if not fitting:
+        fitting = list(_offloaded(prices, [estimate.layout, *asked], estimate.workload))
+        easily = [step for step in fitting if step.needs <= has * TIGHT]
     return tuple(step.estimate() for step in sorted(easily or fitting, key=lambda step: step.seconds)[:MOST_CURES])
+
+
+def _offloaded(prices: PriceList, layouts: Sequence[Layout], workload: Workload) -> Iterator[Step]:
+    """Those that fit with state or activations in host memory. A CPU has no other."""
+    chip = prices.cluster.chip
+    for layout, away in product(layouts, OFFLOADS) if not chip.is_host else ():
+        step = Step(prices, replace(layout, **away), workload)
+        if step.needs <= chip.memory_bytes:
+            yield step
 
 
 def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[Layout]:
@@ -140,6 +158,9 @@ def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iter
     with suppress(UserError):
         shorter = longest_sequence(prices, workload, closest.layout).seq_length
         yield f"rows of {shorter:,} tokens fit, with {closest.layout}"
+    for away in _offloaded(prices, [closest.layout], workload):
+        yield f"{away.layout} fits, with a step of {away.seconds:.3g} s"
+        break
     for times in TIMES_NODES:
         cluster = replace(prices.cluster, nodes=prices.cluster.nodes * times)
         step = lean_step(prices, cluster, workload, closest.layout.precision)

@@ -451,6 +451,7 @@ def work_layout(layout: Layout) -> Layout:
     return Layout(
         dp_shard=shards, tp=layout.tp, cp=layout.cp, ep=layout.ep, cp_method=layout.cp_method,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
+        mlp_chunks=layout.mlp_chunks,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from tests.verification.faults import (
     checkpoint,
+    chunks,
     context,
     experts,
     fp8,
@@ -23,6 +24,7 @@ __all__ = [
     "Fault",
     "Model",
     "checkpoint",
+    "chunks",
     "context",
     "experts",
     "fp8",
