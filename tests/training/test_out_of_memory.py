@@ -72,7 +72,7 @@ def test_rows_become_shorter_where_no_layout_helps() -> None:
         None,
         [
             "model.name_or_path=llama-3.2-1b",
-            "layout=single+full",
+            "layout=single+full+offload+offload_optimizer",
             "train.micro_batch_size=1",
             "precision.compute=bf16",
             "data.seq_length=131072",

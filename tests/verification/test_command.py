@@ -92,7 +92,6 @@ def test_inside_a_world_only_its_own_size_runs(tmp_path: Path) -> None:
         (["tp3"], "tp=3 does not fit"),
         (["tp2", "tp2"], "named twice"),
         (["shard-1"], "how many ranks"),
-        (["tp2+selective"], "not built yet"),
         (["pp2+v2"], "pp_schedule 1f1b has one stage a rank"),
         (["pp9"], "but the model has"),
         (["qq2"], "not a degree"),

@@ -62,7 +62,7 @@ SAME = {
 }  # fmt: skip
 
 _NO_LORA = "LoRA is not built yet: every weight of the model is trained"
-_NO_CHAT = "chat templates and loss masks are not built yet: all tokens of plain text are trained on"
+_CHAT = "the chat template is that of tokenizer.name_or_path's folder, and answers alone are trained (docs/data.md)"
 _NO_PREFERENCE = "preference training is not built yet: plain text is what is trained"
 _DATA_RANKS = "data ranks = layout.dp_replicate x layout.dp_shard"
 
@@ -99,7 +99,8 @@ DIFFERENT = {
     "adapter finetuning_type": _NO_LORA,
     "load_in_4bit load_in_8bit quantization quantization_config quantization_bit bnb_config": "quantised training is "
     "not built yet; precision.compute is bf16, fp32 or fp64",
-    "chat_template template train_on_inputs assistant_only_loss completion_only_loss sft": _NO_CHAT,
+    "chat_template template assistant_only_loss completion_only_loss sft": _CHAT,
+    "train_on_inputs": "data.train: [{path: ..., train_on: all}] trains what is asked too",
     "dpo dpo_beta rl rlhf grpo reference_model": _NO_PREFERENCE,
 }  # fmt: skip
 
