@@ -44,12 +44,16 @@ LEVERS: dict[tuple[str, int], tuple[tuple[str, str], ...]] = {
         ("shard8+zero1", "optimizer state sharded"),
         ("shard8+zero2", "and gradients"),
         ("shard8", "and parameters"),
+        ("shard8+selective", "all but matmuls and attention computed again"),
+        ("shard8+selective+offload", "and what is kept moved to host memory"),
         ("shard8+full", "layers computed again"),
+        ("shard8+full+offload", "and their inputs moved to host memory"),
         ("tp8+nosp", "features split, the sequence whole"),
         ("tp8", "and the sequence split between matmuls"),
         ("tp8+full", "and layers computed again"),
         ("cp8", "the sequence split in attention, too"),
-        ("cp8+full", "and layers computed again"),
+        ("cp8+selective", "and all but matmuls and attention computed again"),
+        ("cp8+full", "or whole layers computed again"),
         ("cp4.tp2+full", "both splits"),
         ("pp8+full", "layers dealt out"),
     ),
@@ -57,7 +61,9 @@ LEVERS: dict[tuple[str, int], tuple[tuple[str, str], ...]] = {
         ("shard64", "all states sharded"),
         ("shard64+full", "layers computed again"),
         ("shard8.tp8", "features and the sequence split"),
-        ("shard8.tp8+full", "and layers computed again"),
+        ("shard8.tp8+selective", "and all but matmuls and attention computed again"),
+        ("shard8.tp8+full", "or whole layers computed again"),
+        ("shard8.tp8+full+offload", "and their inputs moved to host memory"),
         ("cp8.tp8", "the sequence split in attention, too"),
         ("cp8.tp8+full", "and layers computed again"),
         ("pp8.tp8+full", "layers dealt out"),
@@ -228,6 +234,16 @@ def lever_table(found: Sequence[Cell], seen: dict[Asked, Rehearsed]) -> str:
     return "\n".join(lines)
 
 
+def rehearsed_table(seen: Sequence[Rehearsed]) -> str:
+    """Markdown: all that was rehearsed, chosen by the planner of today or not."""
+    lines = ["| model | devices | layout | tokens | allocated GiB | reserved GiB |", "| --- " * 6 + "|"]
+    for each in sorted(seen, key=lambda one: (one.asked.model, one.asked.seq_length, one.asked.devices)):
+        of, sizes = each.asked, (each.allocated, each.reserved)
+        peaks = " | ".join("out of memory" if size is None else f"{size / GIB:.1f}" for size in sizes)
+        lines.append(f"| {of.model} | {of.devices} H100 | `{of.layout}` | {of.seq_length // 1024:,}K | {peaks} |")
+    return "\n".join(lines)
+
+
 def publish(name: str, text: str) -> None:
     """Put a table into the page, between its marks."""
     page, begin, end = PAGE.read_text(encoding="utf-8"), f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -254,6 +270,7 @@ def main() -> None:
         record(list(seen.values()))
     publish("levers", lever_table(levers, seen))
     publish("cells", "\n\n".join(table(model, found, seen) for model in MODELS))
+    publish("rehearsed", rehearsed_table(list(seen.values())))
     planned = {each.asked for each in (*levers, *found) if each.asked}
     real = [seen[each] for each in planned if each in seen]
     print(

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from fivefold import cli
-from fivefold.comparison.configurations import Configuration, in_turns
+from fivefold.comparison.configurations import Configuration, fresh, in_turns
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import RunFailed
 from fivefold.launch.events import Listener
@@ -29,6 +29,11 @@ def test_runs_take_turns() -> None:
     names = ["a-on-1-repeat-1", "b-on-1-repeat-1", "a-on-2-repeat-1"]
     assert [run.name for run in runs] == names + [name.replace("t-1", "t-2") for name in names]
     assert [run.seed for run in runs] == [1234] * 3 + [1235] * 3
+
+
+def test_no_two_share_a_folder() -> None:
+    assert fresh("a", []) == "a"
+    assert fresh("a b", ["a-b", "a b-2"]) == "a b-3"
 
 
 def test_two_configurations_on_one_and_two_devices(tmp_path: Path) -> None:
@@ -52,6 +57,9 @@ def test_two_configurations_on_one_and_two_devices(tmp_path: Path) -> None:
     assert one["median"] == pytest.approx(two["median"], rel=1e-5)  # the same curve on any number of devices
     assert [row["loss_difference_pct"] is None for row in found["rows"]] == [True, False, True, False]
     assert found["rows"][3]["decrease_pct"]["measured"] is None
+    assert found["configurations"]["learning_rate=0.02"] == [
+        "run.yaml", "train.max_steps=5", "optimizer.learning_rate=0.02"
+    ]  # fmt: skip
     assert "on 2 devices" in screen
     assert max(map(len, screen.splitlines())) <= 80
     asks_for_nothing((tmp_path / "found.html").read_text())
@@ -179,7 +187,7 @@ def test_a_log_beside_a_run_and_logs_alone(trainer: Trainer, capsys: pytest.Capt
         (["--vary", "precision.fp9=x"], "precision.fp9 is not a key"),
         (["a.yaml", "b.yaml", "--vary", "a=b"], "--vary is of one run file"),
         (["--steps", "2"], "demo has 2 steps, of which the first 2 are not timed: none is left"),
-        (["--vary", "layout=tp2+fp32"], "layout=tp2+fp32 runs on none of 1 devices: tp 2 = 2"),
+        (["--vary", "layout=tp2+fp32"], "layout=tp2+fp32 cannot run with --nproc 1: tp 2 = 2"),
         (["--against", "nothing.csv"], "nothing.csv: there is no such log"),
         (["--out", "cli.txt"], "cannot write cli.txt"),
         (["--json", "a", "--html", "a"], "a is written by"),

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from shlex import split
 from typing import Any
@@ -17,8 +18,8 @@ from fivefold.launch.world import device_kind
 READ_MORE = "every key, its unit and its default: fivefold train --keys"
 # Of every run, whatever its file says: what a comparison does not need, or what would go into its time.
 ALWAYS = (
-    "log.every=1", "sample.every=0", "checkpoint.keep=1", "checkpoint.export_hf=false", "checkpoint.remote=null",
-    "checkpoint.resume=auto",
+    "log.every=1", "log.to=[jsonl]", "sample.every=0", "checkpoint.keep=1", "checkpoint.export_hf=false",
+    "checkpoint.remote=null", "checkpoint.resume=auto",
 )  # fmt: skip
 _DIFFERENT_TEXT = ("tokenizer", "data")  # where these sections differ, losses per token are of different things
 
@@ -35,7 +36,7 @@ class Configuration:
     @property
     def slug(self) -> str:
         """Its name as a part of a file's."""
-        return re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.name).strip("-.") or "run"
+        return slug(self.name)
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -117,21 +118,27 @@ def _name(path: Path | None, config: RunConfig) -> str:
     return path.resolve().name if path.is_dir() else path.stem
 
 
+def slug(name: str) -> str:
+    """`a-b` of `a, b`: what any file system takes."""
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", name).strip("-.") or "run"
+
+
 def fresh(name: str, taken: Sequence[str]) -> str:
-    """`name`, or `name-2` where it is taken."""
-    number = 1 + sum(each == name or re.fullmatch(re.escape(name) + r"-\d+", each) is not None for each in taken)
-    return name if number == 1 else f"{name}-{number}"
+    """`name`, or `name-2` where that one's files are taken."""
+    slugs = {slug(each) for each in taken}
+    names = chain([name], (f"{name}-{at}" for at in count(2)))
+    return next(each for each in names if slug(each) not in slugs)
 
 
-def devices_of(configuration: Configuration, count: int | None) -> int:
-    """How many devices it takes when asked to run on `count` (None: as many as `fivefold train` would take). Raises
+def devices_of(configuration: Configuration, asked: int | None) -> int:
+    """How many devices it takes when asked to run on as many (None: as many as `fivefold train` would take). Raises
     `UserError` where it cannot, before anything is started."""
     config = configuration.config
     kind = device_kind(config.train.device)
     layout = config.written_layout
-    workers = worker_count(layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=count)
-    if count not in (None, workers):
-        raise UserError(f"{layout.product} = {workers}, not {count}")
+    workers = worker_count(layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=asked)
+    if asked not in (None, workers):
+        raise UserError(f"{layout.product} = {workers}, not {asked}")
     if config.is_automatic:
         check_model(config, layout=None)
         return workers
@@ -154,22 +161,22 @@ class Contest:
     def of(cls, some: Sequence[Configuration], counts: Sequence[int | None], repeats: int) -> "Contest":
         """Each configuration on each of `counts`, `repeats` times. Raises `UserError` where one runs on none."""
         cells, refused = list[tuple[Configuration, int]](), dict[tuple[str, int], str]()
-        for count in counts:
+        for asked in counts:
             for each in some:
                 try:
-                    cell = (each, devices_of(each, count))
+                    cell = (each, devices_of(each, asked))
                 except UserError as error:
-                    if count is None:
+                    if asked is None:
                         raise
-                    refused[each.name, count] = error.what
+                    refused[each.name, asked] = error.what
                 else:
                     cells += [cell] if cell not in cells else []
         for each in some:
             if not any(each is one for one, _ in cells):
                 why = next(why for (name, _), why in refused.items() if name == each.name)
-                listed = ", ".join(map(str, counts))
                 raise UserError(
-                    f"{each.name} runs on none of {listed} devices: {why}", fix="another --nproc, or layout"
+                    f"{each.name} cannot run with --nproc {','.join(map(str, counts))}: {why}",
+                    fix="another --nproc, or layout",
                 )
         return cls(some, list(in_turns(cells, repeats)), refused)
 

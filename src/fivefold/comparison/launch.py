@@ -151,9 +151,9 @@ def _agree(out: Path, before: Any, now: dict[str, Any], instead: str) -> None:
         raise UserError(f"{out} holds a comparison of {listed}", fix=fix)
     for name, tree in now.items():
         was, own = (dict(_flat(each)) for each in (before[name], tree))
-        for key in {**was, **own}:
-            if was.get(key) != own.get(key):
-                raise UserError(f"{out} holds runs of {name} with {key} {was.get(key)}, not {own.get(key)}", fix=fix)
+        for key in [each for each in own if each in was]:  # a key that another version lacks has its default
+            if was[key] != own[key]:
+                raise UserError(f"{out} holds runs of {name} with {key} {was[key]}, not {own[key]}", fix=fix)
 
 
 def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -169,7 +169,6 @@ class Comparison:
         self.request, self.contest, self.out, self.others = request, contest, out, others
         self.failed: dict[tuple[str, int], str] = {}
         self._screen: TextIO | None = None
-        self._progress: Any = None
 
     def run(self) -> None:
         """Train every run that is not done yet. After a failure the later repeats of the same are left out."""
@@ -194,9 +193,12 @@ class Comparison:
             _measured(each, self.request.warmup) for each in self.others
         ]
         missing = [run for run in self.contest.runs if run not in done]
+        places = {str(history.load(self.out / run.name).starts[-1].about.get("device")) for run in done}
+        keys = {each.name: [str(each.path or "demo"), *each.overrides] for each in self.contest.configurations}
         return report_of(
             measured, contest=self.contest, failed=self.failed, others=self.others, warmup=self.request.warmup,
-            missing=len(missing), out=str(self.out), unlike=unlike(self.contest.configurations),
+            missing=len(missing), unlike=unlike(self.contest.configurations),
+            about={"device": ", ".join(sorted(places)), "configurations": keys, "out": str(self.out)},
         )  # fmt: skip
 
     def _is_done(self, run: PlannedRun) -> bool:
@@ -232,8 +234,11 @@ class Comparison:
         self._screen = None
 
     def _say(self, text: str) -> None:
-        if self._screen:
-            print(shown(text), file=self._screen, flush=True)
+        try:
+            if self._screen:
+                print(shown(text), file=self._screen, flush=True)
+        except OSError:  # nobody reads any more: the runs go on
+            self._screen = None
 
     def _tell_beginning(self, done: int) -> None:
         runs = self.contest.runs
@@ -287,8 +292,12 @@ def a_copy_of(stream: TextIO) -> Iterator[TextIO]:
     except (OSError, ValueError, AttributeError):  # no file is behind it
         yield stream
         return
-    with os.fdopen(descriptor, "w", encoding=stream.encoding, errors="replace") as copy:
+    copy = os.fdopen(descriptor, "w", encoding=stream.encoding, errors="replace")
+    try:
         yield copy
+    finally:
+        with suppress(OSError):
+            copy.close()
 
 
 @contextmanager

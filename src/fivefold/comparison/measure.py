@@ -32,15 +32,15 @@ class Spread:
 
     @property
     def half_range_pct(self) -> float | None:
-        """Half of what lies between the repeats, in % of the median; None of one."""
+        """Half the range of the repeats, in % of the median; None of one."""
         return 100 * (self.high - self.low) / 2 / abs(self.median) if self.count > 1 and self.median else None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the medians, in % of the base's; `low` to `high`: of each repeat to the base's same repeat.
+    """In % of the base's, each repeat to the base's same repeat: the median, `low` to `high`.
 
-    `measured`: whether it is larger than what lies between the repeats; None where there is one. Example: repeats of
+    `measured`: whether it is larger than the range of the repeats; None where there is one. Example: repeats of
     +3, +4 and +5 % make a difference of 4 % over a spread of 2: it is measured. -1, +1 and +2 % make none."""
 
     percent: float
@@ -52,20 +52,15 @@ class Difference:
     @classmethod
     def of(cls, own: Mapping[int, float | None], base: Mapping[int, float | None]) -> "Difference | None":
         """From values by repeat; only repeats that both have are looked at, and None comes of none."""
-        pairs = [
-            (mine, theirs) for repeat, mine in own.items()
-            if mine is not None and (theirs := base.get(repeat)) is not None and theirs
-        ]  # fmt: skip
-        if not pairs:
+        each = [
+            100 * (mine / theirs - 1)
+            for repeat, mine in own.items()
+            if mine is not None and (theirs := base.get(repeat))
+        ]
+        if not each:
             return None
-        each = [_percent(*pair) for pair in pairs]
-        whole = _percent(median(mine for mine, _ in pairs), median(theirs for _, theirs in pairs))
-        low, high = min(each), max(each)
-        return cls(whole, low, high, len(pairs), abs(whole) > high - low if len(pairs) > 1 else None)
-
-
-def _percent(own: float, base: float) -> float:
-    return 100 * (own / base - 1)
+        whole, low, high = median(each), min(each), max(each)
+        return cls(whole, low, high, len(each), abs(whole) > high - low if len(each) > 1 else None)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from statistics import fmean
 from fivefold.comparison.logs import Step
 from fivefold.comparison.measure import Difference, Measured, Spread
 from fivefold.comparison.report import CompareReport, change, loss, number, on, speed
-from fivefold.core.units import human
 from fivefold.report import curves
 from fivefold.report.render import render, write
 
@@ -30,17 +29,11 @@ def page(report: CompareReport) -> str:
     found = panels(report.runs)
     longest = max((len(run.steps) for run in report.runs), default=0)
     filters: dict[str, Callable[..., str]] = {
-        "on": on,
-        "speed": speed,
-        "change": change,
-        "range": between,
-        "loss": loss,
-        "number": number,
-    }
+        "on": on, "speed": speed, "change": change, "range": between, "loss": loss, "number": number
+    }  # fmt: skip
     return render(
         "page.html.j2", "fivefold.comparison", [], filters, script=SCRIPT if found else None, report=report,
         headline=headline(report), curves=curves.draw(found, [], averaged=longest > curves.POINTS) if found else None,
-        says=human,
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ class CompareReport(Report[Row]):
     tokens: Mapping[int, float] = field(default_factory=dict)  # by repeat: what losses are compared after
     notes: tuple[str, ...] = ()
     missing: int = 0
-    out: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -147,11 +146,11 @@ def number(value: float | None, form: str) -> str:
 
 def report_of(
     runs: Sequence[Measured], *, warmup: int, contest: Contest | None = None, others: Sequence[Log] = (),
-    failed: Mapping[tuple[str, int], str] | None = None, missing: int = 0, out: str = "",
-    unlike: Mapping[str, str] | None = None,
+    failed: Mapping[tuple[str, int], str] | None = None, missing: int = 0,
+    about: Mapping[str, Any] | None = None, unlike: Mapping[str, str] | None = None,
 ) -> CompareReport:  # fmt: skip
-    """The report of what was measured."""
-    failed = failed or {}
+    """The report of what was measured. `about`: what JSON says besides, the `device` in the notes too."""
+    failed, about = failed or {}, about or {}
     notes: dict[Cell, str] = {
         **{cell: f"not run: {why}" for cell, why in (contest.refused.items() if contest else ())},
         **{cell: f"failed: {why}" for cell, why in failed.items()},
@@ -164,17 +163,18 @@ def report_of(
     stopped = f"{many(missing, 'run')} of {len(contest.runs) if contest else 0} not done: the same command goes on"
     return CompareReport(
         title="fivefold compare", rows=found, base=base, ok=not failed and not missing, runs=tuple(runs), tokens=tokens,
-        notes=tuple(_notes(found, base, runs, tokens, warmup, others, unlike or {})), missing=missing, out=out,
-        closing=stopped if missing and not failed else "", settings={"warmup_steps": warmup, "out": out},
+        notes=tuple(_notes(found, base, runs, tokens, warmup, others, unlike or {}, str(about.get("device", "")))),
+        missing=missing,
+        closing=stopped if missing and not failed else "", settings={"warmup_steps": warmup, **about},
     )  # fmt: skip
 
 
 def _notes(
     found: Sequence[Row], base: str, runs: Sequence[Measured], tokens: Mapping[int, float], warmup: int,
-    others: Sequence[Log], unlike: Mapping[str, str],
+    others: Sequence[Log], unlike: Mapping[str, str], device: str,
 ) -> list[str]:  # fmt: skip
     """What the numbers are of, and what is not to be read into them."""
-    lines = [f"speed: the median step, without the first {warmup} of a start; ±: half of what lies between repeats"]
+    lines = [f"speed: median step after the first {warmup} of a start; ±: half the range of repeats"]
     if tokens:
         evaluated = "; eval loss: of held-out rows then" if any(row.eval_loss for row in found) else ""
         lines.append(f"loss: mean of the last {100 * LAST:.0f} % of {human(min(tokens.values()))} tokens{evaluated}")
@@ -187,9 +187,10 @@ def _notes(
     if any(row.faster_pct or row.loss_difference_pct for row in found):
         lines.append(f"base: {base} on as many devices")
     if any(each.measured is False for each in differences):
-        lines.append("(x): smaller than what lies between its repeats: no difference measured")
+        lines.append("(x): not larger than the range of its repeats: no difference measured")
     if any(each.measured is None for each in differences):
-        lines.append("x?: one repeat; what lies between repeats is not known")
+        lines.append("x?: one repeat; the range of repeats is not known")
     lines += [f"{name}: losses not compared, {key} is not that of {base}" for name, key in unlike.items()]
     lines += [f"{row.configuration} {on(row.devices)} {row.note}" for row in found if row.note]
+    lines += [f"devices: {device}"] if device else []
     return lines + [f"{log.name}: {log.says}" for log in others]

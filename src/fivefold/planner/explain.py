@@ -11,6 +11,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.chips import GIB
+from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import LIKELY, spread
 from fivefold.planner.estimate import TIGHT, Estimate, Item, Step, Workload
 from fivefold.planner.inverse import lean_step, longest_sequence
@@ -96,17 +97,22 @@ def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[La
     """Legal layouts that need less memory in one respect."""
     limits, world, batch = limits_of(prices.facts), prices.cluster.world, estimate.workload.global_batch_size
     return [
-        each for each in _changed(layout, prices.cluster.domain)
+        each for each in _changed(layout, prices.cluster)
         if not legality.violations(each, limits, world=world, batch=batch)
     ]  # fmt: skip
 
 
-def _changed(layout: Layout, domain: int) -> Iterator[Layout]:
+def _changed(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
     """With one change each. What a dimension gains, data parallelism loses: replicas first, then shards."""
     if layout.recompute == "none":
         yield replace(layout, recompute="selective")
     if layout.recompute in ("none", "selective"):
         yield replace(layout, recompute="full")
+    if not cluster.chip.is_host:  # whose memory is that of the host
+        if not layout.offload_activations:
+            yield replace(layout, offload_activations=True)
+        if not layout.offload_optimizer:
+            yield replace(layout, offload_optimizer=True)
     if layout.micro_batch_size > 1:
         yield replace(layout, micro_batch_size=layout.micro_batch_size // 2)
     if layout.zero < 3:
@@ -122,7 +128,7 @@ def _changed(layout: Layout, domain: int) -> Iterator[Layout]:
     lost = next(({name: size // 2} for name, size in fewer if size % 2 == 0), None)
     if lost is None:
         return
-    if layout.tp * 2 <= domain:
+    if layout.tp * 2 <= cluster.domain:
         yield replace(layout, tp=layout.tp * 2, **lost)
     yield replace(layout, cp=layout.cp * 2, **lost)
     yield replace(layout, pp=layout.pp * 2, **lost)

@@ -134,9 +134,11 @@ def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | N
         return None
 
 
-def optimizer_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Of the optimizer's state on this rank, which is not there before the first step."""
-    return bytes_of(state_of(model).plan, config).optimizer
+def optimizer_bytes(model: nn.Module, config: RunConfig) -> tuple[int, int]:
+    """Of the optimizer's state on this rank, which is not there before the first step: all of it, and what lies on the
+    device."""
+    found = bytes_of(state_of(model).plan, config)
+    return found.optimizer, found.optimizer - found.host["optimizer state"]
 
 
 def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
@@ -152,11 +154,6 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
         failed = error.to_json()
     if state.offload.memory and (told := next(filter(None, plain.everywhere(failed)), None)):
         raise UserError.from_json(told)
-
-
-def host_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Of it, in host memory."""
-    return bytes_of(state_of(model).plan, config).host["optimizer state"]
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:

@@ -33,14 +33,13 @@ def run(job: "Trainer") -> None:
     """On every rank, of a run that is about to begin its first step."""
     with _put_back(job.model), ExitStack() as until_then:
         until_then.callback(job.optimizer.zero_grad, set_to_none=True)
-        state_bytes = 0 if job.optimizer.state else preflight.optimizer_bytes(job.model, job.config)
-        away = preflight.host_bytes(job.model, job.config) if state_bytes else 0
-        kept = torch.full((state_bytes - away,), 1, dtype=torch.uint8, device=job.world.device)
+        saved, on_device = (0, 0) if job.optimizer.state else preflight.optimizer_bytes(job.model, job.config)
+        kept = torch.full((on_device,), 1, dtype=torch.uint8, device=job.world.device)
         _step(job)
         job.optimizer.zero_grad(set_to_none=True)
         if job.config.eval.every and job.data.validation:
             mean_loss(job.model, islice(job.evaluation(job.data.validation), 1))
-        job.keeper.try_memory(state_bytes)
+        job.keeper.try_memory(saved)
         del kept
     if job.world.device != "cpu":
         torch.cuda.synchronize()
@@ -50,7 +49,7 @@ def run(job: "Trainer") -> None:
 def _step(job: "Trainer") -> None:
     """Forward and backward of the first step to come, and the norm: all but the update."""
     state, batch = state_of(job.model), job.batch(job.step)
-    rounds = batch if state.plan.layout.pp > 1 else batch[:ROUNDS]
+    rounds = batch[:ROUNDS] if state.plan.stages.count == 1 else batch  # several stages have many under way
     scale = 1.0 / max(sum(each.targets for each in rounds), 1)
     gradients(job.model, rounds, torch.tensor(scale, dtype=torch.float64, device=job.world.device))
     state.balance.end_step()
