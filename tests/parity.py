@@ -213,7 +213,8 @@ def cross_entropy(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
 def build(case: Case) -> Any:
     """The model of the case, spread over the current world, with the reference's values."""
     source = ModelTensors(reference_model(case, torch.float32))
-    return parallelize(build_meta(hf_config(case)), case.parsed, source=source, loss_chunks=case.loss_chunks)
+    step = case.parsed.padded(ROW), case.parsed.accumulation(case.rows)
+    return parallelize(build_meta(hf_config(case)), case.parsed, source=source, loss_chunks=case.loss_chunks, step=step)
 
 
 def gradient(parameter: Tensor) -> Tensor:

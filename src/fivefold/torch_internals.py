@@ -105,6 +105,17 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """(pack, unpack) of the innermost `saved_tensors_hooks` that are on; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """The same memory, without what made it; `times_changed` counts for both, also inside of operators."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def times_changed(tensor: Tensor) -> int:
     """How often the memory of a tensor has been changed in place."""
     return tensor._version
@@ -345,7 +356,14 @@ def surfaces() -> Iterator[Surface]:
     for name in ("_scaled_dot_product_flash_attention_for_cpu", "_flash_attention"):
         forward = name if name.endswith("cpu") else f"{name}_forward"
         yield from (Surface(f"ops.aten.{forward}"), Surface(f"ops.aten.{name}_backward"))
-    for name in ("_foreach_norm", "_foreach_mul_", "_C.DisableTorchFunctionSubclass", "ScriptObject"):
+    for name in (
+        "_foreach_norm",
+        "_foreach_mul_",
+        "_C.DisableTorchFunctionSubclass",
+        "ScriptObject",
+        "_C._autograd._top_saved_tensors_default_hooks",
+        "_C._SetExcludeDispatchKeyGuard",
+    ):
         yield Surface(name)
     yield Surface("nn.functional.grouped_mm", is_optional=True)
     yield from (Surface("UntypedStorage._cdata"), Surface("nn.modules.conv._ConvNd"))

@@ -41,7 +41,7 @@ def found(layout: str, family: str, kv_heads: int) -> tuple[Outcome, list[dict[s
 def equals_one_process(layout: str, recipe: str, family: str = "llama", kv_heads: int = 2) -> None:
     base, _, last = layout.partition("+nosp")
     text = f"{base}+fp64+{WORDS[recipe]}{_}{last}"
-    one, _ = found(f"single+fp64+{WORDS[recipe]}", family, kv_heads)
+    one, _ = found(f"single+fp64+{WORDS[recipe]}{'+hp1' * ('+hp1' in layout)}", family, kv_heads)
     many, per_rank = found(text, family, kv_heads)
     error, worst = gradient_error(many, one)
     assert error <= 1e-10, worst
@@ -65,7 +65,7 @@ def test_what_is_whole_on_a_rank_is_cast_there(layout: str, recipe: str) -> None
     [
         ("shard2.ep2", "mixtral", "tensorwise"),
         ("tp2.ep2", "mixtral", "rowwise"),
-        ("shard2.ep2", "deepseek_v3", "blockwise"),
+        ("shard2.ep2+hp1", "deepseek_v3", "blockwise"),
     ],
 )
 def test_experts_are_cast_row_by_row(layout: str, family: str, recipe: str) -> None:
@@ -154,6 +154,14 @@ def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None
     assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).fp8_linears
 
 
+def test_layers_at_the_ends_stay_in_the_compute_dtype() -> None:
+    """Of three layers the middle one is left, with its linears and its experts."""
+    facts = facts_of(reference_model(Case("single", "deepseek_v3", kv_heads=4)))
+    plan = lower(facts, Layout.parse("single+fp8+hp1").resolve(1), 0)
+    assert {each.name.split(".")[2] for each in (*plan.fp8_linears, *plan.fp8_experts)} == {"1"}
+    assert "without fp8" in _refused("tp2+hp1", "llama", 2)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +176,15 @@ def test_no_rank_has_a_part_of_a_gradient_or_of_a_block() -> None:
     assert "share model.layers.0.self_attn.k_proj.weight" in _refused("tp4+fp8", "llama", 2)
     assert "blocks of 32 features" in _refused("tp2+mxfp8", "llama", 2)
     assert "experts" in _refused("tp2+fp8+etp", "mixtral", 4)
+
+
+def test_sizes_that_no_kernel_takes_are_named() -> None:
+    facts = facts_of(reference_model(Case("single", "llama", kv_heads=2)))
+    plan = lower(facts, Layout.parse("tp2+fp8_rowwise"), 0)
+    wide = [each for each in plan.fp8_linears if each.inputs % 16 or each.outputs % 16]
+    assert len(plan.unaligned(64)) == len(wide)
+    assert plan.unaligned(72)[-1] == "the gradients of weights, of 72 tokens"
+    assert not lower(facts, Layout.parse("tp2"), 0).unaligned(72)
 
 
 def test_rows_are_padded_to_whole_blocks() -> None:

@@ -59,7 +59,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
         ),
     )  # fmt: skip
-    prepare(subject, "fp64", place / EVIDENCE, "cpu", fp8=fp8, state_dtype=like.state_dtype)
+    prepare(subject, "fp64", place / EVIDENCE, "cpu", fp8=like, state_dtype=like.state_dtype)
     subject.save(place / "subject.json")
     return place
 

@@ -30,8 +30,9 @@ from fivefold.config.runfile import READ_MORE, RunFile, explained
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
-from fivefold.core.layout import FP8, SAID, Compute, Layout, RecomputeMode
+from fivefold.core.layout import FP8, SAID, Compute, Layout
 from fivefold.core.optimizers import OPTIMIZERS, with_key
+from fivefold.core.recompute import BUDGET
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
@@ -300,10 +301,14 @@ class PrecisionSection(Section):
     compute: Compute = of_layout("precision")
     reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the gradient reduction")
     fp8: FP8 = of_layout("fp8")
+    fp8_high_layers: Whole = of_layout("fp8_high_layers", ge=0)
 
 
 class MemorySection(Section):
-    recompute: RecomputeMode = of_layout("recompute")
+    recompute: Literal["none", "selective", "full"] | Annotated[str, Field(pattern=f"^{BUDGET}$")] = of_layout(
+        "recompute"
+    )
+    mlp_chunks: Whole = of_layout("mlp_chunks", ge=1)
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
     offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")

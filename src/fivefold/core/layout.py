@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES
+from fivefold.core.recompute import BUDGET, MODES
 from fivefold.core.schedule import SCHEDULES, Schedule
 from fivefold.core.state_dtypes import StateDtype
 
@@ -32,7 +33,6 @@ MOST_RING = 2**10  # ranks of cp: what a ring sends is known by looking at every
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-RecomputeMode = Literal["none", "selective", "full"]
 Compute = Literal["bf16", "fp32", "fp64"]
 FP8 = Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
 CP_METHODS = ("auto", "ring", "allgather", "ulysses")
@@ -117,8 +117,8 @@ class Layout:
     )  # fmt: skip
     micro_batch_size: int = _said(1, "train.micro_batch_size", "rows per forward pass of one data rank", prefix="mb")
     recompute: str = _said(
-        "none", "memory.recompute", "activations computed twice",
-        choices=get_args(RecomputeMode), words=_each("selective", "full"),
+        "none", "memory.recompute", "activations computed twice: a mode, or what a rank may keep, as 12 GiB",
+        words=_each("selective", "full"), prefix="keep", pattern=BUDGET, shown="NGiB",
     )  # fmt: skip
     offload_activations: bool = _said(
         False, "memory.offload_activations", "keep saved activations in host memory", words={"offload": True}
@@ -135,7 +135,13 @@ class Layout:
         choices=get_args(FP8),
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
+    fp8_high_layers: int = _said(
+        0, "precision.fp8_high_layers", "layers at each end that stay in precision.compute", prefix="hp"
+    )
 
+    mlp_chunks: int = _said(
+        1, "memory.mlp_chunks", "pieces of the sequence that an MLP runs one after the other", prefix="mlp"
+    )
     state_dtype: str = _said(
         "fp32", "optimizer.state_dtype", "dtype in which the optimizer keeps its state",
         choices=get_args(StateDtype), words={"bf16_states": "bf16", "8bit_states": "8bit"},
@@ -156,8 +162,14 @@ class Layout:
                 raise UserError(f"{name} {getattr(self, name)!r} is not known", fix=f"choose one of {choices}")
         if self.cp_method not in CP_METHODS and not re.fullmatch(r"\d+x\d+", self.cp_method):
             raise UserError(f"cp_method {self.cp_method!r} is not known", fix=f"one of {', '.join(CP_METHODS)} or RxU")
-        if self.micro_batch_size < 1 or self.pp_virtual < 1:
-            raise UserError("micro_batch_size and pp_virtual are 1 or more")
+        if min(self.micro_batch_size, self.pp_virtual, self.mlp_chunks) < 1:
+            raise UserError("micro_batch_size, pp_virtual and mlp_chunks are 1 or more")
+        if self.recompute not in MODES and not re.fullmatch(BUDGET, self.recompute):
+            fix = f"choose one of {', '.join(MODES)}, or what a rank may keep: 12 GiB"
+            raise UserError(f"recompute {self.recompute!r} is not known", fix=fix)
+        object.__setattr__(self, "recompute", self.recompute.replace(" ", ""))
+        if self.fp8_high_layers < 0:
+            raise UserError("fp8_high_layers is 0 or more")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -236,6 +248,7 @@ class Layout:
     def numerics(self) -> str:
         """The types that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
         with_fp8 = self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
+        with_fp8 += f" but for {self.fp8_high_layers} layers at each end" if self.fp8_high_layers else ""
         return with_fp8 if self.state_dtype == "fp32" else f"{with_fp8}, {self.state_dtype} states"
 
     @property

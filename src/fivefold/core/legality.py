@@ -87,7 +87,7 @@ def violations(
     `world`: devices. `batch`: rows of an optimizer step, over all devices. `micro_batches`: of a data rank in a step,
     where `batch` is not known. `dp_shard` -1 is taken as not known yet.
     """
-    found = [*of_cp_method(layout), *of_pipeline(layout)]
+    found = [*of_cp_method(layout), *of_pipeline(layout), *of_mlp_chunks(layout)]
     if world is not None:
         found += of_world(layout, world)
     if batch is not None and layout.dp_shard != -1:
@@ -198,6 +198,18 @@ def _of_virtual(layout: "Layout") -> Iterator[Violation]:
     elif layout.stages_per_rank < fewest:
         what, fix = f"{name} has two stages a rank or more", f"set pp_virtual to {fewest} (+v{fewest})"
         yield Violation("pp_virtual", what, fix, (fewest,))
+
+
+def of_mlp_chunks(layout: "Layout") -> Iterator[Violation]:
+    """What goes over all tokens of an MLP at once, or says itself what of it is computed again."""
+    if layout.mlp_chunks == 1:
+        return
+    if layout.fp8 != "none":
+        what = f"mlp_chunks {layout.mlp_chunks}: fp8 {layout.fp8} has scales that span the tokens of a linear"
+        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
+    if layout.recompute not in ("none", "full"):
+        what = f"mlp_chunks {layout.mlp_chunks}: recompute {layout.recompute} says what of an MLP is kept"
+        yield Violation("mlp_chunks", what, "set memory.recompute: full, or none", (1,), more="docs/memory.md")
 
 
 def of_micro_batches(layout: "Layout", count: int) -> Iterator[Violation]:

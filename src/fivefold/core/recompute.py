@@ -16,10 +16,19 @@ so does the reduce-scatter after attention. The reduce-scatter after the MLP run
 With `selective`, the two all-gathers run twice, and each reduce-scatter once.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from fivefold.core.errors import UserError
+from fivefold.core.units import many
 
 Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+BUDGET = r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?GiB"  # of what a rank keeps, in place of a mode
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -34,13 +43,22 @@ class Site:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The policy of a layout; `mode` is that of every layer."""
+    """The policy of a layout. `mode`: that of every layer, or a budget, such as `12GiB`. `by_layer`: what a budget was
+    spent for. `kept`: bytes that the layers of this rank keep under it."""
 
     mode: str
+    by_layer: Mapping[str, Mode] = field(default_factory=dict, hash=False)
+    kept: int = 0
 
     def of(self, module: str) -> Mode:
         """How a layer, or the layer of a module, is recomputed."""
-        return self.mode  # type: ignore[return-value]
+        if self.mode in MODES:
+            return self.mode
+        parts = module.split(".")
+        outer = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+        found = next((name for name in outer if name in self.by_layer), None)
+        assert found is not None, f"the budget of {self.mode} is not spent for {module} yet"
+        return self.by_layer[found]
 
     def wraps(self, layer: str) -> bool:
         """Whether `layer` runs forward again in backward."""
@@ -52,5 +70,69 @@ class Recompute:
 
     def forwards(self, site: Site) -> int:
         """How often `site` runs forward in a micro batch."""
-        is_kept = site.is_last or (site.is_kept and self.keeps(site.module))
-        return 2 if self.wraps(site.module) and not is_kept else 1
+        if site.is_last or not self.wraps(site.module):
+            return 1
+        return 1 if site.is_kept and self.keeps(site.module) else 2
+
+    def __str__(self) -> str:
+        """For people: `10 layers none, 18 selective, 4 full: 11.7 of 12 GiB`."""
+        if self.mode in MODES:
+            return self.mode
+        counts = Counter(self.by_layer.values())
+        parts = [f"{counts[mode]:,} {mode}" for mode in MODES if counts[mode]]
+        first, _, mode = parts[0].partition(" ") if parts else ("0", "", "none")
+        parts[:1] = [f"{many(int(first.replace(',', '')), 'layer')} {mode}"]
+        return f"{', '.join(parts)}: {self.kept / GIB:.4g} of {self.mode.removesuffix('GiB')} GiB"
+
+
+# ---- a budget --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layer under one mode: `kept` bytes from forward to backward, of all micro batches in flight, and the work that
+    its backward repeats, in any unit of time."""
+
+    kept: int
+    again: float
+
+
+def budget_bytes(mode: str) -> int | None:
+    """Of `12GiB`; None for a mode."""
+    found = re.fullmatch(BUDGET, mode)
+    return round(float(found[1]) * GIB) if found else None
+
+
+def spent(mode: str, layers: Mapping[str, Mapping[Mode, Choice]]) -> Recompute:
+    """What a budget is spent for: the mode of each layer of a rank, such that all of them keep no more, and little work
+    is repeated.
+
+    All layers begin with `none`. One by one, the change that frees the most bytes for the work that it costs is made,
+    until the budget holds. The last change may free more than was asked: the cheapest that frees enough takes its
+    place. Layers alike change in their order. Raises `UserError` where `full` keeps more than the budget everywhere.
+    """
+    budget = budget_bytes(mode)
+    assert budget is not None, f"{mode} is no budget"
+    chosen: dict[str, Mode] = dict.fromkeys(layers, "none")
+    kept = sum(layers[name]["none"].kept for name in layers)
+    while kept > budget:
+        changes = [
+            (layers[name][now].kept - choice.kept, choice.again - layers[name][now].again, name, to)
+            for name, now in chosen.items()
+            for to, choice in layers[name].items()
+            if choice.kept < layers[name][now].kept
+        ]
+        if not changes:
+            least = -(-1000 * kept // GIB) / 1000
+            raise UserError(
+                f"memory.recompute {mode}: with full recompute the layers of a rank still keep {least:g} GiB",
+                fix=f"{least:g} GiB or more, fewer rows in a micro batch, or shorter ones",
+                more="docs/memory.md",
+            )
+        enough = [change for change in changes if kept - change[0] <= budget]
+        best = max(changes, key=lambda change: change[0] / max(change[1], 1e-30))
+        if enough and kept - best[0] <= budget:
+            best = min(enough, key=lambda change: change[1])
+        freed, _, name, to = best
+        chosen[name], kept = to, kept - freed
+    return Recompute(mode, chosen, kept)

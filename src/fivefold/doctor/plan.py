@@ -77,6 +77,7 @@ def examine(
         raise UserError(
             f"a micro batch of {rows_of} is more than {MOST_TOKENS:,} tokens", fix="lower --seq-length, or write +mb1"
         )
+    plan = plan.within_budget(tokens, micro_batches, compiled=True)
     shape = replace(plan.step_shape(parsed.micro_batch_size, tokens, micro_batches), compiled=True)
     calls, needs = plan.calls(shape), plan.bytes(shape)
     rows = [*_place(plan), *_shards(plan), *_done(plan), *_sent(calls)]
@@ -111,6 +112,8 @@ def _place(plan: ParallelPlan) -> list[PlanRow]:
             first, last = plan.stages.splits[stage]
             says = f"layers {first} to {last - 1} of {len(names)}"
             rows.append(PlanRow("this rank", f"stage {stage} of {plan.stages.count}", says))
+    if plan.layout.recompute != "none":
+        rows.append(PlanRow("this rank", "recompute", str(plan.recompute)))
     held = sum(plan.held_bytes(name, 1) for name in plan.shards if plan.holds(name))
     rows.append(PlanRow("this rank", "parameters", f"{human(held)} of {human(plan.facts.size)}"))
     return rows

@@ -13,7 +13,8 @@ A value is kept below autograd. So the second forward makes the same graph as th
 | `computing_again(forward)` | nothing is kept |
 | `kept(compute)`, `product_with_inputs(compute)` | in an `autograd.Function`'s forward: what `compute` gives is kept |
 
-Outside of a block that keeps anything, none of them does anything.
+Outside of a block that keeps anything, none of them does anything. Hooks for saved tensors that stand around a block
+get what it keeps, too: what moves saved activations to the host moves these with them.
 """
 
 from collections import deque
@@ -26,55 +27,34 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fivefold.ops.away import Back, put_away
-from fivefold.torch_internals import DEAR, SUMS, Dispatch, times_changed
+from fivefold.torch_internals import DEAR, SUMS, Dispatch, hooks_of_saved, times_changed, without_graph
 
 Forward = Callable[..., Any]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 
 
 @dataclass(frozen=True)
 class _Held:
     """A tensor that is kept, without its graph, and how often it had been changed in place by then."""
 
-    back: Back
+    own: Tensor
     changes: int
 
     def taken(self) -> Tensor:
-        own = self.back()
-        if times_changed(own) > self.changes:
+        if times_changed(self.own) != self.changes:
             raise RuntimeError("a tensor that selective recompute keeps has been changed in place")
-        return own
+        return self.own
 
 
-@dataclass
-class _Block:
-    """One forward of one block: what it keeps, in order. `hands_on`: products are read by what is kept, and by nothing
-    else."""
+@dataclass(frozen=True)
+class _Packed:
+    """A tensor that is kept by way of the hooks around the block."""
 
-    values: deque[Any] = field(default_factory=deque)
-    is_again: bool = False
-    hands_on: bool = False
+    value: Any
+    unpack: Callable[[Any], Tensor]
 
-    def kept(self, compute: Callable[[], Any]) -> Any:
-        if self.is_again:
-            return tree_map_only(_Held, _Held.taken, self.values.popleft())
-        with _during(None):
-            found = compute()
-        self.values.append(tree_map_only(Tensor, _held, found))
-        return found
-
-    def product(self, compute: Callable[[], Any]) -> Any:
-        return self.product_with_inputs(lambda: (compute(), ()))[0]
-
-    def product_with_inputs(self, compute: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        if not self.is_again:
-            with _during(None):
-                outs, inputs = compute()
-            keep = _shape_of if self.hands_on else _held
-            self.values.append((tree_map_only(Tensor, keep, outs), tree_map_only(Tensor, _held, inputs)))
-            return outs, inputs
-        outs, inputs = tree_map_only((_Held, _Shape), lambda each: each.taken(), self.values.popleft())
-        return outs, inputs
+    def taken(self) -> Tensor:
+        return self.unpack(self.value)
 
 
 @dataclass(frozen=True)
@@ -92,9 +72,46 @@ def _shape_of(tensor: Tensor) -> _Shape:
     return _Shape(tensor.new_empty(()), tuple(tensor.shape))
 
 
-def _held(tensor: Tensor) -> _Held:
-    own = tensor.detach()
-    return _Held(put_away(own), times_changed(own))
+@dataclass
+class _Block:
+    """One forward of one block: what it keeps, in order. `hooks`: those around it. `hands_on`: products are read by
+    what is kept, and by nothing else."""
+
+    hooks: Hooks | None = None
+    values: deque[Any] = field(default_factory=deque)
+    is_again: bool = False
+    hands_on: bool = False
+
+    def kept(self, compute: Callable[[], Any]) -> Any:
+        if self.is_again:
+            return self._taken()
+        with _during(None):
+            found = compute()
+        self.values.append(tree_map_only(Tensor, self._hold, found))
+        return found
+
+    def product(self, compute: Callable[[], Any]) -> Any:
+        return self.product_with_inputs(lambda: (compute(), ()))[0]
+
+    def product_with_inputs(self, compute: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        if not self.is_again:
+            with _during(None):
+                outs, inputs = compute()
+            keep = _shape_of if self.hands_on else self._hold
+            self.values.append((tree_map_only(Tensor, keep, outs), tree_map_only(Tensor, self._hold, inputs)))
+            return outs, inputs
+        outs, inputs = self._taken()
+        return outs, inputs
+
+    def _taken(self) -> Any:
+        return tree_map_only((_Held, _Packed, _Shape), lambda each: each.taken(), self.values.popleft())
+
+    def _hold(self, tensor: Tensor) -> _Held | _Packed:
+        own = without_graph(tensor)
+        if self.hooks is None:
+            return _Held(own, times_changed(own))
+        pack, unpack = self.hooks
+        return _Packed(pack(own), unpack)
 
 
 _block: _Block | None = None  # whose forward is under way: of autograd's thread and the main one, one waits
@@ -112,7 +129,7 @@ def _during(block: _Block | None) -> Iterator[None]:
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first forward of a block and around its second: `context_fn` of `torch.utils.checkpoint`."""
-    block = _Block()
+    block = _Block(hooks_of_saved())
 
     @contextmanager
     def second() -> Iterator[None]:

@@ -24,7 +24,7 @@ Legend: I inputs and O outputs of a linear, S rows sorted by expert, E experts.
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -166,10 +166,15 @@ class _Matmul(torch.autograd.Function):
 class Linears:
     """How the linears of one model multiply. `store`: of a schedule that splits backward. `products`: role -> what
     makes its products from the fields of `Dense` (`expert`: of `Grouped`); a role that is not in it multiplies in the
-    compute dtype."""
+    compute dtype, as does a module that has none."""
 
     store: WeightGradStore | None = None
     products: Mapping[Role, Callable[..., Products]] = field(default_factory=dict)
+    has_products: Callable[[str], bool] = lambda module: True
+
+    def of(self, module: str) -> "Linears":
+        """How the linear, or the experts, of this name multiply."""
+        return self if self.has_products(module) else replace(self, products={})
 
     def place(
         self, linear: Any, role: Role, *, is_transposed: bool, is_plain: bool, reduce: Multiply | None = None

@@ -17,9 +17,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
+from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES, SPLIT_OVER
 from fivefold.core.layout import Layout
-from fivefold.core.recompute import Recompute
+from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import KEEPS
@@ -33,6 +34,7 @@ from fivefold.ops.keep import computing_again, contexts, graph_contexts, handing
 from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
+from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
@@ -53,6 +55,7 @@ def parallelize(
     reduce: str = "fp32",
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
+    step: tuple[int, int] | None = None,
     offload_to: str = HOST,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
@@ -61,7 +64,8 @@ def parallelize(
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
-    users: `fivefold.own_loop.parallelize`. `offload_to`: where what the layout offloads lies, see `HostMemory`.
+    users: `fivefold.own_loop.parallelize`. `step`: tokens of a padded row and micro batches of a step, for which a
+    budget of recompute is spent. `offload_to`: where what the layout offloads lies, see `HostMemory`.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -77,6 +81,13 @@ def parallelize(
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     facts = facts_of(model)
     plan = lower(facts, layout, dist.get_rank())
+    if step is not None:
+        plan = plan.within_budget(*step, compiled=compile_blocks)
+    elif budget_bytes(layout.recompute) is not None:
+        raise UserError(
+            f"a budget of {layout.recompute} is spent for rows and micro batches that are known",
+            fix="+selective or +full here; fivefold train takes a budget",
+        )
     if facts.counted:
         check = partial(check_rows, facts.counted.name, facts.counted.most, layout.cp)
         model.get_submodule(facts.anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
@@ -86,9 +97,10 @@ def parallelize(
     model.to("meta")
     _tie(model, facts.anatomy)
     store = WeightGradStore() if layout.schedule.splits_backward else None
-    linears = Linears(store, fp8_products(plan, mesh))
+    linears = Linears(store, fp8_products(plan, mesh), plan.is_fp8)
     _place_linears(model, plan, linears)
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
+    chunk_mlps(model, plan, tp.enter)
     cp = context.apply_context_parallel(model, plan, mesh)
     experts = expert.apply_expert_parallel(model, plan, tp, mesh.groups.get("ep"), linears)
     expert.route_in_fp32(model, plan.fp32_routers)
@@ -97,7 +109,7 @@ def parallelize(
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
-    compiled, recompute = Compiled() if compile_blocks else None, Recompute(layout.recompute)
+    compiled, recompute = Compiled() if compile_blocks else None, plan.recompute
     offload = offload_of(layout, offload_to, device)
     _keep_products(model, plan, recompute, is_compiled=compile_blocks)
     _wrap_blocks(model, plan, recompute=recompute, compiled=compiled, offload=offload)
@@ -142,7 +154,7 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
     for name, module in model.named_modules():
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
-            tensor.place(module, role, linears)
+            tensor.place(module, role, linears.of(name))
     for group in plan.fp8_inputs:
         modules = [model.get_submodule(linear.name.removesuffix(".weight")) for linear in group]
         if len(group) > 1:

@@ -14,7 +14,7 @@ from fivefold.core.fp8 import RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
-from fivefold.models.facts import Experts, FeatureGroups
+from fivefold.models.facts import Experts, FeatureGroups, TPBlock
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
 from fivefold.parallel.ranks import Tokens, ring_gradients, ring_keys, tokens_by_rank
@@ -143,6 +143,9 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
     if first:
         yield from _leave(step, anatomy.embedding, is_in_block=False)
     for block in partition.tp_blocks:
+        if block.owner in plan.chunked_mlps:
+            yield from _in_pieces(step, block)
+            continue
         for entry in block.entries:
             yield from _enter(step, entry.modules[0])
         yield from _leave(step, block.row, is_last=block.is_last)
@@ -172,6 +175,27 @@ def _leave(step: _Step, site: str, *, is_in_block: bool = True, is_last: bool = 
     yield from step.forwards("tp", kind, size, site, layer=layer, is_last=is_last, is_kept=True)
     if step.plan.splits_sequence:
         yield step.call("tp", "all_gather", size, "backward", layer)
+
+
+def _in_pieces(step: _Step, block: TPBlock) -> Iterator[Call]:
+    """Into an MLP that runs in pieces, and out of it. Each piece enters once more in backward, and stops before its
+    sum. Where its layer is computed again, all pieces run then too; the last one of an MLP that ends the layer does
+    not."""
+    plan, shape, layer = step.plan, step.shape, step.layer_of(block.row)
+    split = plan.layout.tp if plan.splits_sequence else 1
+    pieces, again = plan.pieces(shape.tokens // split), shape.recompute.wraps(layer)
+    there, back = ("all_gather", "reduce_scatter") if plan.splits_sequence else ("all_reduce", "all_reduce")
+    for at, tokens in enumerate(pieces):
+        size = shape.hidden_bytes // shape.tokens * tokens * split
+        recomputed = int(again and not (block.is_last and at == len(pieces) - 1))
+        if plan.splits_sequence:
+            yield step.call("tp", there, size, "forward", layer)
+            yield step.call("tp", there, size, "backward", layer, times=recomputed + 1)
+            yield step.call("tp", there, size, "backward", layer)  # of the gradients of what leaves
+        yield step.call("tp", back, size, "forward", layer)
+        if recomputed:
+            yield step.call("tp", back, size, "backward", layer)
+        yield step.call("tp", back, size, "backward", layer)  # of the gradients of what enters
 
 
 def _across(step: _Step, module: str, groups: FeatureGroups) -> Iterator[Call]:

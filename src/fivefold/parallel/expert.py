@@ -17,7 +17,7 @@ Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden siz
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,8 @@ from fivefold.parallel.tensor import TensorParallel
 @dataclass(frozen=True)
 class ExpertParallel:
     """Expert parallelism of one model on this rank. `group`: None where every rank has all experts. With `expert_tp`
-    this rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1."""
+    this rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1.
+    `names`: of modules."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
@@ -50,6 +51,7 @@ class ExpertParallel:
     part: int
     parts: int
     linears: Linears = PLAIN
+    names: dict[nn.Module, str] = field(default_factory=dict)
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
         """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
@@ -97,7 +99,7 @@ class ExpertParallel:
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
         first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
-        return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears)
+        return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears.of(self.names[module]))
 
 
 def apply_expert_parallel(
@@ -115,6 +117,7 @@ def apply_expert_parallel(
     fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, linears)
     for each in plan.facts.experts:
         module = model.get_submodule(each.name)
+        fold.names[module] = each.name
         experts = 0
         for leaf, parameter in list(module.named_parameters()):
             experts = parameter.shape[0]

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fivefold.core.recompute import Recompute
-
 if TYPE_CHECKING:
     from fivefold.parallel.plan import ParallelPlan
 
@@ -42,6 +40,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield from _of_context_parallel(plan)
     if plan.layout.schedule.splits_backward:
         yield from _of_weight_gradients(plan)
+    for mlp in plan.chunked_mlps:
+        yield Intervention(mlp, "forward", "chunks", f"runs {plan.layout.mlp_chunks} pieces of the sequence in turn")
     for linear in plan.fp8_linears:
         yield Intervention(
             linear.name.removesuffix(".weight"), "forward", "fp8", "its products are those of eight bits"
@@ -55,7 +55,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
     for layer in dict.fromkeys(layer for layer, _ in facts.forgetful):
         yield Intervention(layer, "forward", "documents", "its attention is given the bounds of packed documents")
     yield from _of_stages(plan)
-    recompute = Recompute(plan.layout.recompute)
+    recompute = plan.recompute
     why = {
         "selective": "all but products and attention is computed again in backward",
         "full": "its activations are computed again in backward",
@@ -79,7 +79,7 @@ def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
     yield Intervention(anatomy.head, "hook", "tp", "logits of the whole vocabulary leave it")
     yield Intervention(anatomy.base, "pre-hook", "tp", "positions are those of the whole sequence")
     for block in partition.tp_blocks:
-        for entry in block.entries:
+        for entry in block.entries if block.owner not in plan.chunked_mlps else ():
             for module in entry.modules:
                 yield Intervention(module, "pre-hook", "tp", "all tokens enter it")
         yield Intervention(block.row, "forward", "tp", "partial sums are added up, then the bias")

@@ -7,12 +7,13 @@ of collectives between ranks, work space of kernels and what the allocator keeps
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.recompute import MODES, Choice, Mode, Recompute
 from fivefold.core.schedule import Slot
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
@@ -29,6 +30,7 @@ FIRST = {
     "the first backward begins": "a backward begins",
     "a layer later in it": "a layer later",
 }
+FLOPS_PER_BYTE = 200  # of an H100's matmuls, for a byte of its memory's traffic
 UPDATE = "the update"
 MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
 SMALL = 16  # what a layer saves stays on the device below so many parts of its input: it is many, and weighs nothing
@@ -285,12 +287,33 @@ class LayerBytes:
     working: int
 
 
+def layer_choices(plan: "ParallelPlan", shape: StepShape) -> dict[str, dict[Mode, Choice]]:
+    """Each layer of this rank under each mode of recompute. Its work is told in bytes of memory traffic: a multiply and
+    an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
+    layers = [last - first for first, last in plan.stages.splits]
+    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
+    costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
+    tokens, found = shape.rows * shape.tokens, dict[str, dict[Mode, Choice]]()
+    for stage in plan.own_stages:
+        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]:
+            cost = costs[layer]
+            of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
+            features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
+            flops = tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
+            traffic = 2.0 * of["none"].saved
+            again = {"none": 0.0, "selective": traffic, "full": traffic + flops / FLOPS_PER_BYTE}
+            found[layer] = {mode: Choice(counts.most[stage] * of[mode].kept, again[mode]) for mode in MODES}
+    return found
+
+
 def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
     """Of `layer`, which costs `cost`. Where it is computed again, it keeps its input, with selective recompute also
     what is dear; the rest of what it saves is there while its backward runs."""
     tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
     made = cost.kept(shape.compute_bytes, compiled=shape.compiled)
     numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
+    if inside := chunked_numbers(plan, cost, compiled=shape.compiled):
+        numbers -= inside / tp + shape.hidden * (1 - 1 / (tp if splits else 1))  # its pieces keep what comes in
     saved = round((numbers + exchanged_numbers(plan, cost)) * token)
     entered = shape.hidden_bytes // (tp if splits else 1)
     working, dear = round(working_numbers(plan, cost, shape) * token), 0
@@ -336,6 +359,17 @@ def _dear_rows(plan: "ParallelPlan", name: str, matmul: Matmul, shape: StepShape
     return rows * shape.hidden * matmul.times / (1 if layout.expert_tp else layout.tp)
 
 
+def chunked_numbers(plan: "ParallelPlan", cost: LayerCost, *, compiled: bool) -> float:
+    """Numbers of a token that an MLP which runs in pieces does not keep: what each of its first linears gives, and what
+    the activation makes of that; compiled, the latter only as the input of its last linear."""
+    own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.chunked_linears]
+    if not own:
+        return 0.0
+    *columns, row = own
+    made = sum(each.outputs for each in columns)
+    return float(made + row.inputs if compiled else 2 * made)
+
+
 def exchanged_numbers(plan: "ParallelPlan", cost: LayerCost) -> float:
     """Numbers of a token that Ulysses keeps besides: keys and values once more, and what attention gives before it goes
     back to the ranks of its tokens."""
@@ -357,11 +391,17 @@ def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
 def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
     tensor and of what it was made of, and of the hidden states. Experts: the gradient of what they have made, and of
-    the same weighted, which is in fp32."""
-    widest = max(max(each.inputs, each.outputs) * each.times for each in cost.matmuls)
-    experts = max(each.times for each in cost.matmuls)
+    the same weighted, which is in fp32. An MLP in pieces has that of a piece, and all that its forward makes again."""
+    matmuls = [each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.chunked_linears]
+    widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
+    experts = max((each.times for each in matmuls), default=1)
     weighted = shape.hidden * experts * max(4, shape.compute_bytes) / shape.compute_bytes if experts > 1 else 0
-    return (widest + max(widest, weighted)) / plan.layout.tp + 2 * shape.hidden
+    whole = (widest + max(widest, weighted)) / plan.layout.tp
+    if not (inside := chunked_numbers(plan, cost, compiled=False)):
+        return whole + 2 * shape.hidden
+    widest = max(max(each.inputs, each.outputs) for each in set(cost.matmuls) - set(matmuls))
+    piece = (inside + 2 * widest) / plan.layout.tp / plan.layout.mlp_chunks
+    return max(whole, piece + shape.hidden) + 2 * shape.hidden
 
 
 @dataclass(frozen=True)

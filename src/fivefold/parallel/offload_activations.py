@@ -12,7 +12,6 @@ parameters, and what is small beside its input stay where they are.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from fivefold.ops.away import Back, putting
 from fivefold.parallel.host_memory import HostMemory
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.memory import SMALL
@@ -87,7 +85,7 @@ class HostActivations:
             given = [each for each in _inside((args[1:], kwargs)) if isinstance(each, Tensor)]
             least = args[0].nbytes // SMALL if args and isinstance(args[0], Tensor) else 0
             saving = _Saving(self, own, block, set(map(storage_key, given)), least=least, moves=not is_last)
-            with saved_tensors_hooks(saving.pack, self.unpack), putting(saving.put):
+            with saved_tensors_hooks(saving.pack, self.unpack):
                 result = forward(*args, **kwargs)
             self._send(own, saving)
             self._last = own
@@ -164,10 +162,6 @@ class _Saving:
         self._least, self._moves = least, moves
         # By memory and version: as the values of `found` hold the memory, nothing else gets its place meanwhile.
         self.found: dict[tuple[int, int], Saved] = {}
-
-    def put(self, tensor: Tensor) -> Back:
-        """What gives the tensor back in backward."""
-        return partial(self._owner.unpack, self.pack(tensor))
 
     def pack(self, tensor: Tensor) -> Packed:
         key = storage_key(tensor)

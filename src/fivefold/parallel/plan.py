@@ -13,11 +13,11 @@ from math import prod
 from typing import Any
 
 from fivefold.core import heads, legality
-from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim
+from fivefold.core.fp8 import ALIGNED, RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
-from fivefold.core.recompute import Recompute
+from fivefold.core.recompute import Recompute, budget_bytes, spent
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
 from fivefold.models.anatomy import Anatomy, is_within
@@ -27,13 +27,14 @@ from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
 from fivefold.parallel.interventions import Intervention, interventions
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.matrix_rounds import numel
-from fivefold.parallel.memory import StepBytes, step_bytes
+from fivefold.parallel.memory import StepBytes, layer_choices, step_bytes
 from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, tokens_by_rank
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
 from fivefold.parallel.stage_plan import StagePlan, stage_plan
 from fivefold.parallel.unshards import Unshards, of_slots
 
+_OF_LINEARS = ("column", "row", "row_bias")  # roles of the parameters of an MLP
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
 
 
@@ -85,6 +86,7 @@ class ParallelPlan:
     pp_ranks: Mapping[str, tuple[int, ...]]
     gradient_sums: Mapping[str, str]
     cp_method: CPMethod
+    recompute: Recompute
 
     # ---- where this rank stands --------------------------------------------------------------------------------------
 
@@ -223,6 +225,47 @@ class ParallelPlan:
         blocks = tuple(f"{name}." for name in self.anatomy.layers)
         return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
 
+    def is_fp8(self, module: str) -> bool:
+        """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
+        layers, high = self.anatomy.layers, self.layout.fp8_high_layers
+        return self.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
+
+    def unaligned(self, tokens: int) -> list[str]:
+        """What of fp8 no kernel multiplies for its size, in words; a micro batch has `tokens` tokens on this rank."""
+        found = [
+            f"{linear.name.removesuffix('.weight')} [{linear.outputs}, {linear.inputs}]"
+            for linear in self.fp8_linears
+            if linear.inputs % ALIGNED or linear.outputs % ALIGNED
+        ]
+        in_backward = self.fp8_linears and RECIPES[self.layout.fp8].weight_grad is not None and tokens % ALIGNED
+        return found + [f"the gradients of weights, of {tokens:,} tokens"] * bool(in_backward)
+
+    @property
+    def fp8_experts(self) -> tuple[Experts, ...]:
+        """The experts of this rank's layers that multiply in fp8."""
+        return tuple(each for each in self.experts if self.is_fp8(each.name))
+
+    @cached_property
+    def chunked_mlps(self) -> tuple[str, ...]:
+        """The MLPs of this rank's layers that run in pieces: those made of linears alone and given hidden states alone.
+        Experts are not, nor what stands beside them."""
+        return _dense_mlps(self.facts, self.layers) if self.layout.mlp_chunks > 1 else ()
+
+    @cached_property
+    def chunked_linears(self) -> frozenset[str]:
+        """Their linears, by their names within a layer."""
+        mlps = set(self.chunked_mlps)
+        blocks = [each for each in self.facts.partition.tp_blocks if each.owner in mlps]
+        names = {name for each in blocks for name in (*each.columns, each.row)}
+        return frozenset(
+            next(name[len(each) + 1 :] for each in self.layers if is_within(name, [each])) for name in names
+        )
+
+    def pieces(self, tokens: int) -> tuple[int, ...]:
+        """Of how many tokens of a row each piece of a chunked MLP is, of `tokens` that this rank has of it."""
+        size = -(-tokens // self.layout.mlp_chunks)
+        return tuple(min(size, tokens - start) for start in range(0, tokens, size))
+
     @cached_property
     def fp8_linears(self) -> tuple[Fp8Linear, ...]:
         """The linears of this rank's layers that multiply in fp8, beside the experts.
@@ -235,7 +278,7 @@ class ParallelPlan:
         splits = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
         found = []
         for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
-            for matmul in cost.matmuls if layer in self.layers else ():
+            for matmul in cost.matmuls if layer in self.layers and self.is_fp8(layer) else ():
                 name = f"{layer}.{matmul.name}"
                 kind, shape = self.facts.partition.roles[name].kind, self.gathered_shape(name)
                 if kind in splits:
@@ -450,8 +493,16 @@ class ParallelPlan:
             compute_bytes=compute,
             master_bytes=max(compute, 4),
             reduce_bytes=reduce_bytes or max(compute, 4),
-            recompute=Recompute(layout.recompute),
+            recompute=self.recompute,
         )
+
+    def within_budget(self, tokens: int, micro_batches: int, *, compiled: bool) -> "ParallelPlan":
+        """The same plan with a budget of recompute spent: for rows of `tokens` tokens, padded, and so many micro
+        batches in a step. Raises `UserError` where full recompute of all layers keeps more."""
+        if budget_bytes(self.layout.recompute) is None:
+            return self
+        shape = replace(self.step_shape(self.layout.micro_batch_size, tokens, micro_batches), compiled=compiled)
+        return replace(self, recompute=spent(self.layout.recompute, layer_choices(self, shape)))
 
     def calls(self, shape: StepShape) -> tuple[Call, ...]:
         """Every collective of one optimizer step on this rank."""
@@ -482,8 +533,9 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     )
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
     own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
-    plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method)
-    legality.refuse([*_of_fp8(plan), *_of_states(plan)])
+    recompute = Recompute(layout.recompute)
+    plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute)
+    legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan)])
     return plan
 
 
@@ -491,6 +543,9 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
     """Every rank casts the numbers that one process would cast together: none has a part of a gradient, and none a part
     of a block with one scale."""
     layout = plan.layout
+    if layout.fp8_high_layers and layout.fp8 == "none":
+        what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
+        yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
     if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
         yield Violation(
             "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"
@@ -505,6 +560,23 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
         if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
             what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
             yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/fp8.md")
+
+
+def _dense_mlps(facts: ModelFacts, layers: Sequence[str]) -> tuple[str, ...]:
+    """The MLPs of layers that compute token by token: pairs of linears alone, given hidden states alone."""
+    found, outer = facts.partition.of_layers(layers), [each.name.rpartition(".")[0] for each in facts.experts]
+    return tuple(
+        block.owner for block in found.tp_blocks
+        if block.heads is None and block.entries[0].modules == (block.owner,) and not is_within(block.owner, outer)
+        and all(found.roles[name].kind in _OF_LINEARS for name in _inside(block.owner, [*found.roles]))
+    )  # fmt: skip
+
+
+def _of_chunked_mlps(plan: ParallelPlan) -> Iterator[Violation]:
+    """There are MLPs to run in pieces."""
+    if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
+        what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
+        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
 
 
 def _of_states(plan: ParallelPlan) -> Iterator[Violation]:

@@ -119,10 +119,10 @@ def apply_tensor_parallel(
     )
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
     for region in partition.tp_blocks:
-        for entry in region.entries:
+        for entry in region.entries if region.owner not in plan.chunked_mlps else ():  # these enter piece by piece
             _place_entry(model, entry, fold)
         row = model.get_submodule(region.row)
-        place(row, "row", linears, reduce=fold.leave)
+        place(row, "row", linears.of(region.row), reduce=fold.leave)
         if region.heads:
             _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
     for name, groups in partition.across.items():

@@ -13,8 +13,9 @@ from math import gcd, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.recompute import Recompute
+from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import layer_calls, unit_calls
@@ -451,6 +452,7 @@ def work_layout(layout: Layout) -> Layout:
     return Layout(
         dp_shard=shards, tp=layout.tp, cp=layout.cp, ep=layout.ep, cp_method=layout.cp_method,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
+        mlp_chunks=layout.mlp_chunks,
     )  # fmt: skip
 
 
@@ -500,6 +502,12 @@ class PriceList:
     def of(self, layout: Layout, tokens: int) -> Prices:
         """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Raises `UserError` where the layout does
         not fit the model."""
+        if budget_bytes(layout.recompute) is not None:
+            raise UserError(
+                f"a budget of {layout.recompute} is spent when a run starts, and not priced before",
+                fix="plan with memory.recompute: none, selective or full; fivefold doctor --layout spends a budget",
+                more="docs/memory.md",
+            )
         work = work_layout(layout)
         if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
             work = replace(work, fp8=layout.fp8)

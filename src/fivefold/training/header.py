@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.config import RunConfig
+from fivefold.core.fp8 import ALIGNED
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import human, human_bytes, many
@@ -51,6 +52,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
             f"{layout.precision}, reduced in {PRECISION_OF[state.reduce_dtype]}"
             f"{', blocks compiled' if compiled else ''}",
         ),
+        *([("recompute", f"{state.plan.recompute}")] if layout.recompute != "none" else []),
         *_fp8_lines(job),
         *_offload_lines(job),
         *_states_lines(job),
@@ -102,11 +104,18 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     recipe = plan.layout.fp8
     if recipe == "none":
         return []
-    counts = (len(plan.fp8_linears), "linear"), (len(plan.experts), "expert module")
-    cast = " and ".join(many(count, what) for count, what in counts if count)
-    rows = [("fp8", f"{recipe}: {cast} of this rank; head, norms and attention in {plan.layout.precision}")]
+    counts = (len(plan.fp8_linears), "linear"), (len(plan.fp8_experts), "expert module")
+    cast = " and ".join(many(count, what) for count, what in counts if count) or "nothing"
+    high = plan.layout.fp8_high_layers
+    ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
+    rows = [("fp8", f"{recipe}: {cast} of this rank; {ends}, norms and attention in {plan.layout.precision}")]
     if why := emulated(recipe, job.world.device, plan.layout.precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
+    layout = plan.layout
+    tokens = layout.padded(job.config.data.seq_length) // layout.cp * layout.micro_batch_size
+    if not why and (slow := plan.unaligned(tokens)):
+        more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
+        rows.append(("", f"slower than in bf16, for sizes that are no multiples of {ALIGNED}: {slow[0]}{more}"))
     return rows
 
 

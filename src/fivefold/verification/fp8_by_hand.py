@@ -88,14 +88,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
 
 
 def multiply_in_fp8(model: nn.Module, name: str, linears: Sequence[str]) -> None:
-    """Let these linears of `model`, and its experts, multiply by the recipe `name`. Their classes stay."""
+    """Let these linears and experts of `model` multiply by the recipe `name`. Their classes stay."""
     recipe = RECIPES[name]
     for each in linears:
         module: Any = model.get_submodule(each)
-        module.forward = partial(_forward, module, recipe)
-    for module in model.modules():
         if hf_internals.is_experts(module):
             module.forward = partial(_inside, partial(linear, recipe=by_row(recipe)), module.forward)
+        else:
+            module.forward = partial(_forward, module, recipe)
 
 
 def _forward(module: Any, recipe: Recipe, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.models import hf_internals
+from fivefold.models.anatomy import is_within
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.sharding import Block, Region, ShardSpec, local_regions
@@ -99,8 +100,10 @@ class Observer:
             own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
             if own:
                 self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, own)))
-        outputs = [name for name in here if name in self._token_dims]
-        inputs = [name for name in here if f"{name} input" in self._token_dims]
+        in_pieces = [name for name in here if is_within(name, self._state.plan.chunked_mlps)]
+        self.not_shown |= {f"{name}{what}" for name in in_pieces for what in ("", " input")}
+        outputs = [name for name in here if name in self._token_dims and name not in self.not_shown]
+        inputs = [name for name in here if f"{name} input" in self._token_dims and name not in self.not_shown]
         self._handles += watch(self._model, outputs, inputs, self._note)
         return self
 

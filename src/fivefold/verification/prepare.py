@@ -21,15 +21,17 @@ from fivefold.verification.reference import Reference, reassociated
 from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
 from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative, relative_number
 
+PLAIN = Layout()
+
 
 def prepare(
-    case: ProofCase, precision: str, path: Path, device: str, *, fp8: str = "none", state_dtype: str = "fp32"
+    case: ProofCase, precision: str, path: Path, device: str, *, fp8: Layout = PLAIN, state_dtype: str = "fp32"
 ) -> None:
-    """Write the evidence of `case` in `precision`, with matmuls in `fp8` and optimizer state in `state_dtype`, to
-    `path`: the reference, and the floors of its tolerances."""
+    """Write the evidence of `case` in `precision`, with matmuls as the layout `fp8` has them and optimizer state in
+    `state_dtype`, to `path`: the reference, and the floors of its tolerances."""
     inputs, routers = row_linears(case), watched_routers(case)
-    linears = () if fp8 == "none" else fp8_linears(case)
-    run = partial(_run, case, precision, device, inputs, routers=routers, fp8=fp8, fp8_linears=linears,
+    linears = fp8_linears(case, fp8)
+    run = partial(_run, case, precision, device, inputs, routers=routers, fp8=fp8.fp8, fp8_linears=linears,
                   state_dtype=state_dtype)  # fmt: skip
     reference = run()
     with reassociated():
@@ -122,10 +124,12 @@ def row_linears(case: ProofCase) -> list[str]:
         return []
 
 
-def fp8_linears(case: ProofCase) -> list[str]:
-    """The linears that multiply in fp8, by a plan of one rank."""
-    plan = lower(facts_of(build_meta(load_model_config(case.folder))), Layout(fp8="tensorwise"), 0)
-    return [each.name.rpartition(".")[0] for each in plan.fp8_linears]
+def fp8_linears(case: ProofCase, layout: Layout) -> list[str]:
+    """The linears and the experts that multiply in fp8, by a plan of one rank."""
+    one = Layout(fp8=layout.fp8, fp8_high_layers=layout.fp8_high_layers)
+    plan = lower(facts_of(build_meta(load_model_config(case.folder))), one, 0)
+    linears = [each.name.rpartition(".")[0] for each in plan.fp8_linears]
+    return linears + [each.name for each in plan.fp8_experts]
 
 
 def watched_routers(case: ProofCase) -> list[str]:

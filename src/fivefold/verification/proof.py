@@ -54,8 +54,9 @@ class Proof:
         model = build_meta(load_model_config(case.folder))
         source = SafetensorsFolder(case.folder, model)
         self.model = parallelize(
-            model, self.layout, device=device, source=source, reduce=case.reduce, loss_chunks=case.loss_chunks
-        )
+            model, self.layout, device=device, source=source, reduce=case.reduce, loss_chunks=case.loss_chunks,
+            step=(self.layout.padded(case.row_length), self.layout.accumulation(case.rows)),
+        )  # fmt: skip
         self.state = state_of(self.model)
         self.routers: list[str] = reference.about["routers"]
         has_biases = bool(movable_biases(self.routers, self.state.plan.buffers))

@@ -175,7 +175,7 @@ def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World
     for numerics, layout in {layout.numerics: layout for layout in layouts}.items():
         started = time.perf_counter()
         evidence = reference_file(asked, layout)
-        prepare(case, layout.precision, evidence, world.device, fp8=layout.fp8, state_dtype=layout.state_dtype)
+        prepare(case, layout.precision, evidence, world.device, fp8=layout, state_dtype=layout.state_dtype)
         seconds = time.perf_counter() - started
         say(f"  reference    one process, plain transformers, {numerics}, {case.steps} steps   {seconds:.1f} s")
     case.save(asked.folder / ".subject")

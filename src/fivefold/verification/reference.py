@@ -45,8 +45,8 @@ class Reference:
     ) -> None:  # fmt: skip
         """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
         which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted and balanced.
-        `fp8`: the recipe by which `fp8_linears`, and experts, multiply. `state_dtype`: in which the optimizer keeps
-        its state."""
+        `fp8`: the recipe by which `fp8_linears`, experts among them, multiply. `state_dtype`: in which the optimizer
+        keeps its state."""
         self.state_dtype = state_dtype
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]

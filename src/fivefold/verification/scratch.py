@@ -30,7 +30,10 @@ def report_on(request: VerifyRequest, ran: VerifyRequest, size: int) -> VerifyRe
 def reference_file(asked: VerifyRequest, layout: Layout) -> Path:
     """Where the reference lies that computes in the types of `layout`; what is known of it, under the same name with
     `.json`."""
-    return asked.folder / f"reference-{layout.precision}-{layout.fp8}-{layout.state_dtype}.safetensors"
+    return (
+        asked.folder
+        / f"reference-{layout.precision}-{layout.fp8}-{layout.fp8_high_layers}-{layout.state_dtype}.safetensors"
+    )
 
 
 def write_found(asked: VerifyRequest, number: int, found: LayoutResult) -> None:

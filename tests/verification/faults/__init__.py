@@ -2,6 +2,7 @@
 
 from tests.verification.faults import (
     checkpoint,
+    chunks,
     context,
     experts,
     fp8,
@@ -10,6 +11,7 @@ from tests.verification.faults import (
     optimizer,
     pipeline,
     proof,
+    recompute,
     reduction,
     run,
     states,
@@ -23,6 +25,7 @@ __all__ = [
     "Fault",
     "Model",
     "checkpoint",
+    "chunks",
     "context",
     "experts",
     "fp8",
@@ -31,6 +34,7 @@ __all__ = [
     "optimizer",
     "pipeline",
     "proof",
+    "recompute",
     "reduction",
     "run",
     "states",

@@ -1,0 +1,40 @@
+"""MLPs that run over a long sequence piece by piece, so that what lies between their matrices exists for one piece.
+
+An MLP computes token by token. Forward runs its pieces one after the other and keeps the input of each; backward runs
+a piece again, takes its gradients, and lets go of it before the next (TiledMLP of Arctic Long Sequence Training,
+arXiv:2506.13996). Gradients of weights add up over the pieces. A piece is one of this rank's own tokens: under sequence
+parallelism the ranks of tp gather theirs into one, and each gets its own back.
+
+Example: 65,536 tokens in 8 pieces under tp2. A rank has 32,768 of them, and runs 4,096 at a time, gathered 8,192.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fivefold.parallel.plan import ParallelPlan
+
+
+def chunk_mlps(model: nn.Module, plan: ParallelPlan, enter: Callable[[Tensor], Tensor]) -> None:
+    """Let the MLPs of this rank run in pieces. `enter`: what their hidden states pass through on their way in."""
+    for name in plan.chunked_mlps:
+        mlp = model.get_submodule(name)
+        forward = partial(_in_pieces, mlp.forward, enter, plan.layout.mlp_chunks)
+        mlp.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+
+
+def _in_pieces(
+    plain: Callable[..., Tensor], enter: Callable[[Tensor], Tensor], pieces: int, *args: Tensor, **named: Tensor
+) -> Tensor:
+    """The forward of an MLP, whose one argument are hidden states [B, T, D]."""
+    assert len(args) + len(named) == 1, "an MLP that is given more than hidden states is not run in pieces"
+    hidden = next(iter((*args, *named.values())))
+
+    def piece(part: Tensor) -> Tensor:
+        return plain(enter(part)) if args else plain(**dict.fromkeys(named, enter(part)))
+
+    run = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
+    return torch.cat([run(part) for part in torch.split(hidden, -(-hidden.shape[1] // pieces), dim=1)], dim=1)

@@ -1,0 +1,52 @@
+"""MLPs that run piece by piece compute what they compute at once, send what is declared, and need less memory."""
+
+import pytest
+
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.models.discover import facts_of
+from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.collectives import differing
+from fivefold.parallel.memory import layer_bytes, working_numbers
+from fivefold.parallel.plan import lower
+from tests.parity import Case, gradient_error, on_rank, outcome, reference, reference_model
+from tests.pool import run_ranks
+
+CASES = [
+    Case("tp2.cp2+fp64+full+mlp3"),  # the last piece of a layer stops before its sum
+    Case("tp2.shard2+fp64+mlp2+full", "gemma2"),  # whose MLP does not end its layer
+    Case("pp2.tp2+fp64+zb+mlp2+nosp"),
+    Case("tp2.shard2+fp64+mlp2", "deepseek_v3", kv_heads=4),  # whose first layer alone is dense
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
+def test_pieces_compute_what_the_whole_computes(case: Case) -> None:
+    per_rank = run_ranks(case.parsed.world, on_rank, case)
+    shapes = {name: tuple(each.shape) for name, each in reference_model(case).named_parameters()}
+    found, expected = outcome(case, per_rank, shapes), reference(case)
+    error, worst = gradient_error(found, expected)
+    assert error <= 1e-10, worst
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert not differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
+
+
+def test_a_piece_of_an_mlp_is_planned() -> None:
+    """Llama 3.1 8B under tp2: of gate, up, their product and silu(gate) nothing is kept, and of what comes in only this
+    rank's tokens; backward has an eighth of the four, and of the gradients of two."""
+    facts = facts_of_config("llama-3.1-8b")
+    whole, pieces = (lower(facts, Layout.parse(f"tp2{text}"), 0) for text in ("", "+mlp8"))
+    shape, (cost,) = whole.step_shape(1, 65536, 1), facts.costs
+    token = 65536 * shape.compute_bytes
+    saved = [layer_bytes(plan, plan.layers[0], cost, shape).kept // token for plan in (whole, pieces)]
+    assert saved[0] - saved[1] == 4 * 14336 // 2 + 4096 // 2
+    assert working_numbers(pieces, cost, shape) == (4 + 2) * 14336 / 2 / 8 + 3 * 4096
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "what"),
+    [("mlp2", "mixtral", "no dense MLP"), ("mlp2+fp8", "llama", "scales that span the tokens")],
+)
+def test_what_is_not_run_in_pieces(layout: str, family: str, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        lower(facts_of(reference_model(Case("single", family))), Layout.parse(f"single+{layout}"), 0)
