@@ -7,6 +7,7 @@ import pytest
 from benchmarks.planned_memory import Planned, cells, plan
 
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import SchedulePlan
 from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.memory import (
@@ -109,7 +110,9 @@ def test_what_the_backward_of_a_layer_has_besides(layout: str, split: int) -> No
     shape, (cost,) = plan.step_shape(1, 8192, 2), facts_of_config("llama-3.1-8b").costs
     numbers = 2 * 14336 // split + 2 * 4096
     assert working_numbers(plan, cost, shape) == numbers
-    once, again = (layer_bytes(plan, cost, shape, is_again=is_again) for is_again in (False, True))
+    once, again = (
+        layer_bytes(plan, plan.layers[0], cost, replace(shape, recompute=Recompute(mode))) for mode in ("none", "full")
+    )
     assert (once.working, once.kept) == (numbers * 8192 * 2, once.saved)
     assert (again.working, again.kept) == (once.working + once.saved, 8192 * 4096 * 2 // split)
 
