@@ -1,5 +1,7 @@
 """Want of memory in a run, at any moment of it, ends in one message: where, what was there, what would fit."""
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed
 from fivefold.core.layout import Layout
-from fivefold.launch.failure import WorkerDied
+from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.relief import changed, relief
@@ -120,3 +122,8 @@ def test_of_a_rank_that_the_system_has_killed_the_launcher_says_what_would_fit()
 )
 def test_what_was_asked_for(said: str, size: float) -> None:
     assert asked_bytes(said) == size
+
+
+def test_a_file_that_cannot_be_mapped_is_want_of_memory_and_a_full_disk_is_not() -> None:
+    found = [is_want_of_memory(OSError(code, os.strerror(code))) for code in (errno.ENOMEM, errno.ENOSPC)]
+    assert found == [True, False]

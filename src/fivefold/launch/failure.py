@@ -99,14 +99,15 @@ def is_out_of_memory(failure: dict[str, Any]) -> bool:
 
 def is_want_of_memory(error: Exception) -> bool:
     """The same of an error that has not been left yet."""
-    return type(error).__name__ in _LACKS or (isinstance(error, RuntimeError) and _says_so(str(error)))
+    return type(error).__name__ in _LACKS or (isinstance(error, RuntimeError | OSError) and _says_so(str(error)))
 
 
 _LACKS = ("OutOfMemoryError", "MemoryError")
 
 
 def _says_so(said: str) -> bool:
-    return any(words in said for words in ("can't allocate memory", "std::bad_alloc"))
+    """Of torch, of C++, and of the system where a file of offloading cannot be mapped (ENOMEM)."""
+    return any(words in said for words in ("can't allocate memory", "std::bad_alloc", "[Errno 12]"))
 
 
 def place(stack: str) -> str:
