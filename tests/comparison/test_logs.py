@@ -37,6 +37,15 @@ STATE = {
         ("trainer_state.json", json.dumps(STATE), "", None, Step(10, 1000, 4.5, 4.4)),
         ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, Step(10, 1280 * 4096, 4.5, None, 128 * 4096 / 2 / 8)),
         ("m.log", MEGATRON, "", None, Step(10, None, 4.5)),
+        # Rows grew in number: samples are counted, not steps; and what is given stands above what is printed.
+        (
+            "m.log", MEGATRON.replace("1280", "900"), " seq_length=10 devices=8", 8,
+            Step(10, 9000, 4.5, None, 1280 / 2 / 8),
+        ),
+        (
+            "m.log", MEGATRON, " seq_length=10 devices=8 tokens_per_step=640", 8,
+            Step(10, 12800, 4.5, None, 640 / 2 / 8),
+        ),
         ("t.log", TITAN, " tokens_per_step=8192", None, Step(10, 81920, 4.5, None, 5432, 12.5, 31.77)),
         (
             "wandb.jsonl",

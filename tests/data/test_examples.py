@@ -14,6 +14,9 @@ from tokenizers.decoders import ByteLevel
 from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, prepare
+from fivefold.data.chat import CHATML, ChatTemplate
+from fivefold.data.records import Records, example_of
+from fivefold.data.source import Source
 from fivefold.data.tokenizer import _byte_characters
 from tests.data.helpers import config_for
 
@@ -222,6 +225,54 @@ def test_what_is_no_example_is_refused_by_its_place(
     with pytest.raises(UserError) as refused:
         read(tmp_path, [record], **source)
     assert said in refused.value.what and refused.value.fix
+
+
+ROUND = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("record", "said", "trained"),
+    [
+        ({"messages": [{**ROUND[1], "weight": 0}, *ROUND]}, "a|q|a", ["a"]),
+        ({"prompt": ROUND, "completion": ROUND}, "q|a|q|a", ["a"]),  # answers of a prompt are context
+        ({"messages": [{"role": "system", "content": "s"}, *ROUND], "system": "t"}, "s|q|a", ["a"]),
+        ({"messages": [{"role": "user", "content": [{"text": "q"}, {"text": "r"}]}, ROUND[1]]}, "qr|a", ["a"]),
+        ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
+        ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
+        ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
+        ({"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}, None, []),
+    ],
+)
+def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, trained: list[str]) -> None:
+    example = example_of(record, Source("x", "data.train"), "x:1")
+    if example is None:
+        assert said is None
+        return
+    text = example.rendered(ChatTemplate(TOLD), "<eos>")
+    turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
+    assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said
+    assert [text.text[first:last].removesuffix("\n").removesuffix("<|im_end|>") for first, last in text.trained or ()] == (
+        trained
+    )
+
+
+def test_a_folder_says_which_template_it_has(tmp_path: Path) -> None:
+    """A file of its own stands above the configuration; of several with names it is the default one."""
+    named = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": "OWN"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": {"content": "B"}}))
+    assert ChatTemplate.of(tmp_path).source == "OWN" and ChatTemplate.of(tmp_path).special == {"bos_token": "B"}
+    (tmp_path / "chat_template.jinja").write_text("FILE")
+    assert ChatTemplate.of(tmp_path).source == "FILE"
+
+
+def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> None:
+    assert ChatTemplate("x", {"bos_token": "a"}).digest != ChatTemplate("x", {"bos_token": "b"}).digest
+    some: list[dict[str, Any]] = [
+        {}, {"columns": {"prompt": "q", "completion": "a"}}, {"train_on": "last"}, {"format": "chat"},
+    ]  # fmt: skip
+    options = [Records("json").options(Source("x", "data.train", **each)) for each in some]
+    assert all(one != other for at, one in enumerate(options) for other in options[:at])
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, folder: Any) -> None:
