@@ -119,6 +119,16 @@ def test_a_template_that_leaves_out_what_was_thought(tmp_path: Path, folder: Any
     assert trained == "b<|im_end|><think>\nso\n</think>\n\nd<|im_end|>"
 
 
+def test_a_template_that_takes_away_space_and_what_was_thought() -> None:
+    """The mark is put in front of the space, and behind it: once more without."""
+    template = ChatTemplate(THINKS.replace("lstrip('\n')", "strip()"))
+    assert "split('</think>')[-1].strip()" in template.source
+    said = zip(("user", "assistant") * 2, ("a", " b ", "c", "d"), strict=True)
+    turns = [{"role": role, "content": content} for role, content in said]
+    text, answers = template.answers(turns)
+    assert [text[slice(*answers[number])] for number in (1, 3)] == ["b<|im_end|>", "d<|im_end|>"]
+
+
 def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -> None:
     hides = "{% for message in messages %}{{ message.content | length }}{{ loop.length }}{% endfor %}"
     with pytest.raises(UserError, match=r"records\.jsonl:1: .*does not tell where the assistant's turn 3 of 5 begins"):
