@@ -63,6 +63,13 @@ def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices:
     assert "loss from" in log.says
 
 
+def test_what_is_given_stands_above_the_history_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    (tmp_path / "history.jsonl").write_text('{"event": "start", "step": 0, "world": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\n')
+    assert (read(str(tmp_path)).devices, read(f"{tmp_path} devices=4").devices) == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("text", "given", "what"),
     [

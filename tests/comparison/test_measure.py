@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.comparison.logs import Step, without_warm_up
+from fivefold.comparison.logs import Log, Step, without_warm_up
 from fivefold.comparison.measure import Difference, Measured, Row, Spread, common_tokens, rows
+from fivefold.comparison.report import change, report_of
 
 
 def run(name: str, devices: int | None, repeat: int, speed: float, losses: list[float], rate: int = 100) -> Measured:
@@ -145,3 +146,20 @@ def test_a_log_stands_against_the_median_of_the_repeats() -> None:
     evaluated = found["nowhere", None].eval_loss_difference_pct
     assert evaluated is not None
     assert evaluated.percent == pytest.approx(15)
+
+
+@pytest.mark.parametrize(("measured", "said"), [(True, "+3.2"), (False, "(+3.2)"), (None, "+3.2?")])
+def test_a_difference_that_is_not_measured_stands_in_brackets(measured: bool | None, said: str) -> None:
+    assert change(Difference(3.2, 3, 4, 2, measured)) == said
+
+
+def test_notes_say_how_a_difference_is_to_be_read() -> None:
+    """Repeats of other lengths are no reason to say that some saw more tokens."""
+    runs = [run("a", 1, repeat, 10.0, [3.0], rate) for repeat, rate in ((1, 100), (2, 90))]
+    runs += [run("b", 1, repeat, speed, [3.0], rate) for repeat, rate, speed in ((1, 100, 9.0), (2, 90, 11.0))]
+    sides = [Log(name, (), 1, "") for name in "ab"]
+    notes = " ".join(report_of(runs, warmup=0, others=sides).notes)
+    assert "(x): not larger than the range" in notes and "x?:" not in notes and "saw more tokens" not in notes
+    notes = " ".join(report_of([*runs, run("b", 1, 3, 20.0, [3.0, 2.0]), run("a", 1, 3, 10.0, [3.0])], warmup=0,
+                               others=sides).notes)  # fmt: skip
+    assert "b saw more tokens" in notes
