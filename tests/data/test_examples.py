@@ -5,8 +5,10 @@ What is trained is read back as text: the targets of a piece that are not -100.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
@@ -17,6 +19,7 @@ from fivefold.data import IGNORE, PreparedData, prepare
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.records import Records, example_of
 from fivefold.data.source import Source
+from fivefold.data.split import blocks_of
 from fivefold.data.tokenizer import _byte_characters
 from tests.data.helpers import config_for
 
@@ -207,6 +210,27 @@ def test_packed_with_texts_of_another_source(tmp_path: Path) -> None:
     assert batch.targets == len(trained) == data.counts.train.targets
 
 
+def test_what_says_which_tokens_are_trained_is_checked_too(tmp_path: Path) -> None:
+    records = [{"prompt": "Q: ", "completion": "yes"}]
+    before = texts(read(tmp_path, records))
+    (path,) = (tmp_path / "cache").rglob("trained.bin")
+    path.chmod(0o644)
+    path.write_bytes(bytes([1]) * path.stat().st_size)
+    assert texts(read(tmp_path, records)) == before
+
+
+def test_an_example_is_one_block_beside_texts_that_are_cut() -> None:
+    def store(trained: int | None, *lengths: int) -> Any:
+        offsets, tokens = np.cumsum([0, *lengths]), np.arange(sum(lengths), dtype=np.uint16)
+        meta = SimpleNamespace(trained=trained, documents=len(lengths), tokens=sum(lengths))
+        return SimpleNamespace(meta=meta, offsets=offsets, tokens=tokens, block_hashes=np.arange(1, len(lengths) + 1))
+
+    found = blocks_of([store(None, 5, 150), store(9, 300, 70)], size=64)
+    assert found.length.tolist() == [5, 64, 64, 22, 300, 70]
+    assert found.start.tolist() == [0, 5, 69, 133, 155, 455]
+    assert found.hash[[0, 4, 5]].tolist() == [1, 1, 2]
+
+
 def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
     records = [{"prompt": f"{n}" * 40, "completion": f"{n}" * 60} for n in range(40)]
     path = tmp_path / "records.jsonl"
@@ -262,9 +286,8 @@ def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, tr
     text = example.rendered(ChatTemplate(TOLD), "<eos>")
     turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
     assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said
-    assert [text.text[first:last].removesuffix("\n").removesuffix("<|im_end|>") for first, last in text.trained or ()] == (
-        trained
-    )
+    said_by_it = [text.text[first:last] for first, last in text.trained or ()]
+    assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
 
 
 def test_a_folder_says_which_template_it_has(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_memory_as_large_as_the_state_is_taken_where_there_is_none_yet(monkeypat
     tried: list[int] = []
     job: Any = SimpleNamespace(
         model=None, world=World(), config=load_config(None, ["eval.every=0"]), data=None,
-        optimizer=SimpleNamespace(state={}, zero_grad=lambda **_: None), keeper=SimpleNamespace(try_memory=tried.append),
+        optimizer=SimpleNamespace(state={}, zero_grad=lambda **_: None),
+        keeper=SimpleNamespace(try_memory=tried.append),
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="memory"):
         trial.run(job)
