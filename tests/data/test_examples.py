@@ -5,8 +5,10 @@ What is trained is read back as text: the targets of a piece that are not -100.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
@@ -14,6 +16,10 @@ from tokenizers.decoders import ByteLevel
 from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, prepare
+from fivefold.data.chat import CHATML, ChatTemplate
+from fivefold.data.records import Records, example_of
+from fivefold.data.source import Source
+from fivefold.data.split import blocks_of
 from fivefold.data.tokenizer import _byte_characters
 from tests.data.helpers import config_for
 
@@ -116,6 +122,16 @@ def test_a_template_that_leaves_out_what_was_thought(tmp_path: Path, folder: Any
     assert trained == "b<|im_end|><think>\nso\n</think>\n\nd<|im_end|>"
 
 
+def test_a_template_that_takes_away_space_and_what_was_thought() -> None:
+    """The mark is put in front of the space, and behind it: once more without."""
+    template = ChatTemplate(THINKS.replace("lstrip('\n')", "strip()"))
+    assert "split('</think>')[-1].strip()" in template.source
+    said = zip(("user", "assistant") * 2, ("a", " b ", "c", "d"), strict=True)
+    turns = [{"role": role, "content": content} for role, content in said]
+    text, answers = template.answers(turns)
+    assert [text[slice(*answers[number])] for number in (1, 3)] == ["b<|im_end|>", "d<|im_end|>"]
+
+
 def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -> None:
     hides = "{% for message in messages %}{{ message.content | length }}{{ loop.length }}{% endfor %}"
     with pytest.raises(UserError, match=r"records\.jsonl:1: .*does not tell where the assistant's turn 3 of 5 begins"):
@@ -142,6 +158,7 @@ def test_what_is_trained_can_be_chosen(tmp_path: Path, folder: Any, train_on: st
         ({"instruction": "do", "input": "", "output": "a", "system": "s"}, "s|do|a"),
         ({"question": "q", "answer": "a", "id": 3}, "q|a"),
         ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, "x|y|q|a"),
+        ({"instruction": "q", "output": "a", "history": json.dumps([["x", "y"]])}, "x|y|q|a"),
         ({"prompt": TALK[:2], "completion": TALK[2:3]}, "Be brief.|2+2?|4\n\n  yes"),
         ({"messages": json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])}, "q|a"),
     ],
@@ -194,6 +211,27 @@ def test_packed_with_texts_of_another_source(tmp_path: Path) -> None:
     assert batch.targets == len(trained) == data.counts.train.targets
 
 
+def test_what_says_which_tokens_are_trained_is_checked_too(tmp_path: Path) -> None:
+    records = [{"prompt": "Q: ", "completion": "yes"}]
+    before = texts(read(tmp_path, records))
+    (path,) = (tmp_path / "cache").rglob("trained.bin")
+    path.chmod(0o644)
+    path.write_bytes(bytes([1]) * path.stat().st_size)
+    assert texts(read(tmp_path, records)) == before
+
+
+def test_an_example_is_one_block_beside_texts_that_are_cut() -> None:
+    def store(trained: int | None, *lengths: int) -> Any:
+        offsets, tokens = np.cumsum([0, *lengths]), np.arange(sum(lengths), dtype=np.uint16)
+        meta = SimpleNamespace(trained=trained, documents=len(lengths), tokens=sum(lengths))
+        return SimpleNamespace(meta=meta, offsets=offsets, tokens=tokens, block_hashes=np.arange(1, len(lengths) + 1))
+
+    found = blocks_of([store(None, 5, 150), store(9, 300, 70)], size=64)
+    assert found.length.tolist() == [5, 64, 64, 22, 300, 70]
+    assert found.start.tolist() == [0, 5, 69, 133, 155, 455]
+    assert found.hash[[0, 4, 5]].tolist() == [1, 1, 2]
+
+
 def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
     records = [{"prompt": f"{n}" * 40, "completion": f"{n}" * 60} for n in range(40)]
     path = tmp_path / "records.jsonl"
@@ -211,6 +249,11 @@ def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": 3}]}, {}, "turn 1: its content is a int, not a string"),
         ({"messages": "hello"}, {}, "turns are a list, not a str"),
         ({"prompt": "p", "completion": None}, {}, "the answer is a NoneType, not a string"),
+        ({"instruction": "q", "output": "a", "history": "x"}, {}, "records.jsonl:1: the history is no list of pairs"),
+        ({"instruction": "q", "output": "a", "history": [1]}, {}, "records.jsonl:1: the history is no list of pairs"),
+        ({"messages": TALK, "system": 3}, {}, "records.jsonl:1: the system text is a int, not a string"),
+        ({"messages": [{**TALK[2], "weight": "0"}]}, {}, "records.jsonl:1, turn 1: its weight is '0'"),
+        ({"messages": TALK[:2]}, {}, "no document has a trained token (1 example)"),
         ({"a": "x"}, {"format": "chat"}, "no chat record; the keys are 'a'"),
         ({"a": "x"}, {"columns": {"messages": "b"}}, "columns.messages: no record has 'b'; they have 'a'"),
         ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "these are preference records"),
@@ -222,6 +265,53 @@ def test_what_is_no_example_is_refused_by_its_place(
     with pytest.raises(UserError) as refused:
         read(tmp_path, [record], **source)
     assert said in refused.value.what and refused.value.fix
+
+
+ROUND = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("record", "said", "trained"),
+    [
+        ({"messages": [{**ROUND[1], "weight": 0}, *ROUND]}, "a|q|a", ["a"]),
+        ({"prompt": ROUND, "completion": ROUND}, "q|a|q|a", ["a"]),  # answers of a prompt are context
+        ({"messages": [{"role": "system", "content": "s"}, *ROUND], "system": "t"}, "s|q|a", ["a"]),
+        ({"messages": [{"role": "user", "content": [{"text": "q"}, {"text": "r"}]}, ROUND[1]]}, "qr|a", ["a"]),
+        ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
+        ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
+        ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
+        ({"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}, None, []),
+    ],
+)
+def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, trained: list[str]) -> None:
+    example = example_of(record, Source("x", "data.train"), "x:1")
+    if example is None:
+        assert said is None
+        return
+    text = example.rendered(ChatTemplate(TOLD), "<eos>")
+    turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
+    assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said
+    said_by_it = [text.text[first:last] for first, last in text.trained or ()]
+    assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
+
+
+def test_a_folder_says_which_template_it_has(tmp_path: Path) -> None:
+    """A file of its own stands above the configuration; of several with names it is the default one."""
+    named = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": "OWN"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": {"content": "B"}}))
+    assert ChatTemplate.of(tmp_path).source == "OWN" and ChatTemplate.of(tmp_path).special == {"bos_token": "B"}
+    (tmp_path / "chat_template.jinja").write_text("FILE")
+    assert ChatTemplate.of(tmp_path).source == "FILE"
+
+
+def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> None:
+    assert ChatTemplate("x", {"bos_token": "a"}).digest != ChatTemplate("x", {"bos_token": "b"}).digest
+    some: list[dict[str, Any]] = [
+        {}, {"columns": {"prompt": "q", "completion": "a"}}, {"train_on": "last"}, {"format": "chat"},
+    ]  # fmt: skip
+    options = [Records("json").options(Source("x", "data.train", **each)) for each in some]
+    assert all(one != other for at, one in enumerate(options) for other in options[:at])
 
 
 @pytest.mark.parametrize("key", ["messages", "tools"])
