@@ -14,6 +14,7 @@ from tokenizers.decoders import ByteLevel
 from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, prepare
+from fivefold.data.chat import ChatTemplate
 from fivefold.data.tokenizer import _byte_characters
 from tests.data.helpers import config_for
 
@@ -120,6 +121,12 @@ def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -
     hides = "{% for message in messages %}{{ message.content | length }}{{ loop.length }}{% endfor %}"
     with pytest.raises(UserError, match=r"records\.jsonl:1: .*does not tell where the assistant's turn 3 of 5 begins"):
         read(tmp_path, [{"messages": TALK}], folder(hides))
+
+
+def test_the_assistant_may_begin_where_a_template_looks_at_the_first_turn(tmp_path: Path, folder: Any) -> None:
+    looks = "{% if messages[0].role == 'system' %}!{% endif %}" + ChatTemplate().source
+    _, trained = texts(read(tmp_path, [{"messages": [TALK[2], TALK[1], TALK[2]]}], folder(looks)))
+    assert trained.count("4\n\n  yes<|im_end|>") == 2 and "2+2" not in trained
 
 
 def test_a_template_may_mark_the_answers_itself(tmp_path: Path, folder: Any) -> None:
