@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from fivefold import cli
-from fivefold.comparison.configurations import Configuration, fresh, in_turns
+from fivefold.comparison.configurations import Configuration, Contest, PlannedRun, fresh, in_turns, unlike
+from fivefold.comparison.launch import Comparison, Request
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import RunFailed
 from fivefold.launch.events import Listener
@@ -34,6 +35,39 @@ def test_runs_take_turns() -> None:
 def test_no_two_share_a_folder() -> None:
     assert fresh("a", []) == "a"
     assert fresh("a b", ["a-b", "a b-2"]) == "a b-3"
+
+
+def test_what_a_comparison_does_not_need_is_off_whatever_is_asked(tmp_path: Path) -> None:
+    keys = ("log.every=5", "checkpoint.resume=never", "train.seed=7")
+    run = PlannedRun(Configuration("a", None, keys, load_config(None, keys)), 1, 2)
+    config = load_config(None, run.overrides(tmp_path))
+    assert (config.log.every, config.checkpoint.resume, config.train.seed) == (1, "auto", 8)
+    assert config.run_dir == tmp_path / "a-on-1-repeat-2"
+
+
+def test_losses_of_other_text_are_not_set_against_the_first() -> None:
+    keys = {"a": "data.seq_length=64", "b": "data.seq_length=128", "c": "data.validation=0.3"}
+    some = [Configuration(name, None, (), load_config(None, [key])) for name, key in keys.items()]
+    assert unlike(some) == {"c": "data.validation"}
+
+
+def test_a_number_of_devices_asked_twice_is_run_once() -> None:
+    contest = Contest.of([Configuration("a", None, (), load_config(None))], [1, 1], 2)
+    assert [run.name for run in contest.runs] == ["a-on-1-repeat-1", "a-on-1-repeat-2"]
+
+
+def test_a_run_that_went_on_is_done_when_its_last_start_is_and_warms_up_again(tmp_path: Path) -> None:
+    contest = Contest.of([Configuration("a", None, (), load_config(None))], [1], 1)
+    (run,), comparison = contest.runs, Comparison(Request(), contest, tmp_path, [])
+    (tmp_path / run.name).mkdir()
+    rows = [{"step": at, "train/tokens_seen": at, "perf/tokens_per_second_per_device": 1.0} for at in range(1, 11)]
+    events: list[dict[str, Any]] = [{"event": "start", "step": 0}, {"event": "end", "step": 5, "what": "failed"}]
+    for more in ([], [{"event": "start", "step": 5}, {"event": "end", "step": 10, "what": "finished"}]):
+        events += more
+        for name, lines in (("metrics.jsonl", rows), ("history.jsonl", events)):
+            (tmp_path / run.name / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert comparison._is_done(run) is bool(more)
+    assert [each.step for each in comparison._measured(run).timed] == [3, 4, 5, 8, 9, 10]
 
 
 def test_two_configurations_on_one_and_two_devices(tmp_path: Path) -> None:

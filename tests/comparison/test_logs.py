@@ -40,6 +40,15 @@ STATE = {
         ("trainer_state.json", json.dumps(STATE), "", None, Step(10, 1000, 4.5, 4.4)),
         ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, Step(10, 1280 * 4096, 4.5, None, 128 * 4096 / 2 / 8)),
         ("m.log", MEGATRON, "", None, Step(10, None, 4.5)),
+        # Rows grew in number: samples are counted, not steps; and what is given stands above what is printed.
+        (
+            "m.log", MEGATRON.replace("1280", "900"), " seq_length=10 devices=8", 8,
+            Step(10, 9000, 4.5, None, 1280 / 2 / 8),
+        ),
+        (
+            "m.log", MEGATRON, " seq_length=10 devices=8 tokens_per_step=640", 8,
+            Step(10, 12800, 4.5, None, 640 / 2 / 8),
+        ),
         ("t.log", TITAN, " tokens_per_step=8192", None, Step(10, 81920, 4.5, 4.4, 5432, 12.5, 31.77)),
         (
             "wandb.jsonl",
@@ -47,6 +56,13 @@ STATE = {
             '"mfu(%)": NaN}',
             "", None, Step(2, 64, 4.5, None, 9),
         ),
+        ("excel.csv", "\ufeffstep,loss\n2,4.5\n", "", None, Step(2, None, 4.5)),
+        ("a.jsonl", f'{{"step": 2, "loss": 4.5, "tps": 1{"0" * 400}}}', "", None, Step(2, None, 4.5)),
+        (
+            "trainer_state.json", '{"log_history": [{"step": [1], "loss": 5}, {"step": 2, "loss": 4.5}]}',
+            "", None, Step(2, None, 4.5),
+        ),
+        ("m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."), " seq_length=8 devices=1", 1, Step(10, 10240, 4.5)),
     ],
 )  # fmt: skip
 def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices: int | None, last: Step) -> None:
@@ -55,6 +71,13 @@ def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices:
     assert log.steps[-1] == last
     assert log.devices == devices
     assert "loss from" in log.says
+
+
+def test_what_is_given_stands_above_the_history_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    (tmp_path / "history.jsonl").write_text('{"event": "start", "step": 0, "world": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\n')
+    assert (read(str(tmp_path)).devices, read(f"{tmp_path} devices=4").devices) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +90,8 @@ def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices:
         ("a page of something else\n", "", "has no rows with a step"),
         ("step,loss\n1,2\n", " devices=0", "devices=0 is none of"),
         ("step,loss\n1,2\n", " gpus=8", "gpus=8 is none of"),
+        ("step,loss\n1," + "2" * 200_000, "", "is not CSV: field larger"),
+        (None, "x" * 5000, "cannot be read: .*too long"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str | None, given: str, what: str) -> None:

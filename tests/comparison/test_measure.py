@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.comparison.logs import Step, without_warm_up
+from fivefold.comparison.logs import Log, Step, without_warm_up
 from fivefold.comparison.measure import Difference, Measured, Row, Spread, common_tokens, rows
+from fivefold.comparison.report import change, report_of
 
 
 def run(name: str, devices: int | None, repeat: int, speed: float, losses: list[float], rate: int = 100) -> Measured:
@@ -33,6 +34,7 @@ def test_a_spread_is_the_median_and_what_lies_around_it() -> None:
     [
         ({1: 103.0, 2: 206.0, 3: 420.0}, {1: 100.0, 2: 200.0, 3: 400.0}, 3.0, 3.0, 5.0, True),
         ({1: 99.0, 2: 102.0}, {1: 100.0, 2: 100.0}, 0.5, -1.0, 2.0, False),
+        ({1: 101.0, 2: 103.5}, {1: 100.0, 2: 100.0}, 2.25, 1.0, 3.5, False),  # the whole range, not the half of it
         # The machine grew slower by a half from repeat to repeat: what is measured is within each.
         ({1: 110.0, 2: 55.0}, {1: 100.0, 2: 50.0}, 10.0, 10.0, 10.0, True),
         ({1: 50.0}, {1: 100.0}, -50.0, -50.0, -50.0, None),
@@ -70,6 +72,14 @@ def test_losses_are_those_after_as_many_tokens() -> None:
     assert (short.loss(900), long.loss(900)) == (1, 5)
     assert (short.eval_loss(900), long.eval_loss(900)) == (2, None)  # evaluated after 1350 tokens alone
     assert run("c", 1, 1, 1.0, list(range(20))).loss(2000) == 18.5  # of the steps 19 and 20
+    early = replace(short, steps=[Step(1, 100, 9.0, 8.0), *short.steps[1:-1], Step(9, 900, 1.0)])
+    assert early.eval_loss(900) is None  # evaluated after 100 tokens alone
+
+
+def test_the_peak_is_that_of_all_steps() -> None:
+    """Compilation and the first batches need the most, and are not timed."""
+    steps = [Step(1, peak_gib=3.0), Step(2, peak_gib=2.0)]
+    assert Measured("a", 1, 1, "", steps, steps[1:]).peak_gib == 3.0
 
 
 def test_repeats_end_where_their_own_runs_do() -> None:
@@ -115,6 +125,15 @@ def test_what_did_not_run_is_a_row_and_no_base() -> None:
     assert found["b", 2].faster_pct.percent == pytest.approx(-20)
 
 
+def test_a_decrease_is_from_the_fewest_devices_that_ran() -> None:
+    """Of 10 tokens per second and device on 2, 9 and 7 are left on 4; on 1 it did not run."""
+    runs = [run("a", 2, repeat, 10.0, [3.0]) for repeat in (1, 2)]
+    runs += [run("a", 4, repeat, speed, [3.0]) for repeat, speed in ((1, 9.0), (2, 7.0))]
+    decrease = by_cell(rows(runs, [("a", 1), ("a", 2), ("a", 4)], {("a", 1): "not run"}, base="a"))["a", 4].decrease_pct
+    assert decrease is not None
+    assert (decrease.percent, decrease.low, decrease.high) == pytest.approx((20, 10, 30))
+
+
 def test_a_log_stands_against_the_median_of_the_repeats() -> None:
     runs = [run("a", 1, repeat, 10.0 * repeat, [3.0]) for repeat in (1, 2, 3)]
     runs += [run("other", 1, 0, 30.0, [3.3]), run("nowhere", None, 0, 30.0, [3.6])]
@@ -124,3 +143,23 @@ def test_a_log_stands_against_the_median_of_the_repeats() -> None:
     difference = found["nowhere", None].loss_difference_pct
     assert difference is not None
     assert difference.percent == pytest.approx(20)  # a loss is the same on any number of devices
+    evaluated = found["nowhere", None].eval_loss_difference_pct
+    assert evaluated is not None
+    assert evaluated.percent == pytest.approx(15)
+
+
+@pytest.mark.parametrize(("measured", "said"), [(True, "+3.2"), (False, "(+3.2)"), (None, "+3.2?")])
+def test_a_difference_that_is_not_measured_stands_in_brackets(measured: bool | None, said: str) -> None:
+    assert change(Difference(3.2, 3, 4, 2, measured)) == said
+
+
+def test_notes_say_how_a_difference_is_to_be_read() -> None:
+    """Repeats of other lengths are no reason to say that some saw more tokens."""
+    runs = [run("a", 1, repeat, 10.0, [3.0], rate) for repeat, rate in ((1, 100), (2, 90))]
+    runs += [run("b", 1, repeat, speed, [3.0], rate) for repeat, rate, speed in ((1, 100, 9.0), (2, 90, 11.0))]
+    sides = [Log(name, (), 1, "") for name in "ab"]
+    notes = " ".join(report_of(runs, warmup=0, others=sides).notes)
+    assert "(x): not larger than the range" in notes and "x?:" not in notes and "saw more tokens" not in notes
+    notes = " ".join(report_of([*runs, run("b", 1, 3, 20.0, [3.0, 2.0]), run("a", 1, 3, 10.0, [3.0])], warmup=0,
+                               others=sides).notes)  # fmt: skip
+    assert "b saw more tokens" in notes

@@ -5,8 +5,10 @@ What is trained is read back as text: the targets of a piece that are not -100.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
@@ -14,7 +16,10 @@ from tokenizers.decoders import ByteLevel
 from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, prepare
-from fivefold.data.chat import ChatTemplate
+from fivefold.data.chat import CHATML, ChatTemplate
+from fivefold.data.records import Records, example_of
+from fivefold.data.source import Source
+from fivefold.data.split import blocks_of
 from fivefold.data.tokenizer import _byte_characters
 from tests.data.helpers import config_for
 
@@ -117,6 +122,16 @@ def test_a_template_that_leaves_out_what_was_thought(tmp_path: Path, folder: Any
     assert trained == "b<|im_end|><think>\nso\n</think>\n\nd<|im_end|>"
 
 
+def test_a_template_that_takes_away_space_and_what_was_thought() -> None:
+    """The mark is put in front of the space, and behind it: once more without."""
+    template = ChatTemplate(THINKS.replace("lstrip('\n')", "strip()"))
+    assert "split('</think>')[-1].strip()" in template.source
+    said = zip(("user", "assistant") * 2, ("a", " b ", "c", "d"), strict=True)
+    turns = [{"role": role, "content": content} for role, content in said]
+    text, answers = template.answers(turns)
+    assert [text[slice(*answers[number])] for number in (1, 3)] == ["b<|im_end|>", "d<|im_end|>"]
+
+
 def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -> None:
     hides = "{% for message in messages %}{{ message.content | length }}{{ loop.length }}{% endfor %}"
     with pytest.raises(UserError, match=r"records\.jsonl:1: .*does not tell where the assistant's turn 3 of 5 begins"):
@@ -124,7 +139,7 @@ def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -
 
 
 def test_the_assistant_may_begin_where_a_template_looks_at_the_first_turn(tmp_path: Path, folder: Any) -> None:
-    looks = "{% if messages[0].role == 'system' %}!{% endif %}" + ChatTemplate().source
+    looks = "{% if messages[0].role == 'system' %}!{% endif %}" + CHATML
     _, trained = texts(read(tmp_path, [{"messages": [TALK[2], TALK[1], TALK[2]]}], folder(looks)))
     assert trained.count("4\n\n  yes<|im_end|>") == 2 and "2+2" not in trained
 
@@ -202,6 +217,27 @@ def test_packed_with_texts_of_another_source(tmp_path: Path) -> None:
     assert batch.targets == len(trained) == data.counts.train.targets
 
 
+def test_what_says_which_tokens_are_trained_is_checked_too(tmp_path: Path) -> None:
+    records = [{"prompt": "Q: ", "completion": "yes"}]
+    before = texts(read(tmp_path, records))
+    (path,) = (tmp_path / "cache").rglob("trained.bin")
+    path.chmod(0o644)
+    path.write_bytes(bytes([1]) * path.stat().st_size)
+    assert texts(read(tmp_path, records)) == before
+
+
+def test_an_example_is_one_block_beside_texts_that_are_cut() -> None:
+    def store(trained: int | None, *lengths: int) -> Any:
+        offsets, tokens = np.cumsum([0, *lengths]), np.arange(sum(lengths), dtype=np.uint16)
+        meta = SimpleNamespace(trained=trained, documents=len(lengths), tokens=sum(lengths))
+        return SimpleNamespace(meta=meta, offsets=offsets, tokens=tokens, block_hashes=np.arange(1, len(lengths) + 1))
+
+    found = blocks_of([store(None, 5, 150), store(9, 300, 70)], size=64)
+    assert found.length.tolist() == [5, 64, 64, 22, 300, 70]
+    assert found.start.tolist() == [0, 5, 69, 133, 155, 455]
+    assert found.hash[[0, 4, 5]].tolist() == [1, 1, 2]
+
+
 def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
     records = [{"prompt": f"{n}" * 40, "completion": f"{n}" * 60} for n in range(40)]
     path = tmp_path / "records.jsonl"
@@ -237,8 +273,65 @@ def test_what_is_no_example_is_refused_by_its_place(
     assert said in refused.value.what and refused.value.fix
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, folder: Any) -> None:
-    hostile = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+ROUND = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("record", "said", "trained"),
+    [
+        ({"messages": [{**ROUND[1], "weight": 0}, *ROUND]}, "a|q|a", ["a"]),
+        ({"prompt": ROUND, "completion": ROUND}, "q|a|q|a", ["a"]),  # answers of a prompt are context
+        ({"messages": [{"role": "system", "content": "s"}, *ROUND], "system": "t"}, "s|q|a", ["a"]),
+        ({"messages": [{"role": "user", "content": [{"text": "q"}, {"text": "r"}]}, ROUND[1]]}, "qr|a", ["a"]),
+        ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
+        ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
+        ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
+        ({"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}, None, []),
+    ],
+)
+def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, trained: list[str]) -> None:
+    example = example_of(record, Source("x", "data.train"), "x:1")
+    if example is None:
+        assert said is None
+        return
+    text = example.rendered(ChatTemplate(TOLD), "<eos>")
+    turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
+    assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said
+    said_by_it = [text.text[first:last] for first, last in text.trained or ()]
+    assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
+
+
+def test_a_folder_says_which_template_it_has(tmp_path: Path) -> None:
+    """A file of its own stands above the configuration; of several with names it is the default one."""
+    named = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": "OWN"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": {"content": "B"}}))
+    assert ChatTemplate.of(tmp_path).source == "OWN" and ChatTemplate.of(tmp_path).special == {"bos_token": "B"}
+    (tmp_path / "chat_template.jinja").write_text("FILE")
+    assert ChatTemplate.of(tmp_path).source == "FILE"
+
+
+def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> None:
+    assert ChatTemplate("x", {"bos_token": "a"}).digest != ChatTemplate("x", {"bos_token": "b"}).digest
+    some: list[dict[str, Any]] = [
+        {}, {"columns": {"prompt": "q", "completion": "a"}}, {"train_on": "last"}, {"format": "chat"},
+    ]  # fmt: skip
+    options = [Records("json").options(Source("x", "data.train", **each)) for each in some]
+    assert all(one != other for at, one in enumerate(options) for other in options[:at])
+
+
+@pytest.mark.parametrize("key", ["messages", "tools"])
+def test_json_in_a_string_that_is_nested_too_deep_is_no_list(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=r"records.jsonl:1: t\w+ are a list, not a str"):
+        read(tmp_path, [{"messages": TALK} | {key: "[" * 100_000}])
+
+
+def test_a_template_that_is_no_text_is_none(tmp_path: Path, folder: Any) -> None:
+    assert read(tmp_path, [{"messages": TALK}], folder(5)).fingerprint
+
+
+@pytest.mark.parametrize("hostile", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ '\\ud800' }}"])
+def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, folder: Any, hostile: str) -> None:
     with pytest.raises(UserError, match="does not take the conversation"):
         read(tmp_path, [{"messages": TALK}], folder(hostile))
 

@@ -7,7 +7,20 @@ import pytest
 
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import SchedulePlan, Slot
-from fivefold.parallel.memory import FIRST, MOMENTS, Units, resting_bytes, under_way
+from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.memory import (
+    FIRST,
+    MOMENTS,
+    PART_BYTES,
+    UPDATE,
+    Passing,
+    Units,
+    dear_numbers,
+    layer_bytes,
+    resting_bytes,
+    under_way,
+)
+from fivefold.parallel.plan import lower
 
 
 def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:
@@ -48,3 +61,52 @@ def test_gradients_come_with_the_first_backward() -> None:
     assert [(each.most[0], each.later[0]) for each in (under_way(few[0], (1, 1)), under_way(many[0], (1, 1)))] == [
         (2, 1), (2, 2),
     ]  # fmt: skip
+
+
+def test_what_comes_from_host_memory_is_there_beside_its_layer() -> None:
+    """The layer whose backward runs, and from the next one on also the one that comes: 10 each."""
+    moments = Passing(
+        saved=100, at_loss=90, later=80, later_at_loss=70, layer=10, stage=40, working=5, loss=3, fetched=10
+    ).at()
+    assert [moments[each]["saved activations"] for each in MOMENTS] == [70, 90, 90, 60, 0, 90, 110, 110]
+
+
+def test_both_levers_of_offload_leave_one_layer_and_three_parts() -> None:
+    """Of 32 layers, 31 go to host memory; state is there in the update alone, a matrix of the vocabulary at once."""
+    plan = lower(facts_of_config("llama-3.1-8b"), Layout.parse("single+offload+offload_optimizer"), 0)
+    shape = plan.step_shape(1, 1000, 1)
+    found, kept = plan.bytes(shape), layer_bytes(plan, plan.layers[0], plan.facts.layer_costs[0], shape).kept
+    state = 2 * found.parameters
+    assert found.host == {"optimizer state": state, "saved activations": 31 * kept} and found.optimizer == state
+    assert [found.moments[each]["saved activations"] // kept for each in MOMENTS] == [0, 1, 0, 0, 0, 1, 2, 2]
+    part = 2 * (128256 * 4096 * 4 + 2 * PART_BYTES)
+    assert [found.moments[each]["optimizer state"] for each in MOMENTS] == [part * (each == UPDATE) for each in MOMENTS]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "column", "others"),
+    [
+        ("llama-3.1-8b", "single", 1, 4096),
+        ("llama-3.1-8b", "tp2", 2, 4096 / 2),
+        ("llama-3.1-8b", "tp2+nosp", 2, 4096),
+        # keys and values, what attention gives and the queries once more
+        ("llama-3.1-8b", "cp2+ulysses", 1, 4096 + 2 * 1024 + 2 * 4096),
+    ],
+)
+def test_what_is_dear_in_a_layer(model: str, layout: str, column: int, others: float) -> None:
+    """Columns: q, k, v, attention with a number in fp32 for each of 32 heads, gate and up. The others: o; not down,
+    which nothing reads."""
+    plan = lower(facts_of_config(model), Layout.parse(f"{layout}+selective"), 0)
+    columns = 4096 + 2 * 1024 + 32 * (128 + 2) + 2 * 14336
+    shape = plan.step_shape(1, 1000, 1)
+    assert dear_numbers(plan, plan.layers[0], plan.facts.layer_costs[0], shape) == columns / column + others
+
+
+def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() -> None:
+    """Mixtral: rows of 4,096 numbers, two experts to a token."""
+    found = []
+    for layout in ("shard2+selective", "shard2.ep2+selective"):
+        plan = lower(facts_of_config("mixtral-8x7b"), Layout.parse(layout), 0)
+        shape = plan.step_shape(1, 1000, 1)
+        found.append(dear_numbers(plan, plan.layers[0], plan.facts.layer_costs[0], shape))
+    assert found[1] - found[0] == (3 - 1) * 2 * 4096

@@ -123,6 +123,26 @@ def test_hooks_around_a_block_get_what_it_keeps() -> None:
     assert again is not None and torch.allclose(again, 3 * plain)
 
 
+def test_what_is_kept_in_what_is_kept_is_one_value() -> None:
+    first, second = keep.contexts()
+    with first:
+        assert keep.kept(lambda: keep.kept(lambda: 2) + 1) == 3
+        assert keep.product_with_inputs(lambda: (keep.kept(lambda: 5), keep.kept(lambda: 6))) == (5, 6)
+    with second:
+        assert keep.kept(lambda: None) == 3 and keep.product_with_inputs(lambda: ((), ())) == (5, 6)
+
+
+def test_a_product_that_is_handed_on_takes_no_memory_and_one_within_what_runs_again_is_none() -> None:
+    a, b, (first, second) = torch.randn(3, 4), torch.randn(4, 5), keep.contexts()
+    handed, again = keep.handing_on(torch.mm), keep.keeping(keep.computing_again(torch.mm))
+    with first:
+        assert torch.equal(handed(a, b), again(a, b))
+    with second:
+        out = handed(a, b)
+        assert (out.shape, out.stride()) == ((3, 5), (0, 0))
+        assert torch.equal(again(a, b), a @ b)
+
+
 # ---- a budget --------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import fivefold as ff
 from fivefold.core.errors import UserError
 from fivefold.parallel import host_memory, offload, offload_activations
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.host_memory import HostMemory
+from fivefold.parallel.host_memory import HostMemory, most_bytes
 from fivefold.parallel.lanes import Lane
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
@@ -235,6 +235,19 @@ def test_blocks_are_used_again_and_a_file_keeps_what_leaves_memory(tmp_path: Pat
         again = memory.take(5_000_000)
         assert again.data_ptr() == first.data_ptr() and bool((second == 4).all())
         assert 45_000_001 <= memory.bytes <= 80 * 2**20
+        # Blocks that are used again reach into no other one, and many of them have room in what is reserved.
+        sizes = [70_001 * at for at in range(1, 40)]
+        memory.reserve(most_bytes(sum(sizes), len(sizes)))
+        before, blocks = memory.bytes, [memory.take(size) for size in sizes]
+        assert memory.bytes == before
+        for number, block in enumerate(blocks):
+            block.fill_(number)
+        for block in blocks[::2]:
+            memory.give_back(block)
+        for block in blocks[::2]:
+            memory.take(rounded := host_memory._rounded(len(block))).fill_(77)
+            assert rounded >= len(block)
+        assert all(bool((block == number).all()) for number, block in list(enumerate(blocks))[1::2])
 
 
 # ---- in a loop of one's own ------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,8 +13,8 @@ from fivefold.core.layout import Layout
 from fivefold.launch.failure import WorkerDied
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.relief import changed, relief
-from fivefold.training.out_of_memory import advise, asked_bytes
+from fivefold.planner.relief import Relief, changed, relief
+from fivefold.training.out_of_memory import _changes, advise, asked_bytes
 from tests.training import bodies
 from tests.training.bodies import STARVED
 
@@ -64,6 +66,13 @@ def test_the_fastest_changes_that_fit_come_first(needed: float) -> None:
     texts = [each.overrides for each in found.changes]
     assert len(texts) == 3 and "train.micro_batch_size=1" in texts
     assert re.fullmatch(r" +\d+\.\d of 79\.2 GiB, +[\d.]+ s a step:  \S+.*", str(found.changes[0]))
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_fits_as_planned_is_said_to(fits: bool) -> None:
+    planned = SimpleNamespace(fits=fits, step_seconds=2.0)
+    lines = list(_changes(cast(Relief, SimpleNamespace(planned=planned, changes=("train.micro_batch_size=1",)))))
+    assert lines[0].startswith("as planned it fits") is fits and lines[-1] == "train.micro_batch_size=1"
 
 
 def test_rows_become_shorter_where_no_layout_helps() -> None:

@@ -62,6 +62,17 @@ def test_each_number_is_that_of_a_search_in_a_table(dtype: Any, type_: torch.dty
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "8bit"])
+def test_rows_are_kept_alike_piece_by_piece(dtype: str) -> None:
+    """A large matrix is restored and kept a few rows at a time."""
+    values, kind = torch.rand(SHAPE), "exp_avg_sq"
+    own = _kept(dtype)
+    state = {**own.new(values, kind), "step": torch.tensor(1.0)}
+    for rows in (slice(0, 10), slice(10, 20), slice(20, 30)):
+        own.write(state, kind, rows, values[rows])
+    assert torch.equal(own.restored(values, state)[kind], _after(values, kind, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "8bit"])
 def test_a_second_moment_changes_by_less_than_its_type_can_tell(dtype: str) -> None:
     """Of 1, with the gradient gone, 0.999^600 = 0.549 is left; rounded to the nearest, bf16 would keep 1."""
     values = torch.ones(SHAPE)

@@ -1,7 +1,9 @@
 """Before the first step a run takes the memory of all that it will do, and is the same run afterwards, bit for bit."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,23 @@ def test_memory_runs_out_before_the_first_step(lacks: str, tmp_path: Path) -> No
     assert isinstance(error, RunFailed)
     assert error.what.startswith(f"rank 0: memory ran out in {lacks}, the trial before the first step: 2.50 GiB more")
     assert not (run_dir(run_file(tmp_path)) / "metrics.jsonl").exists()
+
+
+def test_memory_as_large_as_the_state_is_taken_where_there_is_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_put_back", lambda model: nullcontext())
+    monkeypatch.setattr(trial, "_step", lambda job: None)
+    monkeypatch.setattr(trial.preflight, "optimizer_bytes", lambda *_: (5, 2**60))
+    tried: list[int] = []
+    job: Any = SimpleNamespace(
+        model=None, world=World(), config=load_config(None, ["eval.every=0"]), data=None,
+        optimizer=SimpleNamespace(state={}, zero_grad=lambda **_: None),
+        keeper=SimpleNamespace(try_memory=tried.append),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="memory"):
+        trial.run(job)
+    job.optimizer.state = {"of a resumed run": {}}
+    trial.run(job)
+    assert tried == [0]
 
 
 def test_it_pays_on_a_gpu() -> None:
