@@ -138,6 +138,12 @@ def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -
         read(tmp_path, [{"messages": TALK}], folder(hides))
 
 
+def test_the_assistant_may_begin_where_a_template_looks_at_the_first_turn(tmp_path: Path, folder: Any) -> None:
+    looks = "{% if messages[0].role == 'system' %}!{% endif %}" + CHATML
+    _, trained = texts(read(tmp_path, [{"messages": [TALK[2], TALK[1], TALK[2]]}], folder(looks)))
+    assert trained.count("4\n\n  yes<|im_end|>") == 2 and "2+2" not in trained
+
+
 def test_a_template_may_mark_the_answers_itself(tmp_path: Path, folder: Any) -> None:
     text, trained = texts(read(tmp_path, [{"messages": TALK}], folder(MARKS)))
     assert text == "Be brief.?2+2??4\n\n  yes#Sure??Yés.#<|endoftext|>"

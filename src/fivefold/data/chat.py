@@ -82,11 +82,15 @@ class ChatTemplate:
         return text, {number: self._span(render, turns, number, text) for number in own}
 
     def _span(self, render: Render, turns: Sequence[Turn], number: int, text: str) -> Span:
-        asked, after = render(turns[:number], answer=True), render(turns[: number + 1]).rstrip()
-        before = render(turns[:number])
-        start = len(asked) if text.startswith(asked) else _front(render, turns, number, text)
-        if start is None and text.startswith(before) and asked.startswith(before):
-            start = _alike(text, asked)  # a question for an answer that begins to answer itself
+        after = render(turns[: number + 1]).rstrip()
+        try:
+            asked, before = render(turns[:number], answer=True), render(turns[:number])
+        except UserError:  # a template that looks at the first turn, where the assistant begins and none is before it
+            start = _front(render, turns, number, text)
+        else:
+            start = len(asked) if text.startswith(asked) else _front(render, turns, number, text)
+            if start is None and text.startswith(before) and asked.startswith(before):
+                start = _alike(text, asked)  # a question for an answer that begins to answer itself
         end = len(after) if text.startswith(after) else _back(render, turns, number, text)
         if start is None or end is None or end < start:
             raise UserError(
