@@ -63,6 +63,7 @@ def test_keys_say_what_may_be_chosen() -> None:
     assert choices["train.compile"] == ("auto", True, False)
     assert choices["memory.loss_chunks"] == ("auto", "a number")
     assert choices["log.to"][:2] == ("jsonl", "tensorboard")
+    assert choices["data.train[].columns"] == ()
     assert choices["train.seed"] == choices["data.packing"] == ()
 
 

@@ -95,6 +95,7 @@ def methods(layout: str) -> bool:
         (lambda: model.lm_head.state_dict(), "ff.gather"),
         (lambda: model.get_input_embeddings()(torch.zeros(1, 4, dtype=torch.int64)), "some of its tokens"),
         (lambda: ff.parallelize(build("llama"), None), "the layout is a NoneType"),
+        (lambda: ff.parallelize(build("llama"), f"{layout}+8bit_states"), "keeps its own"),
         (lambda: ff.parallelize(model, layout), "parallelized already"),
         (lambda: ff.train_step(nn.Linear(2, 2), None, {}), "ff.parallelize"),
     ):

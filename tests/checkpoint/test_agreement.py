@@ -52,7 +52,7 @@ def test_how_it_is_computed_may_differ(sections: dict[str, Any]) -> None:
 def test_data_are_known_by_their_contents() -> None:
     moved = {"data": {"train": "elsewhere.txt"}}
     check_agreement(_agreement(), _agreement(**moved))
-    with pytest.raises(UserError, match=r"data\.train is .*elsewhere"):
+    with pytest.raises(UserError, match=r"data\.train\[0\]\.path is elsewhere\.txt, but .* with "):
         check_agreement(_agreement(), _agreement("g", **moved))
     with pytest.raises(UserError, match=r"data\.train: the text is not the one"):
         check_agreement(_agreement(), _agreement("g"))

@@ -185,7 +185,7 @@ def test_what_cannot_run_on_a_number_of_devices_says_why(trainer: Trainer, capsy
     rows = json.loads(Path("found.json").read_text())["rows"]
     assert [row["note"] for row in rows] == [
         "",
-        "not run: tp 2 = 2, but 1 workers started; 2 does not divide 1, tp 1 does",
+        "not run: tp 2 = 2, but 1 worker started; 2 does not divide 1, tp 1 does",
         "",
         "",
     ]

@@ -16,6 +16,8 @@ MEGATRON = (
 TITAN = (
     "[rank0]:[titan] 2026-01-02 03:04:05 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  4.5000  \x1b[38;2;54m"
     "memory: 12.50GiB(15.63%)  \x1b[34mtps: 5,432  \x1b[36mtflops: 99.1  \x1b[35mmfu: 31.77%\x1b[39m\n"
+    "[rank0]:[titan] 2026-01-02 03:04:06 - root - INFO - \x1b[33mvalidate step: 10  \x1b[32mloss:  4.4000  "
+    "memory: 40.00GiB(50.00%)  \x1b[34mtps: 20,432\x1b[39m\n"
 )
 STATE = {
     "log_history": [
@@ -34,6 +36,7 @@ STATE = {
             Step(3, 300, 4.5, None, 20),
         ),
         ("a.csv", "step,loss,tps\n1,5.0,7\n2,4.5,8\n", " tokens_per_step=1k", None, Step(2, 2048, 4.5, None, 8)),
+        ("excel.csv", "\ufeffstep, loss, tps\n2, 4.5, 8\n", "", None, Step(2, None, 4.5, None, 8)),
         ("trainer_state.json", json.dumps(STATE), "", None, Step(10, 1000, 4.5, 4.4)),
         ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, Step(10, 1280 * 4096, 4.5, None, 128 * 4096 / 2 / 8)),
         ("m.log", MEGATRON, "", None, Step(10, None, 4.5)),
@@ -46,7 +49,7 @@ STATE = {
             "m.log", MEGATRON, " seq_length=10 devices=8 tokens_per_step=640", 8,
             Step(10, 12800, 4.5, None, 640 / 2 / 8),
         ),
-        ("t.log", TITAN, " tokens_per_step=8192", None, Step(10, 81920, 4.5, None, 5432, 12.5, 31.77)),
+        ("t.log", TITAN, " tokens_per_step=8192", None, Step(10, 81920, 4.5, 4.4, 5432, 12.5, 31.77)),
         (
             "wandb.jsonl",
             '{"_step": 2, "loss_metrics/global_avg_loss": 4.5, "n_tokens_seen": 64, "throughput(tps)": 9, '

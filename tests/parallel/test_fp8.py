@@ -161,6 +161,7 @@ def test_layers_at_the_ends_stay_in_the_compute_dtype() -> None:
     plan = lower(facts, Layout.parse("single+fp8+hp1").resolve(1), 0)
     assert {each.name.split(".")[2] for each in (*plan.fp8_linears, *plan.fp8_experts)} == {"1"}
     assert "without fp8" in _refused("tp2+hp1", "llama", 2)
+    assert "fp8_high_layers 2 at each end leaves none of" in _refused("tp2+fp8+hp2", "llama", 2)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

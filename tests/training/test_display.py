@@ -53,7 +53,7 @@ def plain(*, total_steps: int, seconds: float) -> str:
     """A whole run of `total_steps` steps of `seconds` each, as lines."""
     screen, clock = console(terminal=False), Clock()
     with PlainDisplay(screen, total_steps=total_steps, clock=clock) as display:
-        display.header([("model", "LlamaForCausalLM 4.7M parameters"), ("", "more of it " * 12)])
+        display.header([("model", "LlamaForCausalLM 4.7M parameters"), ("", "more of it " * 12), ("recompute", "full")])
         for step in range(1, total_steps + 1):
             clock.now += seconds
             display.step(ROW | {"step": step})
@@ -76,6 +76,7 @@ def test_plain_lines_hold_everything_and_no_escape_codes() -> None:
     text = plain(total_steps=2, seconds=1.0)
     assert "model    LlamaForCausalLM 4.7M parameters\n" in text
     assert "more of it " * 12 in text  # never wrapped: a log is for tools as well
+    assert "recompute full\n" in text
     assert "step 2/2  validation loss 2.7000\n" in text
     assert "sample @2  'def f(x):\\n    return x'\n" in text
     assert "note: step 3" in text and "done     validation loss 2.700\n" in text

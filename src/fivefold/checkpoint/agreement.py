@@ -60,11 +60,25 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
             what = f"data.train: the text is not the one that {where} was trained on"
             fix = "put the files back, or start afresh with another run.name (earlier versions held out other parts)"
             raise UserError(what, fix=fix, more=_MORE)
+        if key in ("data.train", "data.validation"):
+            key, before, now = _inner(key, before, now)
         raise UserError(
             f"{key} is {_short(now)}, but {where} was trained with {_short(before)}",
             fix=f"set {key} back, or start afresh with another run.name",
             more=_MORE,
         )
+
+
+def _inner(key: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """What differs in it, of sources of data. Example: `data.train[0].train_on`."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        parts = [(f"{key}[{at}]", *pair) for at, pair in enumerate(zip(before, now, strict=True))]
+    elif isinstance(before, dict) and isinstance(now, dict):
+        names = [*now, *(name for name in before if name not in now)]
+        parts = [(f"{key}.{name}", before.get(name, "(not set)"), now.get(name, "(not set)")) for name in names]
+    else:
+        return key, before, now
+    return next((_inner(*part) for part in parts if part[1] != part[2]), (key, before, now))
 
 
 def _short(value: Any) -> str:

@@ -88,7 +88,7 @@ def read(asked: str) -> Log:
     if path.is_dir() and is_run(path):
         path, given = path / "metrics.jsonl", _of_run(path) | given
     try:
-        text = strict_json.content(path, strict_json.MOST_BYTES).decode(errors="replace")
+        text = strict_json.content(path, strict_json.MOST_BYTES).decode("utf-8-sig", errors="replace")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such log", fix="name a file, or a run folder", more=MORE) from None
     except (OSError, ValueError) as error:
@@ -137,12 +137,18 @@ def _rows(text: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
             return "trainer_state.json", _joined([row for row in whole["log_history"] if isinstance(row, dict)])
         return "JSON lines", list(filter(None, map(_object, text.splitlines())))
     lines = [_COLOUR.sub("", line) for line in text.splitlines()]
-    if lines and set(lines[0].replace('"', "").split(",")) & set(COLUMNS["step"]):
-        return "CSV", list(csv.DictReader(lines))
+    if lines and set(lines[0].replace('"', "").replace(" ", "").split(",")) & set(COLUMNS["step"]):
+        return "CSV", list(csv.DictReader(lines, skipinitialspace=True))
     megatron = [_found(line, _MEGATRON) for line in lines if "lm loss:" in line and "iteration" in line]
     if megatron:
         return "Megatron-LM", megatron
-    return "torchtitan", [_found(line, _TORCHTITAN) for line in lines if re.search(_TORCHTITAN["step"], line)]
+    return "torchtitan", _joined([_titan(line) for line in lines if re.search(_TORCHTITAN["step"], line)])
+
+
+def _titan(line: str) -> dict[str, Any]:
+    """Of a step; of a validation its loss alone, for its speed and its memory are no training's."""
+    found = _found(line, _TORCHTITAN)
+    return {"step": found["step"], "eval_loss": found.get("loss")} if "validate step:" in line else found
 
 
 def _joined(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """The keys of a run file as people and editors see them, from the types and descriptions of its sections. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -73,6 +73,8 @@ def _values(annotation: Any) -> tuple[Any, ...]:
         return get_args(annotation)
     if annotation is bool:
         return (True, False)
+    if get_origin(annotation) in (dict, Mapping):
+        return ()  # what its keys are called is no value
     inner = [each for each in get_args(annotation) if each not in (NoneType, Ellipsis)]
     named = [_values(each) for each in inner]
     if not any(named):

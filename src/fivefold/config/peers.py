@@ -62,7 +62,7 @@ SAME = {
 }  # fmt: skip
 
 _NO_LORA = "LoRA is not built yet: every weight of the model is trained"
-_CHAT = "the chat template is that of tokenizer.name_or_path's folder, and answers alone are trained (fivefold data RUN.yaml shows it)"
+_CHAT = "the chat template is that of the tokenizer's folder, and answers alone are trained: see fivefold data"
 _NO_PREFERENCE = "preference training is not built yet: plain text is what is trained"
 _DATA_RANKS = "data ranks = layout.dp_replicate x layout.dp_shard"
 

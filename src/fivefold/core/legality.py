@@ -120,7 +120,7 @@ def of_world(layout: "Layout", world: int, place: str | None = None) -> Iterator
         return
     product = f"{layout.product or 'single'}{'' if layout.dp_shard == -1 else f' = {layout.world}'}"
     nearest = f"dp_shard {fits[0]} fits" if fits else f"{fixed} does not divide {world}{_nearest_degree(layout, world)}"
-    has = f"{place} has {many(world, 'device')}" if place else f"{world} workers started"
+    has = f"{place} has {many(world, 'device')}" if place else f"{many(world, 'worker')} started"
     change = "the cluster" if place else "the number of workers: --nproc"
     fix = f"change the layout, or {change}; dp_shard -1 takes those that are left"
     if layout.ep > 1 and not layout.degrees:

@@ -108,8 +108,9 @@ def chat(
     first, own = _turns(context, where) if context is not None else [], _turns(turns, where)
     if not own:
         raise UserError(f"{where}: a conversation without turns", fix="remove the record")
-    if isinstance(system, str) and system and (first or own)[0]["role"] not in ("system", "developer"):
-        first = [{"role": "system", "content": system}, *first]
+    told = "" if system is None else _string(system, where, "the system text")
+    if told and (first or own)[0]["role"] not in ("system", "developer"):
+        first = [{"role": "system", "content": told}, *first]
     return Example(where, (*first, *own), context=len(first), tools=_tools(tools, where), train_on=train_on)
 
 
@@ -117,6 +118,22 @@ def pair(where: str, prompt: object, answer: object, *, train_on: TrainOn = "ass
     """The example of two texts, one of which goes on where the other ends. Raises `UserError`."""
     texts = _string(prompt, where, "the prompt"), _string(answer, where, "the answer")
     return Example(where, pair=texts, train_on=train_on)
+
+
+def history(value: object, where: str) -> list[Turn]:
+    """The turns of pairs of what was asked and answered before. Raises `UserError`."""
+    pairs = _parsed(value) or []
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise UserError(
+            f"{where}: the history is no list of pairs", fix='[["what was asked", "what was answered"], ...]'
+        )
+    return [
+        {"role": role, "content": said}
+        for each in pairs
+        for role, said in zip(("user", "assistant"), each, strict=True)
+    ]
 
 
 def _turns(value: object, where: str) -> list[Turn]:
@@ -143,6 +160,8 @@ def _turn(value: object, where: str) -> Turn:
     if content is None and role == "assistant" and value.get("tool_calls"):
         content = ""
     content = _string(content, where, "its content")
+    if value.get("weight", 1) not in (0, 1, None):
+        raise UserError(f"{where}: its weight is {value['weight']!r}", fix="1 trains the turn, 0 does not")
     more = {
         key: each for key, each in value.items() if key not in ("role", "from", "content", "value") and each is not None
     }

@@ -17,6 +17,7 @@ from fivefold.config import DataSource, RunConfig
 from fivefold.core.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
+from fivefold.core.units import many
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
 from fivefold.data.rows import PackedRows, Pool, RowIndex, build_index
@@ -146,6 +147,11 @@ class _Plan:
             "repeated": 0,
         }
         if not counts["train"]["rows"]:
+            if examples := counts["train"]["untrained"]:
+                raise UserError(
+                    f"data.train: no document has a trained token ({many(examples, 'example')})",
+                    fix="add answers, or set data.train[].train_on: all, or a longer data.seq_length",
+                )
             raise UserError(
                 f"data.train: no document has two tokens or more ({counts['train']['spans']:,} documents)",
                 fix="add text",

@@ -159,11 +159,7 @@ def example_of(record: Mapping[str, object], source: Source, where: str) -> Exam
     if parts.is_plain:
         return examples.pair(where, "\n\n".join(_strings(asked, where)), answer, train_on=source.train_on)
     turns = [{"role": "user", "content": "\n\n".join(_strings(asked, where))}, {"role": "assistant", "content": answer}]
-    before = [
-        {"role": role, "content": text}
-        for earlier in (record.get(parts.history) if parts.history else None) or ()  # type: ignore[attr-defined]
-        for role, text in zip(("user", "assistant"), earlier, strict=False)
-    ]
+    before = examples.history(record[parts.history], where) if parts.history else []
     return examples.chat(where, [*before, *turns], system=system, tools=tools, train_on=source.train_on)
 
 

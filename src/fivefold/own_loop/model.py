@@ -169,6 +169,11 @@ def parallelize(
         raise UserError(f"the layout is a {type(layout).__name__}", fix='pass a Layout, or its text: "shard2.tp2"')
     given = _check_model(model)
     before = list(model.parameters())
+    if layout.state_dtype != "fp32":
+        raise refusal(
+            f"{layout} keeps an optimizer's state in {layout.state_dtype}, and an optimizer of torch keeps its own",
+            fix="leave it out of the layout; fivefold train and ff.train take optimizer.state_dtype",
+        )
     layout = _with_precision(layout, precision, given)
     settings: Any = model.config
     load = own_coefficient(settings.get_text_config())

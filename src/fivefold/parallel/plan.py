@@ -20,6 +20,7 @@ from fivefold.core.legality import Violation
 from fivefold.core.recompute import Recompute, budget_bytes, spent
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
+from fivefold.core.units import many
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.calls import calls
@@ -546,6 +547,10 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
     if layout.fp8_high_layers and layout.fp8 == "none":
         what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
         yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
+    layers = len(plan.anatomy.layers)
+    if layout.fp8 != "none" and layout.fp8_high_layers * 2 >= layers:
+        what = f"fp8_high_layers {layout.fp8_high_layers} at each end leaves none of {many(layers, 'layer')} to fp8"
+        yield Violation("fp8_high_layers", what, f"at most {(layers - 1) // 2}", more="docs/fp8.md")
     if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
         yield Violation(
             "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"

@@ -83,7 +83,7 @@ class PlainDisplay:
 
     def header(self, lines: Sequence[Line]) -> None:
         """Say what is about to run."""
-        self._say(*(f"{label:<9}{text}" for label, text in lines))
+        self._say(*(f"{label:<8} {text}" for label, text in lines))
 
     def step(self, row: Row) -> None:
         """Show one row of metrics."""
@@ -109,7 +109,7 @@ class PlainDisplay:
 
     def closing(self, lines: Sequence[Line]) -> None:
         """Say where everything is and what to type next."""
-        self._say(*(f"{label:<9}{text}" for label, text in lines))
+        self._say(*(f"{label:<8} {text}" for label, text in lines))
 
     def _say(self, *lines: str) -> None:
         for line in lines:
