@@ -121,7 +121,7 @@ DAMAGES = {
     "a missing slice": _edited(lambda tree: _first_record(tree)["slices"].pop()),
     "a slice outside": _edited(lambda tree: _first_record(tree)["slices"][0].update(offset=[90, 30])),
     "negative offset": _edited(lambda tree: _first_record(tree)["slices"][0].update(offset=[-1, 0])),
-    "unknown type": _edited(lambda tree: _first_record(tree).update(dtype="uint8")),
+    "unknown type": _edited(lambda tree: _first_record(tree).update(dtype="uint16")),
     "file outside": _edited(lambda tree: tree["files"].update({"../x": {"bytes": 1}})),
     "absolute file": _edited(lambda tree: tree["files"].update({"/etc/passwd": {"bytes": 1}})),
     "hidden file": _edited(lambda tree: tree["files"].update({"model/.x": {"bytes": 1}})),

@@ -56,6 +56,13 @@ STATE = {
             '"mfu(%)": NaN}',
             "", None, Step(2, 64, 4.5, None, 9),
         ),
+        ("excel.csv", "\ufeffstep,loss\n2,4.5\n", "", None, Step(2, None, 4.5)),
+        ("a.jsonl", f'{{"step": 2, "loss": 4.5, "tps": 1{"0" * 400}}}', "", None, Step(2, None, 4.5)),
+        (
+            "trainer_state.json", '{"log_history": [{"step": [1], "loss": 5}, {"step": 2, "loss": 4.5}]}',
+            "", None, Step(2, None, 4.5),
+        ),
+        ("m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."), " seq_length=8 devices=1", 1, Step(10, 10240, 4.5)),
     ],
 )  # fmt: skip
 def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices: int | None, last: Step) -> None:
@@ -83,6 +90,8 @@ def test_what_is_given_stands_above_the_history_of_a_run(tmp_path: Path) -> None
         ("a page of something else\n", "", "has no rows with a step"),
         ("step,loss\n1,2\n", " devices=0", "devices=0 is none of"),
         ("step,loss\n1,2\n", " gpus=8", "gpus=8 is none of"),
+        ("step,loss\n1," + "2" * 200_000, "", "is not CSV: field larger"),
+        (None, "x" * 5000, "cannot be read: .*too long"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str | None, given: str, what: str) -> None:

@@ -314,8 +314,18 @@ def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> N
     assert all(one != other for at, one in enumerate(options) for other in options[:at])
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, folder: Any) -> None:
-    hostile = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+@pytest.mark.parametrize("key", ["messages", "tools"])
+def test_json_in_a_string_that_is_nested_too_deep_is_no_list(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=r"records.jsonl:1: t\w+ are a list, not a str"):
+        read(tmp_path, [{"messages": TALK} | {key: "[" * 100_000}])
+
+
+def test_a_template_that_is_no_text_is_none(tmp_path: Path, folder: Any) -> None:
+    assert read(tmp_path, [{"messages": TALK}], folder(5)).fingerprint
+
+
+@pytest.mark.parametrize("hostile", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ '\\ud800' }}"])
+def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path, folder: Any, hostile: str) -> None:
     with pytest.raises(UserError, match="does not take the conversation"):
         read(tmp_path, [{"messages": TALK}], folder(hostile))
 

@@ -259,10 +259,6 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     assert "global_batch_size 6" in error.what and "4 or 8" in error.fix
 
 
-def test_what_is_not_built_yet_is_refused(tmp_path: Path) -> None:
-    assert "memory.recompute" in refusal(run_file(tmp_path, memory__recompute="selective")).what
-
-
 # ---- steps that are not finite ---------------------------------------------------------------------------------------
 
 

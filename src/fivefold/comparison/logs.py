@@ -85,15 +85,18 @@ def without_warm_up(steps: Sequence[Step], starts: Iterable[int], warmup: int) -
 def read(asked: str) -> Log:
     """The log `PATH [devices=N] [seq_length=N] [tokens_per_step=N]`. Raises `UserError`."""
     path, given = _asked(asked)
-    if path.is_dir() and is_run(path):
-        path, given = path / "metrics.jsonl", _of_run(path) | given
     try:
+        if path.is_dir() and is_run(path):
+            path, given = path / "metrics.jsonl", _of_run(path) | given
         text = strict_json.content(path, strict_json.MOST_BYTES).decode("utf-8-sig", errors="replace")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such log", fix="name a file, or a run folder", more=MORE) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}", more=MORE) from error
-    kind, rows = _rows(text)
+    try:
+        kind, rows = _rows(text)
+    except csv.Error as error:
+        raise UserError(f"{path} is not CSV: {error}", more=MORE) from error
     columns = _columns(rows)
     steps = [_step(row, columns, given) for row in rows if _number(row, columns.get("step"))]
     if not steps or not {"loss", "eval_loss", "speed", "whole_speed", "seconds"} & set(columns):
@@ -106,7 +109,7 @@ def read(asked: str) -> Log:
 
 
 def _asked(asked: str) -> tuple[Path, dict[str, int]]:
-    path, *words = asked.split(" ") if not Path(asked).exists() else [asked]
+    path, *words = [asked] if _exists(asked) else asked.split(" ")
     given = {}
     for word in filter(None, words):
         key, _, value = word.partition("=")
@@ -120,6 +123,13 @@ def _asked(asked: str) -> tuple[Path, dict[str, int]]:
             ) from None  # fmt: skip
         given[key] = number
     return Path(path), given
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # longer than a name may be
+        return False
 
 
 def _of_run(folder: Path) -> dict[str, int]:
@@ -155,7 +165,7 @@ def _joined(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Rows of the same step as one: a Trainer writes an evaluation beside its step."""
     by_step: dict[Any, dict[str, Any]] = {}
     for row in rows:
-        by_step.setdefault(row.get("step"), {}).update(row)
+        by_step.setdefault(_number(row, "step"), {}).update(row)
     return list(by_step.values())
 
 
@@ -172,8 +182,8 @@ def _found(line: str, patterns: Mapping[str, str]) -> dict[str, Any]:
     found = {
         name: match[1].replace(",", "") for name, pattern in patterns.items() if (match := re.search(pattern, line))
     }
-    if "milliseconds" in found:
-        found["seconds"] = str(float(found.pop("milliseconds")) / 1000)
+    if milliseconds := _number(found, "milliseconds"):
+        found["seconds"] = str(milliseconds / 1000)
     return found
 
 
@@ -207,6 +217,6 @@ def _number(row: Mapping[str, Any], name: str | None) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # a JSON integer has any number of digits
         return None
     return number if math.isfinite(number) else None

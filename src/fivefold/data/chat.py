@@ -107,6 +107,7 @@ class ChatTemplate:
                 chat_template=self.source,
                 **{**self.special, **options},
             )
+            texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
         except Exception as error:  # of Jinja, of the template itself
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
@@ -173,10 +174,14 @@ def _written(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def _is_default(template: Any) -> bool:
+    return isinstance(template, Mapping) and template.get("name") == "default"
+
+
 def _default(template: Any) -> str | None:
     """A folder may have several, with names."""
     if isinstance(template, str):
         return template
-    named = {each.get("name"): each.get("template") for each in template or () if isinstance(each, Mapping)}
-    found = named.get("default")
+    several = template if isinstance(template, list) else []
+    found = next((each.get("template") for each in several if _is_default(each)), None)
     return found if isinstance(found, str) else None
