@@ -56,7 +56,7 @@ def test_memory_runs_out_before_the_first_step(lacks: str, tmp_path: Path) -> No
 def test_memory_as_large_as_the_state_is_taken_where_there_is_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_put_back", lambda model: nullcontext())
     monkeypatch.setattr(trial, "_step", lambda job: None)
-    monkeypatch.setattr(trial.preflight, "optimizer_bytes", lambda *_: (5, 2**60))
+    monkeypatch.setattr("fivefold.training.preflight.optimizer_bytes", lambda *_: (5, 2**60))
     tried: list[int] = []
     job: Any = SimpleNamespace(
         model=None, world=World(), config=load_config(None, ["eval.every=0"]), data=None,
