@@ -59,7 +59,7 @@ def test_keys_say_what_may_be_chosen() -> None:
     assert choices["scheduler.name"] == ("cosine", "linear", "wsd", "constant")
     assert choices["layout.pp_schedule"] == tuple(SCHEDULES)
     assert choices["precision.compute"] == ("bf16", "fp32", "fp64")
-    assert choices["memory.recompute"] == ("none", "selective", "full", "a number")
+    assert choices["memory.recompute"] == ("none", "selective", "full", "a size such as 12GiB")
     assert choices["train.compile"] == ("auto", True, False)
     assert choices["memory.loss_chunks"] == ("auto", "a number")
     assert choices["log.to"][:2] == ("jsonl", "tensorboard")

@@ -68,7 +68,8 @@ def _choices(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _values(annotation: Any) -> tuple[Any, ...]:
-    """The values that a type names (`Literal`, bool, unions and tuples of them); `a number` for a union's rest."""
+    """The values that a type names (`Literal`, bool, unions and tuples of them); what a union's rest is in words: `a
+    number`, or the description of its type."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     if annotation is bool:
@@ -79,7 +80,12 @@ def _values(annotation: Any) -> tuple[Any, ...]:
     named = [_values(each) for each in inner]
     if not any(named):
         return ()
-    return tuple(value for values in named for value in (values or ("a number",)))
+    return tuple(value for each, values in zip(inner, named, strict=True) for value in (values or (_in_words(each),)))
+
+
+def _in_words(annotation: Any) -> str:
+    told = (each.description for each in get_args(annotation) if isinstance(each, FieldInfo))
+    return next(filter(None, told), "a number")
 
 
 # ---- the JSON schema -------------------------------------------------------------------------------------------------

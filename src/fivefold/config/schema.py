@@ -305,9 +305,10 @@ class PrecisionSection(Section):
 
 
 class MemorySection(Section):
-    recompute: Literal["none", "selective", "full"] | Annotated[str, Field(pattern=f"^{BUDGET}$")] = of_layout(
-        "recompute"
-    )
+    recompute: (
+        Literal["none", "selective", "full"]
+        | Annotated[str, Field(pattern=f"^{BUDGET}$", description="a size such as 12GiB")]
+    ) = of_layout("recompute")
     mlp_chunks: Whole = of_layout("mlp_chunks", ge=1)
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
