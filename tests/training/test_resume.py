@@ -69,7 +69,7 @@ def test_a_mixture_goes_on_bitwise_and_its_weights_may_not_change(tmp_path: Path
     assert isinstance(train(stopped, stop_at=6).error, Stopped)
     changed = {**stopped, "data": {**stopped["data"], "train": [{**mixture[0], "weight": 3}, mixture[1]]}}
     error = train(changed).error
-    assert type(error) is UserError and error.what.startswith("data.train is ")
+    assert type(error) is UserError and error.what.startswith("data.train[0].weight is 3.0, but ")
     assert train(stopped).error is None
     for name in NAMES:
         assert column(stopped, name) == column(alone, name), name
