@@ -2,6 +2,7 @@
 scales. One process computes what a reference does that rounds by a table (`verification/fp8_by_hand.py`)."""
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fivefold.parallel.plan import lower
 from fivefold.verification import fp8_by_hand
 from tests.parity import Case, Outcome, gradient_error, on_rank, outcome, reference_model
 from tests.pool import run_ranks
+from tests.tiers import every
 
 WORDS = {
     "tensorwise": "fp8",
@@ -49,10 +51,12 @@ def equals_one_process(layout: str, recipe: str, family: str = "llama", kv_heads
     assert not differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_gw_hp"])
-@pytest.mark.parametrize("layout", ["tp2.cp2", "tp2+full+nosp"])
-def test_ranks_agree_on_scales(layout: str, recipe: str) -> None:
-    equals_one_process(layout, recipe)
+EACH = list(product(["tp2.cp2", "tp2+full+nosp"], ["tensorwise", "rowwise", "rowwise_gw_hp"]))
+
+
+@pytest.mark.parametrize("case", every(EACH, 2), ids="-".join)
+def test_ranks_agree_on_scales(case: tuple[str, str]) -> None:
+    equals_one_process(*case)
 
 
 @pytest.mark.parametrize(("layout", "recipe"), [("shard2", "blockwise"), ("pp2+zb", "tensorwise"), ("dp2", "mxfp8")])
